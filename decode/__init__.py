@@ -1,0 +1,20 @@
+"""Decoding with heads: candidate trees, verified in one forward of the stock model."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from decode.generate import Step as Step
+    from decode.generate import generate as generate
+    from decode.generate import medusa_generate as medusa_generate
+    from decode.generate import steps as steps
+
+__all__ = ["Step", "generate", "medusa_generate", "steps"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the loop, and with it transformers, only when it is asked for: `decode.accept` needs neither."""
+    if name in __all__:
+        from importlib import import_module
+
+        return getattr(import_module("decode.generate"), name)
+    raise AttributeError(f"module 'decode' has no attribute {name!r}")

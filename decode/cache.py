@@ -1,0 +1,202 @@
+"""The KV cache of a tree: append all nodes, keep the accepted path.
+
+Row b owns the slots [0, lengths[b]) and slot == position: no padding holes, so rows of different length, windows and
+compaction stay simple. A forward appends its nodes behind a row's slots and commits nothing; `commit` then moves the
+accepted ones to the front. Memory is allocated once, ahead of the text, and written in place.
+
+    lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
+    commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
+
+Shapes: B rows, H KV heads, S slots, D head size, N nodes, C columns of a path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 256  # slots that are allocated at a time beyond what was asked for
+
+
+class Arena:
+    """Keys and values of all layers of one shape in one tensor, so that a commit is two operations, not four a layer."""
+
+    def __init__(self, count: int, like: Tensor, capacity: int) -> None:
+        batch, heads, _, size = like.shape
+        # Zeros, not whatever lay there: a masked NaN would still reach the output, as 0 x NaN.
+        self.buffer = like.new_zeros(count, batch, heads, capacity, size)  # [count, B, H, S, D]
+        self.used = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.buffer.shape[3]
+
+    def take(self) -> int:
+        self.used += 1
+        return self.used - 1
+
+    def grow(self, capacity: int) -> None:
+        old = self.buffer
+        self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+        self.buffer[..., : old.shape[3], :] = old
+
+    def select(self, rows: Tensor) -> None:
+        self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer's view of the arenas, in the form that transformers' attention calls."""
+
+    is_sliding = False  # windows are in our masks, by position; no key is ever dropped
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, owner: TreeCache) -> None:
+        super().__init__()
+        self.owner = owner
+        self.places: list[tuple[Arena, int]] = []  # of keys and of values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.places = [self.owner.place(states) for states in (key_states, value_states)]
+        self.bind()
+        self.is_initialized = True
+
+    def bind(self) -> None:
+        """Point `keys` and `values` at the arenas, after they were made, grown or selected from."""
+        self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `key_states` [B, H, N, D] behind each row's slots; returns all keys and values [B, H, S, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        owner, count = self.owner, key_states.shape[2]
+        end = owner.longest + count
+        owner.reserve(end)
+        owner.pending = count
+        if owner.is_even:
+            self.keys[:, :, owner.longest : end] = key_states
+            self.values[:, :, owner.longest : end] = value_states
+        else:
+            rows, slots = owner.appended(count, key_states.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.owner.longest if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.longest + query_length, 0
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise RuntimeError("a TreeCache keeps what was committed; commit less instead of cropping")
+
+
+class TreeCache(Cache):
+    """A KV cache whose rows have lengths of their own; `commit` is all that it adds to transformers' interface."""
+
+    def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
+        """`capacity`: slots to allocate at first; more are added when needed, by copying."""
+        self.arenas: list[Arena] = []
+        self.capacity = capacity
+        self.pending = 0
+        self._set([0] * batch_size)
+        text = config.get_text_config(decoder=True)
+        super().__init__(layers=[TreeLayer(self) for _ in range(text.num_hidden_layers)])
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.longest = max(lengths, default=0)
+        self.is_even = self.longest == min(lengths, default=0)
+        self._appended: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    def place(self, states: Tensor) -> tuple[Arena, int]:
+        """Room for one more tensor shaped like `states` [B, H, _, D]: which arena, and where in it."""
+        for arena in self.arenas:
+            buffer = arena.buffer
+            same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
+            if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
+                return arena, arena.take()
+        # Most models have one shape throughout: room for the keys and values of every layer that has none yet.
+        left = sum(not layer.is_initialized for layer in self.layers)
+        arena = Arena(2 * left, states, self.capacity)
+        self.arenas.append(arena)
+        return arena, arena.take()
+
+    def reserve(self, slots: int) -> None:
+        """Grow all arenas to hold at least `slots` slots a row."""
+        if slots <= self.capacity:
+            return
+        self.capacity = max(slots + GROWTH, 2 * self.capacity)
+        for arena in self.arenas:
+            arena.grow(self.capacity)
+        self._bind()
+
+    def _bind(self) -> None:
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.bind()  # type: ignore[attr-defined]
+
+    def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row index [B, 1] and slot index [B, N] of `count` tokens behind each row."""
+        if self._appended is None or self._appended[1].shape[1] != count:
+            start = torch.tensor(self.lengths, device=device)[:, None]
+            rows = torch.arange(self.batch_size, device=device)[:, None]
+            self._appended = rows, start + torch.arange(count, device=device)
+        rows, slots = self._appended
+        return rows.to(device), slots.to(device)
+
+    def commit_prompt(self, lengths: list[int]) -> None:
+        """After a right-padded prefill: row b keeps the first `lengths[b]` of the tokens just appended."""
+        self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
+        self.pending = 0
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Keep the nodes `path[b, : counts[b]]` of the last forward, in order; path [B, C] may be padded with anything.
+
+        A path's nodes are sorted by depth, so node i of a path stands at slot i or behind: moving front to back in
+        one gather and one scatter never reads what it wrote.
+        """
+        if not self.pending:
+            raise RuntimeError("commit() without a forward before it")
+        longest = max(counts, default=0)
+        if longest > 1:  # one node: the root, which lies in its place already
+            path = path[:, :longest].clamp_min(0)
+            for arena in self.arenas:
+                self._move(arena.buffer, path.to(arena.buffer.device), longest)
+        self._set([old + new for old, new in zip(self.lengths, counts, strict=True)])
+        self.pending = 0
+
+    def _move(self, buffer: Tensor, path: Tensor, count: int) -> None:
+        if self.batch_size == 1:
+            start = self.lengths[0]
+            buffer[:, :, :, start : start + count] = buffer.index_select(3, path[0] + start)
+            return
+        # Rows that keep fewer nodes than `count` also move garbage, into slots that the next forward overwrites.
+        rows, slots = self.appended(count, buffer.device)
+        buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows: the others are finished."""
+        index = torch.tensor(rows)
+        for arena in self.arenas:
+            arena.select(index)
+        self._bind()
+        self._set([self.lengths[row] for row in rows])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.longest

@@ -1,0 +1,1 @@
+"""The ways to guess ahead, one file each."""

@@ -1,0 +1,75 @@
+"""Plain autoregressive decoding: what decoding with heads must equal, and the baseline it is measured against.
+
+One token a forward, no tree, no draft. It shares the rows, the sampler and the cache with the tree loop, so a
+difference in text or time is the tree's; transformers' own `generate` is the third party that both are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.clock import Clock
+from decode.generate import Request, Session, Step, prepare
+from decode.verify import TreeMasks
+from medusa.backbone import Backbone
+from medusa.tree import Tree
+
+
+def plain_steps(
+    model: PreTrainedModel, input_ids: Tensor, *, clock: Clock | None = None, **kwargs: Any
+) -> Iterator[Step]:
+    """Decode `input_ids` [B, T] one token a step; `kwargs` are those of `model.generate`."""
+    kwargs.setdefault("attention_mask", torch.ones_like(input_ids))
+    yield from plain_session(model, prepare(model, input_ids, **kwargs), clock)[1]
+
+
+def plain_session(
+    model: PreTrainedModel, request: Request, clock: Clock | None = None
+) -> tuple[Session, Iterator[Step]]:
+    """A session that decodes without heads, and its steps."""
+    session = Session(model, request)
+    return session, _run(session, clock or Clock())
+
+
+@torch.inference_mode()
+def _run(session: Session, clock: Clock) -> Iterator[Step]:
+    backbone, cache, sequences = session.backbone, session.cache, session.sequences
+    tokens = session.prefill().root
+    rows = list(range(len(sequences)))
+    masks = TreeMasks(backbone.config, Tree.chain(0).to(backbone.device), backbone.dtype, backbone.device)
+    root_only = torch.zeros(len(rows), 1, dtype=torch.long, device=backbone.device)
+    clock.start()
+    while rows:
+        step = Step()
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            step.ids[row], step.lengths[row] = sequences.extend(row, [token]), 1
+        left = [index for index, row in enumerate(rows) if sequences.finish_reason[row] is None]
+        if left and len(left) < len(rows):
+            cache.select(left)
+            tokens = tokens[left]
+        rows = [rows[index] for index in left]
+        if rows:
+            clock.lap("other")
+            readout = _forward(backbone, session, tokens[:, None], masks)
+            clock.lap("verify")
+            tokens = session.target.next(rows, sequences, readout)
+            clock.lap("accept")
+            cache.commit(root_only[: len(rows)], [1] * len(rows))
+            clock.lap("compact")
+        yield step
+        clock.start()
+
+
+def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks) -> Tensor:
+    """ids [B, 1] -> logits [B, V]."""
+    lengths = session.cache.lengths
+    positions = torch.tensor(lengths, device=ids.device)[:, None]
+    # One row needs no mask: everything in the cache is before it. Rows of different length do.
+    mask = None if session.cache.is_even else masks(lengths)
+    readout = backbone.forward(ids, session.cache, position_ids=positions, attention_mask=mask)
+    return readout.logits[:, -1]

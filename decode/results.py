@@ -1,0 +1,160 @@
+"""Prompts in, finished texts out, by any of the methods that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.clock import Clock
+from decode.generate import Session, Step, medusa_session, prepare, resolve_acceptance, resolve_tree
+from decode.reference import plain_session
+from decode.settings import Settings
+from medusa.backbone import Backbone
+from medusa.heads import MedusaHeads
+from medusa.tree import Tree
+
+OnStep = Callable[[int, list[int]], None]
+"""Called with a prompt's index and the tokens that a step gave it."""
+Method = Callable[[Sequence[Sequence[int]], OnStep | None], "list[Result]"]
+"""Decodes a batch of prompts."""
+
+
+@dataclass
+class Result:
+    """One finished text; `interface.md` fixes the JSON names."""
+
+    input_ids: list[int]
+    new_ids: list[int] = field(default_factory=list)
+    step_lengths: list[int] = field(default_factory=list)
+    """Cut: they sum to `len(new_ids)`."""
+    uncut_lengths: list[int] = field(default_factory=list)
+    """1 + accepted, from which tau is computed."""
+    finish_reason: str = "length"
+    seconds: float = 0.0
+    """From the prompt to the last token; of the whole batch where there is one."""
+
+    def to_dict(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> dict[str, Any]:
+        return {
+            "input_ids": self.input_ids,
+            "new_ids": self.new_ids,
+            "text": text_of(self.new_ids, tokenizer, stop),
+            "steps": len(self.step_lengths),
+            "step_lengths": self.step_lengths,
+            "finish_reason": self.finish_reason,
+            "seconds": self.seconds,
+        }
+
+
+def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> str:
+    """The text of new ids without special tokens, ending before the first stop string."""
+    if tokenizer is None:
+        return ""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True)
+    cuts = [text.index(string) for string in stop if string in text]
+    return text[: min(cuts)] if cuts else text
+
+
+def tau(results: Sequence[Result]) -> float:
+    """Mean tokens per step, the root included, before any cut; 0 where there was no step."""
+    lengths = [length for result in results for length in result.uncut_lengths]
+    return sum(lengths) / len(lengths) if lengths else 0.0
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Prompts as `generate` takes batches: padded on the left, with a mask (never guessed from an id)."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def plain_method(
+    model: PreTrainedModel, settings: Settings, tokenizer: Any = None, clock: Clock | None = None
+) -> Method:
+    """Our own autoregressive loop."""
+
+    def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
+        start = perf_counter()
+        inputs = left_padded(prompts, Backbone.of(model).device)
+        request = prepare(model, **inputs, **settings.generate_kwargs(tokenizer))
+        return _collect(plain_session(model, request, clock), start, on_step)
+
+    return decode
+
+
+def medusa_method(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    settings: Settings,
+    tokenizer: Any = None,
+    tree: Tree | str | None = None,
+    clock: Clock | None = None,
+) -> Method:
+    """Heads and a tree."""
+    resolved = resolve_tree(tree, heads)
+
+    def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
+        start = perf_counter()
+        inputs = left_padded(prompts, Backbone.of(model).device)
+        request = prepare(model, **inputs, **settings.generate_kwargs(tokenizer))
+        acceptor = resolve_acceptance(
+            do_sample=settings.do_sample, rule=settings.acceptance, epsilon=settings.epsilon, delta=settings.delta
+        )
+        return _collect(medusa_session(model, heads, request, resolved, acceptor, clock), start, on_step)
+
+    return decode
+
+
+def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on_step: OnStep | None) -> list[Result]:
+    session, iterator = session_and_steps
+    results = [Result(prompt) for prompt in session.sequences.prompts]
+    for step in iterator:
+        for row, ids in step.ids.items():
+            results[row].step_lengths.append(len(ids))
+            results[row].uncut_lengths.append(step.lengths[row])
+            if on_step is not None:
+                on_step(row, ids)
+    seconds = perf_counter() - start
+    for row, result in enumerate(results):
+        result.new_ids = session.sequences.new_ids[row]
+        result.finish_reason = session.sequences.finish_reason[row] or "length"
+        result.seconds = seconds
+    return results
+
+
+def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **extra: Any) -> Method:
+    """`model.generate`; `extra` goes to it (`prompt_lookup_num_tokens`, `assistant_model`, ...)."""
+    backbone = Backbone.of(model)
+
+    def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
+        start = perf_counter()
+        kwargs = settings.generate_kwargs(tokenizer)
+        longest = max(map(len, prompts))
+        if backbone.context is not None:  # like ours, it ends where the context does
+            kwargs["max_new_tokens"] = min(settings.max_new_tokens, backbone.context - longest)
+        if kwargs["max_new_tokens"] <= 0:
+            return [Result(list(prompt)) for prompt in prompts]
+        inputs = left_padded(prompts, backbone.device)
+        out = model.generate(**inputs, **kwargs, **extra)[:, longest:].tolist()  # type: ignore[operator]
+        seconds = perf_counter() - start
+        return [_from_generate(list(p), ids, model, settings, seconds) for p, ids in zip(prompts, out, strict=True)]
+
+    return decode
+
+
+def _from_generate(
+    prompt: list[int], ids: list[int], model: PreTrainedModel, settings: Settings, seconds: float
+) -> Result:
+    eos = None if settings.ignore_eos else model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    cut = next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))  # padding comes after EOS
+    reason = "eos" if cut and ids[cut - 1] in ends else "length" if cut >= settings.max_new_tokens else "stop"
+    return Result(prompt, ids[:cut], [1] * cut, [1] * cut, reason, seconds)

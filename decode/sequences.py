@@ -1,0 +1,85 @@
+"""The rows of a request: what was written so far, and where each row ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+
+class Sequences:
+    """Prompts and the tokens written after them; rows of different length, each ending for a reason of its own.
+
+    EOS and length are checked on plain numbers, as they come; other criteria (stop strings, time, a user's own) are
+    transformers' objects and see each row grow by one token at a time, as in plain decoding.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        criteria: StoppingCriteriaList,
+        context: int | None,
+        device: torch.device,
+        slack: int = 0,
+    ) -> None:
+        """`slack`: how many tokens beyond the end a prefix may hold, for the nodes of a tree."""
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.new_ids: list[list[int]] = [[] for _ in prompts]
+        self.finish_reason: list[str | None] = [None] * len(prompts)
+        self.limits = [max_new_tokens if context is None else min(max_new_tokens, context - len(p)) for p in prompts]
+        self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
+        self.criteria = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        width = max(len(p) + max(limit, 0) for p, limit in zip(prompts, self.limits, strict=True))
+        self.buffer = torch.zeros(len(prompts), width + slack + 1, dtype=torch.long, device=device)
+        for row, prompt in enumerate(self.prompts):
+            self.buffer[row, : len(prompt)] = torch.tensor(prompt, device=device)
+            if self.limits[row] <= 0:
+                self.finish_reason[row] = "length"
+        self.lengths = [len(prompt) for prompt in self.prompts]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def needs_prefixes(self) -> bool:
+        """Whether some criterion reads the rows' ids."""
+        return bool(self.criteria)
+
+    def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
+        """The ids of a row [1, T], with the tokens `more` behind them."""
+        length = self.lengths[row]
+        if more is not None:
+            self.buffer[row, length : length + len(more)] = more
+            length += len(more)
+        return self.buffer[row : row + 1, :length]
+
+    def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """Write `tokens` behind a row until it ends; returns those that were written. EOS is written, then it ends."""
+        if self.finish_reason[row] is not None:
+            return []
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            self.finish_reason[row] = self._ending(row, kept)
+            if self.finish_reason[row] is not None:
+                break
+        start = self.lengths[row]
+        self.buffer[row, start : start + len(kept)] = torch.tensor(kept, device=self.buffer.device)
+        self.lengths[row] += len(kept)
+        self.new_ids[row] += kept
+        return kept
+
+    def _ending(self, row: int, kept: list[int]) -> str | None:
+        if kept[-1] in self.eos:
+            return "eos"
+        if self.criteria:
+            prefix = self.prefix(row, torch.tensor(kept, device=self.buffer.device))
+            scores: Any = None
+            if any(bool(criterion(prefix, scores).all()) for criterion in self.criteria):
+                return "stop"
+        return "length" if len(self.new_ids[row]) + len(kept) >= self.limits[row] else None

@@ -1,0 +1,74 @@
+"""How to decode, as a user says it, checked before anything long starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from decode.generate import resolve_acceptance
+from medusa.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Generation settings; all at their defaults mean greedy text until EOS or 256 tokens."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    """1 is off."""
+    repetition_penalty: float = 1.0
+    """1 is off."""
+    stop: tuple[str, ...] = ()
+    acceptance: str | None = None
+    """greedy, typical or rejection; `None`: the lossless one for this temperature."""
+    epsilon: float = 0.09
+    delta: float = 0.3
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "a whole number of at least 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
+        _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or above")
+        _require(0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1 (off)")
+        _require(self.repetition_penalty > 0, "repetition-penalty", self.repetition_penalty, "above 0; 1 is off")
+        if any(not stop for stop in self.stop):
+            raise RequestError("a stop string is empty; give at least one character")
+        resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta)
+
+    @property
+    def do_sample(self) -> bool:
+        return self.temperature > 0
+
+    def generate_kwargs(self, tokenizer: Any = None) -> dict[str, Any]:
+        """The same for `model.generate`. Everything is said, so that no default of a model changes the meaning."""
+        kwargs: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.do_sample,
+            "temperature": self.temperature if self.do_sample else None,
+            "top_k": self.top_k if self.do_sample else None,
+            "top_p": self.top_p if self.do_sample else None,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        if self.stop:
+            kwargs |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
+        if self.ignore_eos:
+            kwargs["eos_token_id"] = None
+        return kwargs
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What decoding with heads needs besides."""
+        return {"acceptance": self.acceptance, "epsilon": self.epsilon, "delta": self.delta}
+
+    def to_dict(self) -> dict[str, Any]:
+        acceptance = resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta).rule
+        return asdict(self) | {"acceptance": acceptance}
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value}; it must be {allowed}")

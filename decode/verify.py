@@ -1,0 +1,119 @@
+"""One forward of the backbone over all nodes of a draft: masks, positions, logits.
+
+A node sees the text before it, its ancestors and itself. Masks are additive and of the model's dtype (0, or the least
+finite number): eager attention silently adds a boolean mask as 0 and 1. Models with several kinds of layers get one
+mask per kind, and windows count positions, not slots: two nodes of one depth have one position but two slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from decode.cache import TreeCache
+from decode.draft import Draft
+from medusa.backbone import Backbone, Readout
+from medusa.tree import Tree
+
+Mask = Tensor | dict[str, Tensor]
+
+
+class TreeMasks:
+    """Masks of one tree for rows of any length, cut from a buffer that is built once.
+
+    For a prefix of length L what a node sees depends only on the distance of a slot from the prefix's end. So one wide
+    mask [N, S + N + S], laid out as prefix, tree and nothing, serves every L: the columns from S - L on.
+    """
+
+    def __init__(self, config: PretrainedConfig, tree: Tree, dtype: torch.dtype, device: torch.device) -> None:
+        self.tree, self.dtype, self.device = tree, dtype, device
+        self.kinds = layer_kinds(config)
+        self.window = getattr(config, "sliding_window", None)
+        self.chunk = getattr(config, "attention_chunk_size", None)
+        self.is_dict = getattr(config, "layer_types", None) is not None
+        self.capacity = 0
+        self.wide: dict[str, Tensor] = {}
+
+    def __call__(self, lengths: Sequence[int]) -> Mask:
+        """Masks for rows with `lengths` committed tokens each: [B, 1, N, max(lengths) + N], a dict where kinds differ."""
+        longest, nodes = max(lengths), self.tree.num_nodes
+        if longest > self.capacity:
+            self._build(max(2 * self.capacity, longest + 256))
+        masks = {}
+        for kind in self.kinds:
+            if kind == "chunked_attention":  # chunks start at absolute positions, so nothing can be reused
+                allowed = visible(self.tree, lengths, chunk=self.chunk)
+                masks[kind] = self._additive(allowed)[:, None]
+                continue
+            wide, width = self.wide[kind], longest + nodes
+            rows = [wide[:, self.capacity - length :][:, :width] for length in lengths]
+            masks[kind] = (rows[0][None] if len(rows) == 1 else torch.stack(rows))[:, None]
+        return masks if self.is_dict else masks[self.kinds[0]]
+
+    def _build(self, capacity: int) -> None:
+        self.capacity, nodes = capacity, self.tree.num_nodes
+        for kind in self.kinds:
+            if kind == "chunked_attention":
+                continue
+            window = self.window if kind == "sliding_attention" else None
+            seen = visible(self.tree, [capacity], window=window)[0]
+            nothing = torch.zeros(nodes, capacity, dtype=torch.bool, device=self.device)
+            self.wide[kind] = self._additive(torch.cat([seen, nothing], dim=1))
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        zeros = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The kinds of attention among the layers, in transformers' words."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return sorted(set(kinds))
+    if getattr(config, "sliding_window", None):
+        return ["sliding_attention"]
+    return ["chunked_attention" if getattr(config, "attention_chunk_size", None) else "full_attention"]
+
+
+def visible(tree: Tree, lengths: Sequence[int], window: int | None = None, chunk: int | None = None) -> Tensor:
+    """[B, N, max(lengths) + N] what each node may see, from the definition: the slow and obvious version."""
+    device, nodes = tree.depth.device, tree.num_nodes
+    prefix = torch.tensor(lengths, device=device)[:, None]  # [B, 1]
+    slot = torch.arange(max(lengths) + nodes, device=device)[None]  # [1, S]
+    node = slot - prefix  # [B, S] which node lies in the slot; below 0: the text before
+    is_text, is_node = node < 0, (node >= 0) & (node < nodes)
+    node = node.clamp(0, nodes - 1)
+    allowed = is_text[:, None] | (is_node[:, None] & tree.ancestors[:, node].transpose(0, 1))  # [B, N, S]
+    of_key = torch.where(is_text, slot, prefix + tree.depth[node])[:, None]  # positions [B, 1, S]
+    of_query = (prefix + tree.depth)[:, :, None]  # [B, N, 1]
+    if window is not None:
+        allowed &= of_query - of_key < window
+    if chunk is not None:
+        allowed &= of_query // chunk == of_key // chunk
+    return allowed
+
+
+class Verifier:
+    """Runs the backbone over drafts of one tree on top of a cache."""
+
+    def __init__(self, backbone: Backbone, cache: TreeCache, tree: Tree) -> None:
+        self.backbone, self.cache = backbone, cache
+        self.masks = TreeMasks(backbone.config, tree, backbone.dtype, backbone.device)
+        self.last_position = None if backbone.context is None else backbone.context - 1
+
+    def __call__(self, draft: Draft) -> Readout:
+        """Hidden states [B, N, H] and logits [B, N, V] of all nodes; the cache then holds them, uncommitted."""
+        lengths = self.cache.lengths
+        if self.cache.is_even:
+            positions = (draft.tree.depth + lengths[0]).expand(len(lengths), -1)
+        else:
+            positions = torch.tensor(lengths, device=draft.ids.device)[:, None] + draft.tree.depth
+        deepest = self.cache.longest + draft.tree.max_depth
+        if self.last_position is not None and deepest > self.last_position:
+            # Nodes beyond the context are never accepted (see `room` in accept.py) and are nobody's ancestors but
+            # their own kind's; they only must not ask for a position that does not exist.
+            positions = positions.clamp(max=self.last_position)
+        return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=self.masks(lengths))

@@ -1,0 +1,68 @@
+"""The `medusa` command. Each sub-command is a module of `medusa.commands`, imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from medusa import __version__
+from medusa.errors import RequestError
+
+COMMANDS = {
+    "demo": "the whole story in one command, offline, on the embedded backbone",
+    "info": "what a set of heads is: kind, shapes, tree, backbone, recipe",
+    "train": "fit heads on a frozen backbone",
+    "generate": "text from a prompt, streamed",
+    "evaluate": "how often each head's top guesses are the backbone's own tokens",
+    "benchmark": "speedup, tokens per step, and where the time goes",
+    "distill": "training data in the backbone's own words",
+}
+
+EPILOG = """\
+Start with `medusa demo`. Results go to standard output, progress and warnings to standard error.
+Exit status: 0 done, 1 the run failed, 2 the request was wrong.
+"""
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of everything; only `command`'s own options are filled in (all of them for tests: see `all_parsers`)."""
+    parser = argparse.ArgumentParser(
+        prog="medusa",
+        description="Train Medusa heads on a frozen language model, decode with them, measure the speedup.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"medusa {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        module = import_module(f"medusa.commands.{name}") if name == command else None
+        description = (module.__doc__ or summary) if module else summary
+        sub = commands.add_parser(
+            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if module:
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `medusa` with `argv`; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    parser = build_parser(command if command in COMMANDS else None)
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args) or 0
+    except RequestError as error:
+        print(f"medusa {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"medusa {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

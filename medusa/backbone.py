@@ -1,0 +1,275 @@
+"""The backbone, a pretrained causal LM of transformers, as the two things that everyone needs: hidden states and logits.
+
+The stock model is used as it is: nothing is copied, patched or left on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from medusa.errors import RequestError
+
+DEMO = Path(__file__).parent / "assets" / "backbone"
+TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+MASK_BLIND = {
+    # model_type: why a tree mask does not reach, or does not suffice for, its attention (measured; docs/algorithms)
+    "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
+    "mpt": "its ALiBi biases follow slot indices, not positions",
+    "bloom": "its ALiBi biases follow slot indices, not positions",
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Readout(NamedTuple):
+    """What a forward gives: the LM head's input and its output."""
+
+    hidden: Tensor
+    """[..., H] the backbone's last hidden state (after its final norm): what the LM head and all Medusa heads read."""
+    logits: Tensor
+    """[..., V] the backbone's logits."""
+
+
+class Backbone:
+    """A causal LM seen as `hidden states` and `logits`.
+
+    Most models are `lm_head(base(x))` to the last bit, which lets us skip the logits that nobody reads. That is tried
+    once on a short input; models that scale or cap in between (Cohere, Gemma-2, MiniCPM3) run whole, with a hook on
+    the LM head's input for as long as the call lasts.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.base = model.get_decoder()
+        self.head: nn.Module = model.get_output_embeddings()
+        if self.head is None:
+            raise RequestError(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
+        self.splits = self._splits()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Backbone:
+        """The backbone of `model`, made once per model."""
+        found = _BACKBONES.get(model)
+        if found is None:
+            found = _BACKBONES[model] = cls(model)
+        return found
+
+    @property
+    def hidden_size(self) -> int:
+        return self.head.weight.shape[1]  # type: ignore[union-attr,return-value]  # an LM head is a Linear
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        """How many positions the model was made for; `None` where it does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go: the embedding's device, which differs from the LM head's in a sharded model."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[union-attr,return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @torch.no_grad()
+    def _splits(self) -> bool:
+        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        hidden = getattr(self.base(input_ids=probe, use_cache=False), "last_hidden_state", None)
+        if hidden is None or hidden.shape[-1] != self.hidden_size:
+            return False
+        # Bit for bit: a soft cap changes small logits by less than any tolerance would notice.
+        return torch.equal(self.head(hidden), self.model(input_ids=probe, use_cache=False).logits)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> the LM head's output [..., V]; where the model caps or scales it, the order is the same."""
+        return self.head(hidden)
+
+    def hidden_states(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """input_ids [B, T] -> hidden [B, T, H]; `kwargs` go to the model."""
+        if self.splits:
+            return self.base(input_ids=input_ids, **kwargs).last_hidden_state
+        return self._run_whole(input_ids, **kwargs).hidden
+
+    def forward(self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, **kwargs: Any) -> Readout:
+        """input_ids [B, T] on top of `cache` -> hidden [B, T, H] and logits [B, T, V].
+
+        With `last` [B] only the position `last[b]` of row b is read: hidden [B, H], logits [B, V].
+        """
+        kwargs |= {"past_key_values": cache, "use_cache": True}
+        if self.splits:
+            hidden = _at(self.base(input_ids=input_ids, **kwargs).last_hidden_state, last)
+            return Readout(hidden, self.head(hidden))
+        out = self._run_whole(input_ids, **kwargs)
+        return Readout(_at(out.hidden, last), _at(out.logits, last))
+
+    def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
+        seen: list[Tensor] = []
+        handle = self.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        try:
+            logits = self.model(input_ids=input_ids, **kwargs).logits
+        finally:
+            handle.remove()
+        return Readout(seen[-1], logits)
+
+
+_BACKBONES: weakref.WeakKeyDictionary[PreTrainedModel, Backbone] = weakref.WeakKeyDictionary()
+
+
+def _at(values: Tensor, last: Tensor | None) -> Tensor:
+    if last is None:
+        return values
+    return values[torch.arange(values.shape[0], device=values.device), last.to(values.device)]
+
+
+def require_tree_support(model: PreTrainedModel) -> None:
+    """Refuse, by name and reason, a model that cannot verify a tree in one forward.
+
+    Raises:
+        RequestError: encoder-decoder, recurrent or convolutional layers, ALiBi, or attention that takes no dense mask.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    attention = getattr(config, "_attn_implementation", None) or ""
+    reason = None
+    if model.config.is_encoder_decoder:
+        reason = "encoder-decoder models are not supported"
+    elif getattr(model, "_is_stateful", False) or kinds - TREE_LAYERS:
+        named = ", ".join(sorted(kinds - TREE_LAYERS)) or "recurrent"
+        reason = f"its layers ({named}) keep a state that cannot branch"
+    elif config.model_type in MASK_BLIND:
+        reason = MASK_BLIND[config.model_type]
+    elif getattr(config, "alibi", False):
+        reason = "its ALiBi biases follow slot indices, not positions"
+    elif any(name in attention for name in ("flash", "flex", "paged")):
+        reason = f"attention {attention!r} takes no tree mask; load it with sdpa or eager (--attention sdpa)"
+    if reason:
+        raise RequestError(f"{type(model).__name__} ({config.model_type}) cannot hold a tree: {reason}")
+
+
+@dataclass
+class Loaded:
+    """A backbone from disk with its tokenizer (`None` where the folder holds none)."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    revision: str | None = None
+
+
+def load_backbone(
+    name_or_path: str,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    attention: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """The backbone `name_or_path` names: `demo`, a local folder (also one of a peft adapter) or a Hub id.
+
+    `dtype` defaults to float32 on a CPU and to the checkpoint's own on a GPU; `device` to a GPU where there is one;
+    `device="auto"` spreads the layers over what there is. `attention` defaults to sdpa where the model offers it.
+
+    Raises:
+        RequestError: no such model, a damaged file, or a value that is not allowed.
+    """
+    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(f"--dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    _require_device(device)
+    chosen = DTYPES[dtype] if dtype else ("auto" if device != "cpu" else torch.float32)
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    placed = {"device_map": "auto"} if device == "auto" else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=chosen, attn_implementation=attention, **placed, **common
+        ).eval()
+    except Exception as error:  # transformers raises some dozen types here; all mean that this is no backbone
+        raise RequestError(f"no backbone at {name_or_path}: {_reason(error)}") from error
+    if not placed:
+        model = model.to(device)
+    return Loaded(model, _tokenizer(path, common), name_or_path, revision)
+
+
+def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The backbone's configuration alone: a quick check before its weights are loaded.
+
+    Raises:
+        RequestError: no such model."""
+    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # see load_backbone
+        raise RequestError(f"no backbone at {name_or_path}: {_reason(error)}") from error
+
+
+def _tokenizer(path: str, common: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(path, **common)
+    except (OSError, ValueError):
+        return None  # ids in, ids out: whoever needs text says so
+
+
+def _require_device(device: str) -> None:
+    if device == "auto":
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise RequestError(f"--device is {device!r} but PyTorch sees no CUDA device; choose cpu")
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> dict[str, Any]:
+    """What identifies a backbone: its name and a few of its weights.
+
+    64 values, at positions that depend on each parameter's name, tell fine-tuned relatives of one shape apart and
+    survive a change of dtype, which a hash of the bytes would not.
+    """
+    values = []
+    names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")
+    parameters = dict(model.named_parameters())
+    for index in range(min(64, 8 * len(names))):
+        key = names[index * len(names) // 64 if len(names) > 64 else index % len(names)]
+        digest = hashlib.sha256(f"{key}/{index}".encode()).digest()
+        flat = parameters[key].detach().reshape(-1)
+        values.append(round(float(flat[int.from_bytes(digest[:8], "big") % flat.numel()]), 6))
+    return {
+        "name": name or model.config._name_or_path or None,
+        "revision": revision,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "architecture": type(model).__name__,
+        "weights": values,
+    }
+
+
+def differs(model: PreTrainedModel, known: dict[str, Any]) -> bool:
+    """Whether `model` is visibly another one than the backbone that `known`, a fingerprint, was taken from."""
+    if not known.get("weights"):
+        return False
+    theirs, ours = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
+    if theirs.shape != ours.shape:
+        return True
+    # Rounding to bfloat16 moves each value by at most 0.4 %; another model's weights have nothing to do with ours.
+    return bool((theirs - ours).abs().mean() > 0.02 * theirs.abs().mean())

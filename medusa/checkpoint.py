@@ -1,0 +1,243 @@
+"""Heads on disk: one folder with `config.json`, `medusa_lm_head.safetensors` and, from our trainer, `provenance.json`.
+
+Tensors carry the published names, one set per head h and residual block l of L, in torch's [out, in] layout:
+
+    {h}.{l}.linear.weight [H, H]   {h}.{l}.linear.bias [H]      square block (FasterDecoding, TGI, LoRAX)
+    {h}.{l}.up.weight [E, H]  .up.bias [E]  .down.weight [H, E]  .down.bias [H]      MLP block (ours)
+    {h}.{L}.weight [V, H]                                        own LM head; absent where it is the backbone's
+
+so square heads are files that others load as they are. The number of heads, blocks and the sizes are read off the
+tensors: published configs say 2 heads where the file holds 5.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa.config import OUR_KEYS, MedusaConfig
+from medusa.errors import RequestError
+from medusa.files import read_json, replacing, require_absent, write_json
+from medusa.heads import MedusaHeads, MLPBlock, SquareBlock
+
+CONFIG, WEIGHTS, LEGACY_WEIGHTS, PROVENANCE = (
+    "config.json",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+    "provenance.json",
+)
+DEMO = Path(__file__).parent / "assets" / "heads"
+
+# (our parameter, published name of its tensor) per kind of block
+PARTS = {
+    "square": {"weight": "linear.weight", "bias": "linear.bias"},
+    "mlp": {"up": "up.weight", "up_bias": "up.bias", "down": "down.weight", "down_bias": "down.bias"},
+}
+TENSOR_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?P<part>(?:linear\.|up\.|down\.)?(?:weight|bias))")
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+Tensors = dict[str, Tensor]
+
+
+def save_heads(
+    heads: MedusaHeads, folder: str | Path, provenance: dict[str, Any] | None = None, overwrite: bool = True
+) -> None:
+    """Write `heads` into `folder`, each file whole or not at all.
+
+    Raises:
+        RequestError: heads lie there already and `overwrite` is off.
+    """
+    folder = Path(folder)
+    require_absent(folder / WEIGHTS, overwrite)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in to_published(heads).items()}
+    with replacing(folder / WEIGHTS) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    write_json(folder / CONFIG, heads.config.to_dict())
+    if provenance is not None:
+        write_json(folder / PROVENANCE, provenance)
+
+
+def load_heads(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> MedusaHeads:
+    """Heads from `demo`, a local folder or a Hub id, recognised from their tensors.
+
+    Raises:
+        RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
+    """
+    folder = find_folder(name_or_path, revision, token, cache_dir)
+    tensors, source = _read_tensors(folder)
+    published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not isinstance(published, dict):
+        raise RequestError(f"{folder / CONFIG} holds no JSON object")
+    heads = from_published(tensors, published, str(source))
+    return heads.to(device=device, dtype=dtype).eval()
+
+
+def find_folder(
+    name_or_path: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """The local folder of these heads, downloaded where `name_or_path` is a Hub id."""
+    if str(name_or_path) == "demo":
+        return DEMO
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    if not HUB_ID.fullmatch(str(name_or_path)) or Path(name_or_path).parent.is_dir():
+        raise RequestError(f"no heads at {name_or_path}: give a folder that exists, a Hub id such as org/name, or demo")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                str(name_or_path),
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                allow_patterns=[CONFIG, PROVENANCE, "*.safetensors", LEGACY_WEIGHTS],
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RequestError(f"no heads at {name_or_path}: neither a local folder nor on the Hub ({reason})") from None
+
+
+def _read_tensors(folder: Path) -> tuple[Tensors, Path]:
+    path = next((folder / name for name in (WEIGHTS, LEGACY_WEIGHTS) if (folder / name).is_file()), None)
+    if path is None:
+        raise RequestError(f"no heads in {folder}: it holds neither {WEIGHTS} nor {LEGACY_WEIGHTS}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path), path
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RequestError(f"{path} is damaged or no file of tensors ({reason}); fetch it again") from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
+    return tensors, path
+
+
+def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaHeads:
+    """Heads from tensors of the published names; `published` is the config that came with them.
+
+    Raises:
+        RequestError: a tensor is missing, unknown or of the wrong shape; all named with `source`.
+    """
+    config = _config_of(tensors, published, source)
+    wanted = _published_shapes(config)
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise RequestError(f"{source} misses the tensor {name}; its heads are not complete")
+        if tuple(tensors[name].shape) != shape:
+            raise RequestError(f"{source}: {name} has the shape {list(tensors[name].shape)}, not {list(shape)}")
+    unknown = sorted(set(tensors) - set(wanted))
+    if unknown:
+        raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    heads.load_state_dict(_stacked(tensors, config), assign=True)
+    return heads
+
+
+def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaConfig:
+    """Count heads, blocks and sizes from the tensors; take the rest from the config."""
+    matches = {name: TENSOR_NAME.fullmatch(name) for name in tensors}
+    unknown = sorted(name for name, match in matches.items() if match is None)
+    if unknown or not tensors:
+        held = f"holds the tensor {unknown[0]}" if unknown else "holds no tensor"
+        raise RequestError(f"{source} {held}; Medusa heads are named as in 0.0.linear.weight")
+    parts = {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
+    layers = 1 + max((layer for _, layer, part in parts if part != "weight"), default=-1)
+    own = any(part == "weight" for _, _, part in parts)
+    block = "mlp" if any(part.startswith("up") for _, _, part in parts) else "square"
+    first = tensors.get(f"0.0.{'up' if block == 'mlp' else 'linear'}.weight")
+    if first is None or first.ndim != 2:
+        raise RequestError(f"{source} misses the first head's first block; its heads are not complete")
+    lm_head = tensors.get(f"0.{layers}.weight")
+    ours = {key: published[key] for key in OUR_KEYS if key in published}
+    return MedusaConfig(
+        **ours
+        | {
+            "block": block,
+            "expansion": first.shape[0] / first.shape[1] if block == "mlp" else 1.0,
+            "lm_head": "own" if own else "shared",
+            "hidden_size": first.shape[1],
+            "vocab_size": lm_head.shape[0] if lm_head is not None else published.get("vocab_size"),
+            "num_heads": 1 + max(head for head, _, _ in parts),
+            "num_layers": layers,
+            "base_model_name_or_path": published.get("base_model_name_or_path"),
+        }
+    )
+
+
+def _published_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
+    size, inner = config.hidden_size, config.inner_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "linear.weight": (size, size),
+        "linear.bias": (size,),
+        "up.weight": (inner, size),
+        "up.bias": (inner,),
+        "down.weight": (size, inner),
+        "down.bias": (size,),
+    }
+    out = {
+        f"{head}.{layer}.{part}": shapes[part]
+        for head in range(config.num_heads)
+        for layer in range(config.num_layers)
+        for part in PARTS[config.block].values()
+    }
+    if config.lm_head == "own" and config.vocab_size is not None:
+        out |= {f"{head}.{config.num_layers}.weight": (config.vocab_size, size) for head in range(config.num_heads)}
+    return out
+
+
+def to_published(heads: MedusaHeads) -> Tensors:
+    """The stacked weights as one tensor per head, under the published names and in torch's [out, in] layout."""
+    config, out = heads.config, {}
+    for head in range(config.num_heads):
+        for layer, block in enumerate(heads.blocks):
+            assert isinstance(block, (SquareBlock, MLPBlock))
+            for ours, theirs in PARTS[config.block].items():
+                stacked = getattr(block, ours)[head]  # matrices [in, out], biases [1, out]
+                out[f"{head}.{layer}.{theirs}"] = stacked[0] if "bias" in theirs else stacked.T
+        if heads.lm_heads is not None:
+            out[f"{head}.{config.num_layers}.weight"] = heads.lm_heads[head].T
+    return out
+
+
+def _stacked(tensors: Tensors, config: MedusaConfig) -> Tensors:
+    """The inverse of `to_published`."""
+
+    def stack(name: str) -> Tensor:
+        return torch.stack([tensors[f"{head}.{name}"] for head in range(config.num_heads)])
+
+    out = {
+        f"blocks.{layer}.{ours}": _transposed(stack(f"{layer}.{theirs}"))
+        for layer in range(config.num_layers)
+        for ours, theirs in PARTS[config.block].items()
+    }
+    if config.lm_head == "own":
+        out["lm_heads"] = _transposed(stack(f"{config.num_layers}.weight"))
+    return out
+
+
+def _transposed(stacked: Tensor) -> Tensor:
+    """[K, out, in] -> [K, in, out]; biases [K, out] -> [K, 1, out]."""
+    return stacked.transpose(1, 2).contiguous() if stacked.ndim == 3 else stacked.unsqueeze(1)

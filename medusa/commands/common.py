@@ -1,0 +1,216 @@
+"""Options that several commands have, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decode.settings import Settings
+    from medusa.backbone import Loaded
+    from medusa.heads import MedusaHeads
+    from medusa.records import Record
+
+
+def add_backbone(parser: argparse.ArgumentParser, heads: bool = True) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--backbone", required=True, metavar="B", help="a local folder, a Hub id, or demo (embedded)")
+    if heads:
+        group.add_argument("--heads", required=True, metavar="H", help="a local folder, a Hub id, or demo (shipped)")
+    group.add_argument("--revision", help="of the backbone on the Hub")
+    group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machine and output")
+    group.add_argument(
+        "--dtype", help="float32 (default on a CPU), bfloat16, float16 or float64; a GPU: the checkpoint's"
+    )
+    group.add_argument(
+        "--device", help="cpu, cuda, cuda:1, mps, or auto to spread layers over all (default: a GPU if any)"
+    )
+    group.add_argument("--attention", help="sdpa (default where the model offers it) or eager")
+    group.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    group.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice); fewer can be faster")
+    group.add_argument("--json", metavar="FILE", help="write machine-readable results")
+    group.add_argument("--quiet", action="store_true", help="no progress, no table")
+
+
+def add_prompts(parser: argparse.ArgumentParser, text: bool = True) -> None:
+    group = parser.add_argument_group("prompts")
+    if text:
+        group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    group.add_argument(
+        "--prompts", metavar="FILE", help=".jsonl, .json, .txt (one a line), .parquet, a folder or a Hub dataset id"
+    )
+    group.add_argument("--max-prompts", type=positive, metavar="N", help="the first N prompts only")
+    group.add_argument("--split", default="train", help="of a Hub dataset (default: train)")
+
+
+def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True) -> None:
+    group = parser.add_argument_group("generation")
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K most probable; 0 is off")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample within this mass; 1 is off")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 avoids repeats")
+    group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
+    group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
+    if tree:
+        group.add_argument(
+            "--acceptance",
+            help="greedy (default at temperature 0) and rejection (default above) lose nothing; typical is lossy",
+        )
+        group.add_argument("--epsilon", type=float, default=0.09, help="of typical acceptance (default: 0.09)")
+        group.add_argument("--delta", type=float, default=0.3, help="of typical acceptance (default: 0.3)")
+        group.add_argument(
+            "--tree",
+            metavar="FILE|NAME",
+            help="chain, topk:3,3,2, a published name or a file (default: the heads' own)",
+        )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def console(args: argparse.Namespace) -> Console:
+    """Where progress and tables for people go: standard error, or nowhere with --quiet."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=args.quiet)
+
+
+def output_console(args: argparse.Namespace) -> Console:
+    """Where results for people go: standard output, or nowhere with --quiet."""
+    from rich.console import Console
+
+    return Console(quiet=args.quiet)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Checked generation settings: called before any model is loaded."""
+    from decode.settings import Settings
+
+    return Settings(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        stop=tuple(args.stop),
+        acceptance=getattr(args, "acceptance", None),
+        epsilon=getattr(args, "epsilon", 0.09),
+        delta=getattr(args, "delta", 0.3),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def prepare_machine(args: argparse.Namespace) -> None:
+    """Threads, seed, and transformers' own noise switched off."""
+    import torch
+    import transformers
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.set_seed(args.seed)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def open_backbone(args: argparse.Namespace) -> Loaded:
+    from medusa.backbone import load_backbone
+
+    return load_backbone(
+        args.backbone,
+        dtype=args.dtype,
+        device=args.device,
+        attention=args.attention,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def check_heads(args: argparse.Namespace) -> None:
+    """Find heads and backbone, and see that they fit, before weights are loaded: a quick no for a wrong request."""
+    from medusa.backbone import load_config
+    from medusa.checkpoint import find_folder
+
+    find_folder(args.heads)
+    load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
+
+
+def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
+    """Heads for `loaded`, checked against it; a backbone other than theirs gives a warning."""
+    from decode.drafters.heads import require_match
+    from medusa.backbone import Backbone, differs
+    from medusa.checkpoint import load_heads
+
+    backbone = Backbone.of(loaded.model)
+    heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head.weight.device)
+    require_match(heads, backbone)
+    if differs(loaded.model, heads.config.backbone):
+        warn(
+            f"these heads were trained for {heads.config.backbone.get('name')}, another backbone of the same shape than "
+            f"{loaded.name}; the text stays right, but few guesses will be"
+        )
+    return heads
+
+
+def read_prompts(args: argparse.Namespace) -> list[Record]:
+    """The prompts asked for, read and checked.
+
+    Raises:
+        RequestError: none given, or one that cannot be read.
+    """
+    from itertools import islice
+
+    from medusa.records import Record, read_records
+
+    given = getattr(args, "prompt", [])
+    for text in given:
+        if not text:
+            raise RequestError("the prompt is empty; give at least one token")
+    records = [Record(f"--prompt {number}", text=text, is_prompt=True) for number, text in enumerate(given, 1)]
+    if args.prompts:
+        limit = None if args.max_prompts is None else args.max_prompts
+        records += list(islice(read_records(args.prompts, split=args.split), limit))
+    if not records:
+        raise RequestError("no prompts: give --prompts FILE" + (" or --prompt TEXT" if hasattr(args, "prompt") else ""))
+    return records
+
+
+def batches(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def write_results(args: argparse.Namespace, content: Any) -> None:
+    from medusa.files import write_json
+
+    if args.json:
+        write_json(Path(args.json), content)
+
+
+def check_output(path: str | None) -> None:
+    """Raises:
+    RequestError: results could not be written there; said before the work, not after it."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise RequestError(f"cannot write {path}: it is a folder, or lies in one that does not exist")

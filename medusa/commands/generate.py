@@ -1,0 +1,95 @@
+"""Write text with heads: the backbone's own text, sooner.
+
+medusa generate --backbone demo --heads demo --prompt "Once upon a time"
+medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from medusa.commands import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_backbone(parser)
+    common.add_prompts(parser)
+    common.add_generation(parser)
+    parser.add_argument("--plain", action="store_true", help="decode without heads: one token a step")
+    common.add_machine(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from transformers import TextStreamer
+
+    settings = common.settings_of(args)
+    records = common.read_prompts(args)
+    common.check_output(args.json)
+    common.check_heads(args)
+
+    from decode.generate import require_fitting, resolve_tree
+    from decode.results import Result, medusa_method, plain_method, tau
+    from medusa.backbone import Backbone, require_tree_support
+    from medusa.errors import RequestError
+    from medusa.records import prompt_ids
+
+    common.prepare_machine(args)
+    loaded = common.open_backbone(args)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    require_tree_support(model)
+    heads = common.open_heads(args, loaded)
+    tree = resolve_tree(args.tree, heads)
+    tree.require_fit(heads.config.num_heads, Backbone.of(model).vocab_size)
+    if settings.stop and tokenizer is None:
+        raise RequestError("--stop needs a tokenizer, and this backbone has none")
+    prompts = [prompt_ids(record, tokenizer) for record in records]
+    require_fitting(prompts, Backbone.of(model))
+    method = (
+        plain_method(model, settings, tokenizer)
+        if args.plain
+        else medusa_method(model, heads, settings, tokenizer, tree)
+    )
+    streams = tokenizer is not None and args.batch_size == 1 and not settings.stop
+    results: list[Result] = []
+    for batch in common.batches(prompts, args.batch_size):
+        streamer = _Printer(tokenizer, TextStreamer) if streams and not args.quiet else None
+        results += method(batch, streamer)
+        if streamer is not None:
+            streamer.end()
+        elif not args.quiet:
+            for result in results[-len(batch) :]:
+                print(result.to_dict(tokenizer, settings.stop)["text"] if tokenizer else result.new_ids)
+    _say_how_it_went(args, results, tau(results))
+    about = settings.to_dict() | {
+        "backbone": args.backbone,
+        "heads": args.heads,
+        "tree": [list(p) for p in tree.rank_paths],
+    }
+    common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
+
+
+class _Printer:
+    """Feeds the tokens of each step to transformers' streamer, which prints whole words."""
+
+    def __init__(self, tokenizer: object, streamer: type) -> None:
+        self.streamer = streamer(tokenizer, skip_special_tokens=True)
+
+    def __call__(self, row: int, ids: list[int]) -> None:
+        import torch
+
+        for token in ids:  # one at a time: the streamer prints after each call
+            self.streamer.put(torch.tensor([token]))
+
+    def end(self) -> None:
+        self.streamer.end()
+
+
+def _say_how_it_went(args: argparse.Namespace, results: list, tokens_per_step: float) -> None:  # type: ignore[type-arg]
+    if args.quiet:
+        return
+    tokens = sum(len(result.new_ids) for result in results)
+    seconds = sum(result.seconds for result in results) / (args.batch_size if args.batch_size > 1 else 1)
+    print(f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step", file=sys.stderr)
+    if not args.plain and tokens > 64 and tokens_per_step < 1.15:
+        common.warn("hardly any guess was right: these heads do not fit this backbone (another one, or another dtype?)")

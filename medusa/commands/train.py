@@ -1,0 +1,35 @@
+"""Fit heads on a frozen backbone, as a YAML file says; `key=value` overrides any of it.
+
+  medusa train configs/demo.yaml
+  medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl training.learning_rate=1e-3
+
+Only heads are trained and saved. An interrupted run goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from medusa.commands import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yaml", help="backbone, data, output_dir, heads, training")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example heads.num=5")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+    parser.add_argument("--overwrite", action="store_true", help="train anew where output_dir holds heads")
+    parser.add_argument("--threads", type=common.positive, help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--json", metavar="FILE", help="write the final figures")
+    parser.add_argument("--quiet", action="store_true", help="no progress, no log lines")
+
+
+def run(args: argparse.Namespace) -> None:
+    from train.config import load_config
+    from train.run import train
+
+    common.check_output(args.json)
+    config = load_config(args.config, args.overrides)
+    args.seed = int(config.training.get("seed", 42))
+    common.prepare_machine(args)
+    figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet)
+    common.write_results(args, figures)

@@ -1,0 +1,80 @@
+"""What a set of Medusa heads is, in numbers: the published JSON keys plus ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa.errors import RequestError
+
+KINDS = ("medusa",)
+BLOCKS = ("square", "mlp")
+LM_HEADS = ("own", "shared")
+
+# Our names on the left; on the right the JSON keys that FasterDecoding, TGI and LoRAX read.
+PUBLISHED_KEYS = {
+    "num_heads": "medusa_num_heads",
+    "num_layers": "medusa_num_layers",
+    "base_model_name_or_path": "base_model_name_or_path",
+}
+OUR_KEYS = ("kind", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "backbone", "tree")
+
+
+@dataclass
+class MedusaConfig:
+    """Shapes and kind of a set of heads, and the backbone that they belong to.
+
+    `num_heads` heads of `num_layers` residual blocks each, on hidden states of `hidden_size`, guessing among
+    `vocab_size` tokens. `block` is the paper's square one (section 2.1) or an MLP that is `expansion` times as
+    wide as the hidden state; `lm_head` says whether each head owns an LM head or borrows the backbone's.
+    """
+
+    hidden_size: int
+    vocab_size: int | None = None
+    """`None` where the file does not say: heads that borrow the backbone's LM head fit any vocabulary."""
+    num_heads: int = 4
+    num_layers: int = 1
+    kind: str = "medusa"
+    block: str = "square"
+    expansion: float = 1.0
+    lm_head: str = "own"
+    base_model_name_or_path: str | None = None
+    backbone: dict[str, Any] = field(default_factory=dict)
+    """Fingerprint of the backbone (`medusa.backbone.fingerprint`); empty where the heads came without one."""
+    tree: list[list[int]] | None = None
+    """Paths of the tree that these heads are best used with; `None`: no tree was saved."""
+
+    def __post_init__(self) -> None:
+        _one_of("heads.kind", self.kind, KINDS)
+        _one_of("heads.block", self.block, BLOCKS)
+        _one_of("heads.lm_head", self.lm_head, LM_HEADS)
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
+            value = getattr(self, name)
+            if name == "vocab_size" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least 1")
+        if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
+            raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
+
+    @property
+    def inner_size(self) -> int:
+        """Width of an MLP block's hidden layer."""
+        return max(1, round(self.expansion * self.hidden_size))
+
+    @property
+    def servable(self) -> bool:
+        """Whether a published format can hold these heads: they all know square blocks only."""
+        return self.kind == "medusa" and self.block == "square"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form. `version` is the file format's: "2" where the LM head is the backbone's (formats: TGI, LoRAX)."""
+        out: dict[str, Any] = {theirs: getattr(self, ours) for ours, theirs in PUBLISHED_KEYS.items()}
+        if self.lm_head == "shared":
+            out["version"] = "2"
+        return out | {key: getattr(self, key) for key in OUR_KEYS}
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")

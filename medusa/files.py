@@ -1,0 +1,57 @@
+"""Files that are either whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from medusa.errors import RequestError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path in the same folder that becomes `path` on success and vanishes on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp makes files that only their owner can read
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Raises:
+    RequestError: the file is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"no such file: {path}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} is not JSON ({error})") from None
+
+
+def require_absent(path: Path, overwrite: bool, is_taken: Callable[[Path], bool] = Path.exists) -> None:
+    """Raises:
+    RequestError: the output is there already and may not be replaced."""
+    if is_taken(path) and not overwrite:
+        raise RequestError(f"{path} exists already; choose another place or add --overwrite")

@@ -1,0 +1,206 @@
+"""Prompts and training text as people keep them: JSONL, JSON, text, Parquet, folders, Hub datasets.
+
+A JSON line is one of `{"prompt"}`, `{"text"}`, `{"input_ids"}`, `{"messages": [{"role", "content"}]}`, ShareGPT's
+`{"conversations": [{"from", "value"}]}`, MT-bench's `{"turns": [...]}` (its first turn) or `{"question"}`; a `category`
+is kept. Errors name file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+DOCUMENT_SEPARATOR = "<|endoftext|>"
+
+
+@dataclass
+class Record:
+    """One line of a file: exactly one of `text`, `input_ids` and `messages` is set."""
+
+    where: str
+    """File and line, for messages to the user."""
+    text: str | None = None
+    input_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    is_prompt: bool = False
+    """Whether the text asks for a continuation (a prompt, a question), as opposed to a whole document."""
+    prompt_tokens: int = 0
+    """How many of `input_ids` somebody else wrote; heads are not taught those."""
+    category: str | None = None
+
+
+def read_records(source: str, *, split: str = "train", separator: str | None = None) -> Iterator[Record]:
+    """Records of a file, of all files in a folder, or of a Hub dataset.
+
+    Args:
+        split: of a Hub dataset.
+        separator: how documents are told apart in a `.txt` file; `None`: every line is a prompt.
+
+    Raises:
+        RequestError: no such source, nothing in it, or a line that is not one of the known forms.
+    """
+    path, count = Path(source), 0
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        if not files:
+            raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
+    elif path.is_file():
+        files = [path]
+    elif path.suffix in SUFFIXES or path.parent.is_dir() and len(path.parts) > 2 or not HUB_ID.fullmatch(source):
+        raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
+    else:
+        files = []
+    records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split)
+    for record in records:
+        count += 1
+        yield record
+    if not count:
+        raise RequestError(f"{source} is empty; it must hold at least one record")
+
+
+def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
+    if path.suffix == ".parquet":
+        from datasets import Dataset
+
+        rows: Any = Dataset.from_parquet(str(path))
+        yield from (_parse(row, f"{path}, row {number}") for number, row in enumerate(rows, 1))
+        return
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield _parse(_json(line, f"{path}:{number}"), f"{path}:{number}")
+    elif path.suffix == ".json":
+        content = _json(text, str(path))
+        if not isinstance(content, list):
+            raise RequestError(f"{path} must hold a JSON array of records")
+        yield from (_parse(row, f"{path}, record {number}") for number, row in enumerate(content, 1))
+    elif path.suffix == ".txt":
+        yield from _read_text(text, path, separator)
+    else:
+        raise RequestError(f"{path}: files end in {', '.join(SUFFIXES)}")
+
+
+def _read_text(text: str, path: Path, separator: str | None) -> Iterator[Record]:
+    if separator is None:
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield Record(f"{path}:{number}", text=line, is_prompt=True)
+        return
+    # The separator is a line of its own, so it never becomes a token of the text.
+    documents = re.split(rf"^{re.escape(separator)}[ \t]*$\n?", text, flags=re.MULTILINE)
+    for number, document in enumerate(documents, 1):
+        if document.strip():
+            yield Record(f"{path}, document {number}", text=document.strip("\n"))
+
+
+def _read_hub(name: str, split: str) -> Iterator[Record]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split=split, streaming=True)
+    except Exception as error:  # datasets raises many types; all mean that there is no such dataset to be had
+        reason = str(error).strip().splitlines()
+        raise RequestError(
+            f"no data at {name}: neither a file nor a dataset on the Hub ({reason[0] if reason else error!r})"
+        ) from None
+    yield from (_parse(row, f"{name}, row {number}") for number, row in enumerate(rows, 1))
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+
+
+def _parse(row: Any, where: str) -> Record:
+    if not isinstance(row, dict):
+        raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
+    category = row.get("category")
+    record = Record(where, category=None if category is None else str(category))
+    if row.get("messages") is not None:
+        record.messages = _checked_messages(row["messages"], where)
+    elif row.get("conversations") is not None:
+        record.messages = [_from_sharegpt(turn, where) for turn in row["conversations"]]
+    elif row.get("input_ids") is not None:
+        record.input_ids = _checked_ids(row["input_ids"], where)
+        record.prompt_tokens = int(row.get("prompt_tokens") or 0)
+    elif row.get("turns"):
+        record.messages = [{"role": "user", "content": str(row["turns"][0])}]
+        record.is_prompt = True
+    else:
+        key = next((key for key in ("prompt", "question", "text") if isinstance(row.get(key), str)), None)
+        if key is None:
+            raise RequestError(
+                f"{where}: none of prompt, text, input_ids, messages, conversations, turns, question in "
+                f"{{{', '.join(map(str, row))}}}"
+            )
+        record.text, record.is_prompt = row[key], key != "text"
+    return record
+
+
+def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise RequestError(f'{where}: messages must be a list of {{"role", "content"}}')
+    return messages
+
+
+def _from_sharegpt(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, dict) or turn.get("from") not in SHAREGPT_ROLES or "value" not in turn:
+        raise RequestError(f"{where}: a conversation's turn needs a value and from: {', '.join(SHAREGPT_ROLES)}")
+    return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+
+
+def _checked_ids(ids: Any, where: str) -> list[int]:
+    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
+    return ids
+
+
+def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids to continue: of a text as it is, of a conversation up to where the assistant speaks next.
+
+    Raises:
+        RequestError: text without a tokenizer, a conversation without a chat template, or an empty prompt.
+    """
+    if record.input_ids is not None:
+        ids = record.input_ids[: record.prompt_tokens or None]
+    elif tokenizer is None:
+        raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
+    elif record.text is not None:
+        ids = tokenizer(record.text)["input_ids"] if record.text else []
+    else:
+        ids = _conversation_ids(record, tokenizer)
+    if not ids:
+        raise RequestError(f"{record.where}: the prompt is empty; give at least one token")
+    return ids
+
+
+def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    messages = list(record.messages or ())
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if tokenizer.chat_template is None:
+        if len(messages) == 1 and record.is_prompt:
+            return tokenizer(messages[0]["content"])["input_ids"]  # a base model: the question itself is the prompt
+        raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except Exception as error:  # templates are programs: they raise what they like, and it is about this record
+        raise RequestError(f"{record.where}: the chat template refuses the messages ({error})") from None

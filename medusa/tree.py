@@ -1,0 +1,204 @@
+"""The static topology of a candidate tree: which top-r guess of which head stands under which.
+
+Node 0 is the root, the token that is already decided. Nodes are sorted by depth, so a parent always stands before
+its children; a node at depth d holds a guess of head d. `N` nodes count the root.
+
+    >>> tree = Tree.from_paths([[0], [1], [0, 0]])
+    >>> tree.parent.tolist(), tree.depth.tolist(), tree.rank.tolist()
+    ([0, 0, 0, 1], [0, 1, 1, 2], [0, 0, 1, 0])
+    >>> tree.ancestors.int().tolist()           # row = node, column = itself and what stands above it
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    >>> tree.paths.tolist()                     # the nodes from the root to each node, padded with -1
+    [[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3]]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from medusa.errors import RequestError
+
+RankPath = tuple[int, ...]
+MAX_NODES = 4096
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Topology as tensors. Shapes: N nodes, D = the depth of the deepest one (0 for the root alone)."""
+
+    parent: Tensor
+    """[N] index of each node's parent; the root is its own."""
+    depth: Tensor
+    """[N] number of drafted tokens on the way from the root; 0 for the root."""
+    rank: Tensor
+    """[N] which top-r guess of head `depth` the node holds; 0 for the root."""
+    ancestors: Tensor
+    """[N, N] True where the column is the row itself or stands above it."""
+    paths: Tensor
+    """[N, D + 1] nodes from the root to each node, padded with -1."""
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
+        """Tree of all `paths`, each listing per head the rank of the guess that it takes (the original's form).
+
+        Raises:
+            RequestError: a path is empty, holds something other than ranks, stands twice, or misses its parent.
+        """
+        ranks = [_checked(path) for path in paths]
+        index: dict[RankPath, int] = {(): 0}
+        for path in sorted(ranks, key=lambda p: (len(p), p)):
+            if path in index:
+                raise RequestError(f"the tree lists the path {list(path)} twice; remove one")
+            if path[:-1] not in index:
+                raise RequestError(f"the tree's path {list(path)} has no parent; add the path {list(path[:-1])}")
+            index[path] = len(index)
+        if len(index) > MAX_NODES:
+            raise RequestError(f"the tree has {len(index)} nodes; at most {MAX_NODES} can be verified in one forward")
+        return cls._build(list(index), index)
+
+    @classmethod
+    def _build(cls, nodes: list[RankPath], index: dict[RankPath, int]) -> Tree:
+        size, deepest = len(nodes), len(nodes[-1])
+        paths = torch.full((size, deepest + 1), -1)
+        ancestors = torch.zeros(size, size, dtype=torch.bool)
+        for node, path in enumerate(nodes):
+            line = [index[path[:depth]] for depth in range(len(path) + 1)]
+            paths[node, : len(line)] = torch.tensor(line)
+            ancestors[node, line] = True
+        return cls(
+            parent=torch.tensor([index[path[:-1]] for path in nodes]),
+            depth=torch.tensor([len(path) for path in nodes]),
+            rank=torch.tensor([path[-1] if path else 0 for path in nodes]),
+            ancestors=ancestors,
+            paths=paths,
+        )
+
+    @classmethod
+    def chain(cls, depth: int) -> Tree:
+        """Every head's best guess, one under the other: `depth` drafted tokens; 0 is plain decoding."""
+        return cls.from_paths([(0,) * d for d in range(1, depth + 1)])
+
+    @classmethod
+    def top_k(cls, widths: Sequence[int]) -> Tree:
+        """The full product tree: `widths[d]` guesses of head d + 1 under every node of the level above."""
+        if not widths or min(widths) < 1:
+            raise RequestError(f"topk:{','.join(map(str, widths))} is no tree; give a width of 1 or more per head")
+        size, level = 1, 1
+        for width in widths:
+            level *= width
+            size += level
+        if size > MAX_NODES:  # before the product is built: topk:100,100,100 would not fit into memory
+            raise RequestError(f"topk:{','.join(map(str, widths))} has {size} nodes; at most {MAX_NODES} are allowed")
+        paths: list[RankPath] = [()]
+        last = paths
+        for width in widths:
+            last = [(*path, rank) for path in last for rank in range(width)]
+            paths = paths + last
+        return cls.from_paths(paths[1:])
+
+    def to(self, device: torch.device | str) -> Tree:
+        """The same tree with its tensors on `device`."""
+        return Tree(*(getattr(self, name).to(device) for name in ("parent", "depth", "rank", "ancestors", "paths")))
+
+    def clip(self, max_depth: int) -> Tree:
+        """The nodes of depth `max_depth` or less."""
+        return Tree.from_paths([path for path in self.rank_paths if len(path) <= max_depth])
+
+    @property
+    def rank_paths(self) -> list[RankPath]:
+        """The paths that `from_paths` takes, in node order."""
+        rank, paths = self.rank.tolist(), self.paths.tolist()
+        return [tuple(rank[n] for n in line[1:] if n >= 0) for line in paths[1:]]
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parent.numel()
+
+    @property
+    def max_depth(self) -> int:
+        return self.paths.shape[1] - 1
+
+    @property
+    def max_rank(self) -> int:
+        return int(self.rank.max())
+
+    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
+        """Raises:
+        RequestError: the tree is deeper than there are heads, or takes a rank beyond the vocabulary."""
+        if self.max_depth > num_heads:
+            raise RequestError(
+                f"{name} is {self.max_depth} deep but there are {num_heads} heads; "
+                f"take a tree of depth {num_heads} or less (--tree chain fits any heads)"
+            )
+        if self.max_rank >= vocab_size:
+            raise RequestError(f"{name} takes guess {self.max_rank + 1} of a head, but the vocabulary is {vocab_size}")
+
+
+def _checked(path: Sequence[int]) -> RankPath:
+    if isinstance(path, (str, bytes)) or not isinstance(path, Sequence) or not path:
+        raise RequestError(f"the tree's path {path!r} is no path; write a list of ranks such as [0, 1]")
+    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
+        raise RequestError(f"the tree's path {list(path)} holds something that is no rank; ranks are 0, 1, 2, ...")
+    return tuple(path)
+
+
+def published_trees() -> dict[str, list[list[int]]]:
+    """The nine trees published with the original Medusa, by name, as lists of paths."""
+    text = resources.files("medusa").joinpath("trees.json").read_text(encoding="utf-8")
+    return json.loads(text)["trees"]
+
+
+def load_tree(spec: str, num_heads: int) -> Tree:
+    """The tree that `spec` names: `chain`, `chain:3`, `topk:3,3,2`, a published name, or a JSON or YAML file.
+
+    `num_heads` is the depth of a `chain` without a number. A file holds `{"paths": [[0], [0, 0], [1], ...]}`.
+
+    Raises:
+        RequestError: no such tree or file, or it does not describe a tree.
+    """
+    name, _, argument = spec.partition(":")
+    if name == "chain":
+        return Tree.chain(_whole_numbers(spec, argument)[0] if argument else num_heads)
+    if name == "topk":
+        return Tree.top_k(_whole_numbers(spec, argument))
+    published = published_trees()
+    if spec in published:
+        return Tree.from_paths(published[spec])
+    if Path(spec).is_file():
+        return Tree.from_paths(_read_paths(Path(spec)))
+    raise RequestError(
+        f"no tree {spec!r}: give a file, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(published))}"
+    )
+
+
+def _whole_numbers(spec: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0:
+        raise RequestError(f"the tree {spec!r} needs whole numbers after the colon, as in chain:3 or topk:3,3,2")
+    return numbers
+
+
+def _read_paths(path: Path) -> list[list[int]]:
+    import yaml  # JSON is YAML, so one reader serves both
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RequestError(f"the tree file {path} is neither JSON nor YAML ({_first_line(error)})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("paths"), list):
+        raise RequestError(f'the tree file {path} must hold {{"paths": [[0], [0, 0], [1], ...]}}')
+    return content["paths"]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,168 @@
+"""A training YAML: `backbone`, `data`, `output_dir`, `heads`, `training`; unknown keys are errors, never ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medusa.config import BLOCKS, KINDS, LM_HEADS
+from medusa.errors import RequestError
+from train.data import DataConfig
+
+
+@dataclass
+class HeadsConfig:
+    """The `heads` section; what is left out is chosen for the backbone (`train.architecture`)."""
+
+    num: int = 4
+    """How many heads: 3 to 5; a step can give at most one token more than there are heads."""
+    kind: str = "medusa"
+    """Independent heads."""
+    block: str | None = None
+    """square (the paper's; the only one that servers load) or mlp."""
+    layers: int | None = None
+    """Residual blocks per head."""
+    expansion: float | None = None
+    """Width of an MLP block in hidden sizes."""
+    lm_head: str | None = None
+    """own (V x H more weights a head) or shared (the backbone's)."""
+
+
+@dataclass
+class TrainConfig:
+    """All of a training YAML."""
+
+    backbone: str
+    """A local folder, a Hub id, or `demo`."""
+    data: DataConfig
+    output_dir: str
+    """Where heads, checkpoints and provenance go."""
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    training: dict[str, Any] = field(default_factory=dict)
+    """Fields of transformers' TrainingArguments and ours (head_decay, max_minutes)."""
+    revision: str | None = None
+    """Of the backbone on the Hub."""
+    dtype: str | None = None
+    """Of the backbone: float32 (default on a CPU) or, on a GPU, the checkpoint's."""
+    device: str | None = None
+    """cpu, cuda, ...; a GPU where there is one."""
+    attention: str | None = None
+    """sdpa or eager."""
+    trust_remote_code: bool = False
+    """Run code that comes with the backbone."""
+
+
+def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
+    """Read a YAML file and lay `key.sub=value` overrides over it.
+
+    Raises:
+        RequestError: no such file, not YAML, an unknown key, a missing one, or a value of the wrong kind.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RequestError(f"no such file: {path}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"{path} must hold a mapping with backbone, data, output_dir, heads and training")
+    for override in overrides:
+        _override(content, override)
+    return parse_config(content, str(path))
+
+
+def parse_config(content: dict[str, Any], source: str) -> TrainConfig:
+    """A checked `TrainConfig`; see `load_config`."""
+    data = content.get("data")
+    content = content | {"data": {"path": data} if isinstance(data, str) else data}
+    _known(content, TrainConfig, source, "")
+    for name in ("backbone", "data", "output_dir"):
+        if not content.get(name):
+            raise RequestError(f"{source} says no {name}; add `{name}: ...`")
+    sections = {"data": _section(content["data"], DataConfig, source, "data")}
+    sections["heads"] = _section(content.get("heads") or {}, HeadsConfig, source, "heads")
+    training = content.get("training") or {}
+    if not isinstance(training, dict):
+        raise RequestError(f"{source}: training must be a mapping of fields")
+    _known(training, _training_arguments(), source, "training.")
+    config = TrainConfig(**content | sections | {"training": _numbers(training)})
+    _check_heads(config.heads)
+    return config
+
+
+def _training_arguments() -> type:
+    from train.trainer import MedusaTrainingArguments
+
+    return MedusaTrainingArguments
+
+
+def _section(content: Any, of: type, source: str, name: str) -> Any:
+    if not isinstance(content, dict):
+        raise RequestError(f"{source}: {name} must be a mapping of fields, not {content!r}")
+    _known(content, of, source, f"{name}.")
+    try:
+        section = of(**content)
+    except TypeError as error:
+        raise RequestError(f"{source}: {name}: {error}") from None
+    for fld in dataclasses.fields(of):
+        value = getattr(section, fld.name)
+        expected = {"int": int, "str": str, "float": (int, float)}.get(str(fld.type).split(" |")[0])
+        if (
+            expected
+            and not (value is None and "None" in str(fld.type))
+            and (not isinstance(value, expected) or isinstance(value, bool))
+        ):
+            raise RequestError(f"{source}: {name}.{fld.name} is {value!r}; it must be {fld.type}")
+    return section
+
+
+def _known(content: dict[str, Any], of: type, source: str, prefix: str) -> None:
+    allowed = [f.name for f in dataclasses.fields(of)]
+    for key in content:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(allowed[:12])}"
+            raise RequestError(f"{source}: unknown key {prefix}{key}; {hint}")
+
+
+def _check_heads(heads: HeadsConfig) -> None:
+    for name, allowed in (("kind", KINDS), ("block", BLOCKS), ("lm_head", LM_HEADS)):
+        value = getattr(heads, name)
+        if value is not None and value not in allowed:
+            raise RequestError(f"heads.{name} is {value!r}; choose one of {', '.join(allowed)}")
+    if heads.num < 1:
+        raise RequestError(f"heads.num is {heads.num}; at least 1 is needed")
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise RequestError(f"{override!r} is no override; write key=value, for example training.learning_rate=1e-3")
+    *parents, last = name.split(".")
+    place = content
+    for parent in parents:
+        if isinstance(place.get(parent), str) and parent == "data":
+            place[parent] = {"path": place[parent]}
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise RequestError(f"cannot set {name}: {parent} is not a mapping")
+    place[last] = yaml.safe_load(text)
+
+
+def _numbers(training: dict[str, Any]) -> dict[str, Any]:
+    """YAML reads 1e-3 as a string (it wants 1.0e-3); people write 1e-3."""
+    out = {}
+    for key, value in training.items():
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                pass
+        out[key] = value
+    return out

@@ -1,0 +1,149 @@
+"""A training run from its configuration: check, load, train, save; `medusa train` is this."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from medusa import backbone as backbones
+from medusa.backbone import Backbone, fingerprint
+from medusa.checkpoint import WEIGHTS
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError
+from medusa.files import require_absent
+from medusa.heads import MedusaHeads
+from train.architecture import choose
+from train.config import HeadsConfig, TrainConfig
+from train.data import PackedDataset, load_dataset
+from train.trainer import MedusaTrainer, MedusaTrainingArguments, last_checkpoint
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
+
+
+def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train as `config` says and save the heads in its `output_dir`; returns the final figures.
+
+    Raises:
+        RequestError: the request cannot be carried out; said before anything long starts.
+    """
+    output = Path(config.output_dir)
+    checkpoint = _checkpoint(output, resume, overwrite)
+    arguments = _arguments(config, quiet)
+    backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    loaded = backbones.load_backbone(
+        config.backbone,
+        dtype=config.dtype,
+        device=config.device,
+        attention=config.attention,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    backbone = Backbone.of(loaded.model)
+    dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
+    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    trainer.fit_budget()
+    trainer.provenance = provenance(config, dataset, trainer)
+    if not quiet:
+        _say(f"data: {dataset.counts}")
+        _say(describe(heads.config, heads.num_parameters, backbone))
+    outcome = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
+    trainer.save_model()
+    _say(f"heads saved in {output}")
+    return result
+
+
+def _checkpoint(output: Path, resume: bool, overwrite: bool) -> str | None:
+    found = last_checkpoint(output)
+    if resume:
+        if found is None:
+            raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+        return found
+    if found is not None and not overwrite:
+        raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
+    require_absent(output / WEIGHTS, overwrite)
+    return None
+
+
+def _arguments(config: TrainConfig, quiet: bool) -> MedusaTrainingArguments:
+    given = {"save_strategy": "steps", "save_steps": 500, "dataloader_pin_memory": config.device not in (None, "cpu")}
+    given |= {"disable_tqdm": True} if quiet else {}
+    try:
+        return MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"training: {' '.join(str(error).split())}") from None
+
+
+def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None) -> MedusaHeads:
+    """Fresh heads for `model`: what was asked for, and the rest chosen for its sizes; the identity at the start."""
+    backbone = Backbone.of(model)
+    chosen = choose(backbone.hidden_size, backbone.vocab_size, asked)
+    heads = MedusaHeads(
+        MedusaConfig(
+            hidden_size=backbone.hidden_size,
+            vocab_size=backbone.vocab_size,
+            num_heads=asked.num,
+            kind=asked.kind,
+            base_model_name_or_path=name,
+            backbone=fingerprint(model, name, revision),
+            **chosen,
+        )
+    )
+    heads.start_from(backbone.head.weight.detach())
+    return heads.to(backbone.head.weight.device)
+
+
+def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
+    """One line about heads that are to be trained, and who will be able to load them."""
+    width = f" of width {config.inner_size}" if config.block == "mlp" else ""
+    line = (
+        f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "
+        f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
+    )
+    if not config.servable:
+        line += "; published formats (TGI, vLLM, ...) hold square blocks only: these heads run here, not in a server"
+    return line
+
+
+def provenance(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
+    """Where a set of heads comes from."""
+    return {
+        "command": " ".join(sys.argv),
+        "config": asdict(config),
+        "data": {
+            "documents": dataset.counts.documents,
+            "tokens": dataset.counts.tokens,
+            "taught": dataset.counts.taught,
+        },
+        "backbone": trainer.heads.config.backbone,
+        "max_steps": trainer.args.max_steps,
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _result(trainer: MedusaTrainer, metrics: dict[str, float]) -> dict[str, Any]:
+    """Figures of the whole run, and those of the last line of the log about single heads."""
+    last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
+    heads = {key: value for key, value in last.items() if key.startswith("head")}
+    return {
+        "steps": trainer.state.global_step,
+        "seconds": metrics.get("train_runtime"),
+        "loss": metrics.get("train_loss"),
+    } | heads
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)

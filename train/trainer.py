@@ -1,0 +1,201 @@
+"""A transformers `Trainer` that fits heads on a frozen backbone and saves only heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from medusa.backbone import Backbone
+from medusa.checkpoint import load_heads, save_heads
+from medusa.heads import MedusaHeads
+from train.labels import head_labels
+from train.loss import HeadLosses, head_losses, head_weights, weighted
+
+PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is estimated
+
+
+@dataclass
+class MedusaTrainingArguments(TrainingArguments):
+    """transformers' `TrainingArguments` with our defaults, and what heads need beyond them."""
+
+    head_decay: float = field(default=0.8, metadata={"help": "loss weight of head k is head_decay^k (paper, 2.2.1)"})
+    max_minutes: float | None = field(
+        default=None, metadata={"help": "train this long; sets max_steps, and the learning rate falls with the clock"}
+    )
+    learning_rate: float = field(default=5e-3, metadata={"help": "peak; heads are small and start as the identity"})
+    per_device_train_batch_size: int = field(default=4, metadata={"help": "packed rows a step and device"})
+    lr_scheduler_type: str = field(default="linear", metadata={"help": "fall of the learning rate"})
+    warmup_steps: float = field(default=0.02, metadata={"help": "steps, or below 1 the share of the run"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "shorter memory than 0.999: runs are short"})
+    logging_steps: float = field(default=20, metadata={"help": "steps between lines of the log"})
+    save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
+    report_to: None | str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ..."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "our rows hold what the loss reads"})
+    restore_callback_states_from_checkpoint: bool = field(
+        default=True, metadata={"help": "a resumed run has the time left that it had"}
+    )
+
+
+class HeadsOnBackbone(nn.Module):
+    """What the Trainer trains: heads as parameters, the backbone beside them.
+
+    The backbone stays outside the module tree, so that parameters, state dict, optimiser and checkpoints are the
+    heads' alone.
+    """
+
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.heads = heads
+        object.__setattr__(self, "backbone", Backbone.of(model.requires_grad_(False).eval()))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> HeadLosses:
+        """ids, positions, documents and mask, all [B, T] -> losses of the heads."""
+        backbone: Backbone = self.backbone
+        with torch.no_grad():
+            hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+        labels = head_labels(input_ids, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
+        taught = (labels[0] != -100).nonzero()[:, 0]  # head 0 reaches least far: where it has no label, none has
+        hidden = hidden.flatten(0, 1)[taught].to(next(self.heads.parameters()).dtype)
+        return head_losses(self.heads, hidden, labels[:, taught], backbone.head)
+
+
+class MedusaTrainer(Trainer):
+    """Trains heads (Medusa-1): loss per head, weighted; checkpoints are folders of heads that anything here loads."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        heads: MedusaHeads,
+        args: MedusaTrainingArguments,
+        provenance: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`provenance` is written beside the heads: where they come from."""
+        self.heads, self.provenance = heads, dict(provenance or {})
+        self.budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
+        callbacks = [*kwargs.pop("callbacks", []), *([self.budget] if self.budget else [])]
+        super().__init__(model=HeadsOnBackbone(heads, model), args=args, callbacks=callbacks, **kwargs)  # type: ignore[arg-type]
+        self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
+        self.weights = head_weights(heads.config.num_heads, args.head_decay)
+        self._seen: dict[str, list[Tensor]] = {}
+        foreign = [name for name, _ in self.model.named_parameters() if not name.startswith("heads.")]
+        if foreign:
+            raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        losses = model(**inputs)
+        split = "train" if model.training else "eval"
+        self._seen.setdefault(split, []).append(
+            torch.stack([losses.loss.detach() * losses.count, losses.correct, losses.count]).double().cpu()
+        )
+        loss = weighted(losses.loss, self.weights)
+        return (loss, {"loss": loss.detach()}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add each head's loss (nats) and top-1, over all labels since the last line, to whatever is logged."""
+        split = "eval" if any(key.startswith("eval_") for key in logs) else "train"
+        if split in self._seen and ("loss" in logs or "eval_loss" in logs):
+            loss, correct, count = torch.stack(self._seen.pop(split)).sum(0)
+            prefix = "eval_" if split == "eval" else ""
+            for head in range(len(count)):
+                labels = max(float(count[head]), 1.0)
+                logs[f"{prefix}head{head + 1}_loss"] = round(float(loss[head]) / labels, 4)
+                logs[f"{prefix}head{head + 1}_top1"] = round(float(correct[head]) / labels, 4)
+        super().log(logs, start_time)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        if self.budget is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup = self.args.get_warmup_steps(num_training_steps) / num_training_steps
+        self.lr_scheduler = LambdaLR(
+            optimizer or self.optimizer,
+            lambda step: self.budget.learning_rate_factor(step / num_training_steps, warmup),  # type: ignore[union-attr]
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def fit_budget(self) -> None:
+        """Set `max_steps` to what the time budget is estimated to hold, from a few steps on a copy of the heads."""
+        if self.budget is None:
+            return
+        seconds = self._seconds_per_step()
+        self.args.max_steps = max(1, int(self.budget.seconds / seconds))
+
+    def _seconds_per_step(self) -> float:
+        before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        rng = torch.get_rng_state()
+        batches = iter(self.get_train_dataloader())
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        times = []
+        for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
+            if batch is None:
+                break
+            start = time.perf_counter()
+            self.compute_loss(self.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - start)
+        self.model.load_state_dict(before)
+        torch.set_rng_state(rng)
+        self._seen.clear()
+        return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.args.should_save:
+            save_heads(self.heads, output_dir or str(self.args.output_dir), self.provenance)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.heads.load_state_dict(load_heads(resume_from_checkpoint).state_dict())
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """Ends training after `seconds`, and says how far the learning rate is to have fallen by now."""
+
+    def __init__(self, seconds: float, elapsed: float = 0.0) -> None:
+        self.seconds, self.elapsed = seconds, elapsed
+        self._resumed_at: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"seconds": self.seconds}, "attributes": {"elapsed": self.spent()}}
+
+    def spent(self) -> float:
+        """Seconds of training so far, those before an interruption included."""
+        return self.elapsed + (0.0 if self._resumed_at is None else time.monotonic() - self._resumed_at)
+
+    def learning_rate_factor(self, progress: float, warmup: float) -> float:
+        """Linear warm-up, then linear to 0, by steps or by the clock, whichever is ahead."""
+        progress = max(progress, self.spent() / self.seconds)
+        return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._resumed_at = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.spent() >= self.seconds:
+            control.should_training_stop = True
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest checkpoint in `output_dir` that a run can resume from."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
