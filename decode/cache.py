@@ -23,7 +23,7 @@ GROWTH = 256  # slots that are allocated at a time beyond what was asked for
 
 
 class Arena:
-    """Keys and values of all layers of one shape in one tensor, so that a commit is two operations, not four a layer."""
+    """Keys and values of all layers of one shape in one tensor: a commit is two operations, not four a layer."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -54,6 +54,8 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False  # windows are in our masks, by position; no key is ever dropped
     is_compileable = False
     is_croppable = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, owner: TreeCache) -> None:
         super().__init__()
@@ -112,7 +114,8 @@ class TreeCache(Cache):
         self.pending = 0
         self._set([0] * batch_size)
         text = config.get_text_config(decoder=True)
-        super().__init__(layers=[TreeLayer(self) for _ in range(text.num_hidden_layers)])
+        self.tree_layers = [TreeLayer(self) for _ in range(text.num_hidden_layers)]
+        super().__init__(layers=list(self.tree_layers))
 
     def _set(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -132,7 +135,7 @@ class TreeCache(Cache):
             if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
                 return arena, arena.take()
         # Most models have one shape throughout: room for the keys and values of every layer that has none yet.
-        left = sum(not layer.is_initialized for layer in self.layers)
+        left = sum(not layer.is_initialized for layer in self.tree_layers)
         arena = Arena(2 * left, states, self.capacity)
         self.arenas.append(arena)
         return arena, arena.take()
@@ -147,9 +150,9 @@ class TreeCache(Cache):
         self._bind()
 
     def _bind(self) -> None:
-        for layer in self.layers:
+        for layer in self.tree_layers:
             if layer.is_initialized:
-                layer.bind()  # type: ignore[attr-defined]
+                layer.bind()
 
     def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row index [B, 1] and slot index [B, N] of `count` tokens behind each row."""

@@ -73,7 +73,7 @@ class Session:
     """One request being decoded: the backbone, the rows, and the rules; `run` is the loop."""
 
     def __init__(self, model: PreTrainedModel, request: Request, slack: int = 0) -> None:
-        self.backbone = Backbone.of(model)
+        self.backbone = Backbone(model)
         config = request.config
         self.target = Target(
             request.processors, bool(config.do_sample), keep_scores=bool(config.output_scores or config.output_logits)
@@ -153,7 +153,7 @@ class Session:
     def _accept(self, draft: Draft, readout: Readout, rows: list[int], acceptor: Acceptor) -> Acceptance:
         logits, room = readout.logits, self._room(draft)
         if self.target.is_argmax and acceptor.rule != "typical":
-            return accept_greedy(draft, most_probable(logits), room)
+            return accept_greedy(draft, most_probable(logits).to(draft.ids.device), room)
 
         def after(index: int, path: list[int]) -> tuple[int, Tensor, Tensor]:
             more = draft.ids[index, path[1:]] if len(path) > 1 else None  # the root is written already
@@ -185,7 +185,7 @@ def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[list[int]], list[
 
 def _at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
     """hidden [B, N, H] -> [B, H] at the node where each path ended: the only position where heads are read."""
-    end = accepted.path.gather(1, accepted.length[:, None] - 1)  # [B, 1]
+    end = accepted.path.gather(1, accepted.length[:, None] - 1).to(hidden.device)  # [B, 1]
     return hidden.gather(1, end[:, :, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
 
 
@@ -228,7 +228,7 @@ def medusa_session(
 ) -> tuple[Session, Iterator[Step]]:
     """A session that decodes with heads, and its steps."""
     require_tree_support(model)
-    backbone = Backbone.of(model)
+    backbone = Backbone(model)
     drafter = HeadsDrafter(heads, backbone, resolve_tree(tree, heads))
     session = Session(model, request, slack=drafter.tree.num_nodes)
     verifier = Verifier(backbone, session.cache, drafter.tree)
@@ -277,7 +277,7 @@ def _request(
     rows = input_ids.tolist() if mask is None else [r[m.bool()].tolist() for r, m in zip(input_ids, mask, strict=True)]
     if not all(rows):
         raise RequestError("a prompt is empty; give at least one token")
-    require_fitting(rows, Backbone.of(model))
+    require_fitting(rows, Backbone(model))
     max_new_tokens = int(generation_config.max_length) - input_ids.shape[1]
     return Request(rows, logits_processor, stopping_criteria, generation_config, max_new_tokens)
 
@@ -377,7 +377,7 @@ def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Te
             torch.cat([kept[row][min(at, len(ids) - 1)].clone() for row, ids in enumerate(new_ids)])
             for at in range(width)
         )
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)  # type: ignore[arg-type]
 
 
 def generate(

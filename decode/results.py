@@ -54,7 +54,7 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop:
     """The text of new ids without special tokens, ending before the first stop string."""
     if tokenizer is None:
         return ""
-    text = tokenizer.decode(list(ids), skip_special_tokens=True)
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     cuts = [text.index(string) for string in stop if string in text]
     return text[: min(cuts)] if cuts else text
 
@@ -83,7 +83,7 @@ def plain_method(
 
     def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
         start = perf_counter()
-        inputs = left_padded(prompts, Backbone.of(model).device)
+        inputs = left_padded(prompts, Backbone(model).device)
         request = prepare(model, **inputs, **settings.generate_kwargs(tokenizer))
         return _collect(plain_session(model, request, clock), start, on_step)
 
@@ -103,7 +103,7 @@ def medusa_method(
 
     def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
         start = perf_counter()
-        inputs = left_padded(prompts, Backbone.of(model).device)
+        inputs = left_padded(prompts, Backbone(model).device)
         request = prepare(model, **inputs, **settings.generate_kwargs(tokenizer))
         acceptor = resolve_acceptance(
             do_sample=settings.do_sample, rule=settings.acceptance, epsilon=settings.epsilon, delta=settings.delta
@@ -132,7 +132,7 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
 
 def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **extra: Any) -> Method:
     """`model.generate`; `extra` goes to it (`prompt_lookup_num_tokens`, `assistant_model`, ...)."""
-    backbone = Backbone.of(model)
+    backbone = Backbone(model)
 
     def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
         start = perf_counter()
@@ -153,7 +153,7 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
 def _from_generate(
     prompt: list[int], ids: list[int], model: PreTrainedModel, settings: Settings, seconds: float
 ) -> Result:
-    eos = None if settings.ignore_eos else model.generation_config.eos_token_id  # type: ignore[union-attr]
+    eos = None if settings.ignore_eos else model.generation_config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     cut = next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))  # padding comes after EOS
     reason = "eos" if cut and ids[cut - 1] in ends else "length" if cut >= settings.max_new_tokens else "stop"

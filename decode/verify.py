@@ -38,7 +38,7 @@ class TreeMasks:
         self.wide: dict[str, Tensor] = {}
 
     def __call__(self, lengths: Sequence[int]) -> Mask:
-        """Masks for rows with `lengths` committed tokens each: [B, 1, N, max(lengths) + N], a dict where kinds differ."""
+        """Masks [B, 1, N, max(lengths) + N] for rows with `lengths` committed tokens; a dict where kinds differ."""
         longest, nodes = max(lengths), self.tree.num_nodes
         if longest > self.capacity:
             self._build(max(2 * self.capacity, longest + 256))

@@ -27,7 +27,7 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of everything; only `command`'s own options are filled in (all of them for tests: see `all_parsers`)."""
+    """The parser of all commands; only the options of `command` are filled in, as only its module is imported."""
     parser = argparse.ArgumentParser(
         prog="medusa",
         description="Train Medusa heads on a frozen language model, decode with them, measure the speedup.",

@@ -1,12 +1,14 @@
-"""The backbone, a pretrained causal LM of transformers, as the two things that everyone needs: hidden states and logits.
+"""The backbone, a pretrained causal LM of transformers, as what everyone needs of it: hidden states and logits.
 
 The stock model is used as it is: nothing is copied, patched or left on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,22 +52,24 @@ class Backbone:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.base = model.get_decoder()
-        self.head: nn.Module = model.get_output_embeddings()
-        if self.head is None:
+        head = model.get_output_embeddings()
+        if head is None:
             raise RequestError(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
-        self.splits = self._splits()
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Backbone:
-        """The backbone of `model`, made once per model."""
-        found = _BACKBONES.get(model)
-        if found is None:
-            found = _BACKBONES[model] = cls(model)
-        return found
+        self.head: nn.Module = head
+        if model not in _SPLITS:
+            _SPLITS[model] = self._splits()
+        self.splits = _SPLITS[model]
 
     @property
     def hidden_size(self) -> int:
-        return self.head.weight.shape[1]  # type: ignore[union-attr,return-value]  # an LM head is a Linear
+        return self.head_weight.shape[1]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H] the LM head's weights: it is a Linear, or something that looks like one."""
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def vocab_size(self) -> int:
@@ -79,7 +83,9 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where inputs go: the embedding's device, which differs from the LM head's in a sharded model."""
-        return self.model.get_input_embeddings().weight.device  # type: ignore[union-attr,return-value]
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +101,7 @@ class Backbone:
         return torch.equal(self.head(hidden), self.model(input_ids=probe, use_cache=False).logits)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> the LM head's output [..., V]; where the model caps or scales it, the order is the same."""
+        """hidden [..., H] -> the LM head's output [..., V]; where a model caps or scales it, the order is the same."""
         return self.head(hidden)
 
     def hidden_states(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
@@ -126,7 +132,8 @@ class Backbone:
         return Readout(seen[-1], logits)
 
 
-_BACKBONES: weakref.WeakKeyDictionary[PreTrainedModel, Backbone] = weakref.WeakKeyDictionary()
+# What the trial of each living model said; nothing is left on the model itself.
+_SPLITS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 def _at(values: Tensor, last: Tensor | None) -> Tensor:
@@ -203,7 +210,7 @@ def load_backbone(
         raise RequestError(f"no backbone at {name_or_path}: {_reason(error)}") from error
     if not placed:
         model = model.to(device)
-    return Loaded(model, _tokenizer(path, common), name_or_path, revision)
+    return Loaded(model, _tokenizer((path, model.config._name_or_path), common), name_or_path, revision)
 
 
 def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -218,11 +225,12 @@ def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_
         raise RequestError(f"no backbone at {name_or_path}: {_reason(error)}") from error
 
 
-def _tokenizer(path: str, common: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    try:
-        return AutoTokenizer.from_pretrained(path, **common)
-    except (OSError, ValueError):
-        return None  # ids in, ids out: whoever needs text says so
+def _tokenizer(places: Sequence[str], common: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the first place that has one: an adapter's folder often leaves it to its base model."""
+    for place in places:
+        with contextlib.suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(place, **common)
+    return None  # ids in, ids out: whoever needs text says so
 
 
 def _require_device(device: str) -> None:

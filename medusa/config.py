@@ -68,7 +68,7 @@ class MedusaConfig:
         return self.kind == "medusa" and self.block == "square"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form. `version` is the file format's: "2" where the LM head is the backbone's (formats: TGI, LoRAX)."""
+        """The JSON form. `version` is that of the file format: "2" where the LM head is the backbone's (TGI, LoRAX)."""
         out: dict[str, Any] = {theirs: getattr(self, ours) for ours, theirs in PUBLISHED_KEYS.items()}
         if self.lm_head == "shared":
             out["version"] = "2"

@@ -85,7 +85,7 @@ class MedusaHeads(nn.Module):
                 self.lm_heads.copy_(lm_head_weight_VH.T)
 
     def features(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-        """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first `num_heads` heads (all of them)."""
+        """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first k = `num_heads` heads (all)."""
         heads = slice(num_heads)
         count = len(range(self.config.num_heads)[heads])
         x_KMH = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)

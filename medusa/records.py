@@ -58,7 +58,7 @@ def read_records(source: str, *, split: str = "train", separator: str | None = N
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
         files = [path]
-    elif path.suffix in SUFFIXES or path.parent.is_dir() and len(path.parts) > 2 or not HUB_ID.fullmatch(source):
+    elif path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not HUB_ID.fullmatch(source):
         raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
     else:
         files = []
@@ -201,6 +201,7 @@ def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> lis
             return tokenizer(messages[0]["content"])["input_ids"]  # a base model: the question itself is the prompt
         raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return rendered["input_ids"]
     except Exception as error:  # templates are programs: they raise what they like, and it is about this record
         raise RequestError(f"{record.where}: the chat template refuses the messages ({error})") from None

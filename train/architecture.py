@@ -1,19 +1,69 @@
-"""Which heads to train when nobody says: the ones that are expected to decode fastest, not those that guess best."""
+"""Which heads to train when nobody says: those expected to decode fastest, not those that guess best (docs/heads.md).
+
+Expected speed is tau x T(1) / (T(n) + T(heads)). Decoding one text reads weights, so times are counted in weights read:
+
+    T(n) + T(heads)  =  TREE (backbone + OVERHEAD)  +  heads  +  LM head once more, if it is shared
+    tau              =  proportional to 1 - LOSS / sqrt(inner width of a head)
+
+The constants were measured on two backbones (H = 64 and 256) and are extrapolated beyond them; `medusa benchmark`
+tells the truth about yours.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from train.config import HeadsConfig
 
+TREE = 1.6  # T(n) / T(1) for the tree sizes that pay: a dozen nodes on a CPU, some dozens on a GPU
+OVERHEAD = 5e6  # what a forward costs before it reads a weight (1.3 ms on a CPU for 6 layers), in weights
+LOSS = 2.4  # fitted to tau at inner widths of 256 and 512 with H = 64; less is lost at H = 256
+OWN_GAIN = 1.03  # tau of MLP heads with LM heads of their own over the shared one
+NEARLY = 0.995  # narrower heads train faster and take less memory: they win near-ties
+WIDTHS = [2**power for power in range(5, 16)]
 
-def choose(hidden_size: int, vocab_size: int, asked: HeadsConfig) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Candidate:
+    """MLP heads of one total width."""
+
+    inner: int
+    """Width of all blocks of a head together."""
+    own_lm_head: bool
+    speed: float
+    """Expected, relative."""
+
+
+def choose(hidden_size: int, vocab_size: int, backbone_parameters: int, asked: HeadsConfig) -> dict[str, Any]:
     """`block`, `num_layers`, `expansion` and `lm_head` for a backbone of these sizes; what was asked for stands."""
-    block = asked.block or "mlp"
-    default = {"num_layers": 2, "expansion": 4.0} if block == "mlp" else {"num_layers": 1, "expansion": 1.0}
-    return {
-        "block": block,
-        "num_layers": asked.layers or default["num_layers"],
-        "expansion": asked.expansion or default["expansion"],
-        "lm_head": asked.lm_head or "shared",
-    }
+    if asked.block == "square":  # the paper's heads: one block, own LM heads
+        layers, lm_head = asked.layers or 1, asked.lm_head or "own"
+        return {"block": "square", "num_layers": layers, "expansion": 1.0, "lm_head": lm_head}
+    best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)
+    # Two blocks guess a little better than one of twice the width, as long as neither is narrower than the state.
+    layers = asked.layers or (2 if best.inner >= 2 * hidden_size else 1)
+    expansion = asked.expansion or best.inner / layers / hidden_size
+    lm_head = asked.lm_head or ("own" if best.own_lm_head else "shared")
+    return {"block": "mlp", "num_layers": layers, "expansion": expansion, "lm_head": lm_head}
+
+
+def fastest(hidden_size: int, vocab_size: int, backbone_parameters: int, num_heads: int) -> Candidate:
+    """The MLP heads of the highest expected speed; among near-equals the narrowest."""
+    candidates = [
+        Candidate(inner, own, expected_speed(hidden_size, vocab_size, backbone_parameters, num_heads, inner, own))
+        for inner in WIDTHS
+        for own in (False, True)
+    ]
+    top = max(candidate.speed for candidate in candidates)
+    return min((c for c in candidates if c.speed >= NEARLY * top), key=lambda c: (c.inner, c.own_lm_head))
+
+
+def expected_speed(
+    hidden_size: int, vocab_size: int, backbone_parameters: int, num_heads: int, inner: int, own: bool
+) -> float:
+    """tau / (T(n) + T(heads)), up to a constant."""
+    lm_heads = (num_heads if own else 1) * hidden_size * vocab_size
+    heads = num_heads * 2 * inner * hidden_size + lm_heads
+    tau = (1 - LOSS / inner**0.5) * (OWN_GAIN if own else 1.0)
+    return tau / (TREE * (backbone_parameters + OVERHEAD) + heads)

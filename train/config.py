@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def _section(content: Any, of: type, source: str, name: str) -> Any:
         raise RequestError(f"{source}: {name}: {error}") from None
     for fld in dataclasses.fields(of):
         value = getattr(section, fld.name)
-        expected = {"int": int, "str": str, "float": (int, float)}.get(str(fld.type).split(" |")[0])
+        expected: Any = {"int": int, "str": str, "float": (int, float)}.get(str(fld.type).split(" |")[0])
         if (
             expected
             and not (value is None and "None" in str(fld.type))
@@ -160,9 +161,7 @@ def _numbers(training: dict[str, Any]) -> dict[str, Any]:
     out = {}
     for key, value in training.items():
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError):
                 value = float(value)
-            except ValueError:
-                pass
         out[key] = value
     return out

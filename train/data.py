@@ -151,7 +151,7 @@ def _examples(
 
 
 def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Example:
-    """Ids and loss mask of one record: all of a text, the assistant's part of a conversation, the answer of a distilled one."""
+    """Ids and loss mask of one record: a text is taught whole, a conversation where the assistant speaks."""
     if record.input_ids is not None:
         taught = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
         return Example(record.input_ids, taught)
@@ -191,7 +191,8 @@ def _conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> Example
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+    rendered: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
+    return rendered["input_ids"]
 
 
 def _common(left: list[int], right: list[int]) -> int:

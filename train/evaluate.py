@@ -61,7 +61,7 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """ids [1, T] -> rank of the token that really came among each head's guesses [K, M], `max(TOPS)` where further down."""
+    """ids [1, T] -> rank of the token that came among each head's guesses [K, M]; `max(TOPS)`: not among them."""
     hidden = backbone.hidden_states(ids, use_cache=False)
     same = torch.zeros_like(ids)
     labels = head_labels(ids, torch.ones_like(ids), same, heads.config.num_heads)[:, 0]  # [K, T]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa.backbone import Backbone
 from medusa.heads import LMHead, MedusaHeads
 from train.labels import IGNORE
 
@@ -25,7 +26,7 @@ class HeadLosses(NamedTuple):
     """Mean cross-entropy in nats over the head's labels, 0 where it has none; carries gradients."""
     correct: Tensor
     """How many labels are the head's best guess."""
-    count: Tensor
+    total: Tensor
     """How many labels there are."""
 
 
@@ -112,6 +113,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+@torch.no_grad()
+def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
+    """What the backbone itself would have put at each position of a text: its argmax there [B, T].
+
+    On sampled text this is the token that greedy decoding takes after that prefix. The first position keeps its token.
+    """
+    flat = hidden[:, :-1].flatten(0, 1)
+    chosen = torch.cat([backbone.lm_head(rows).argmax(-1) for rows in flat.split(CHUNK)])
+    return torch.cat([input_ids[:, :1], chosen.reshape(len(input_ids), -1)], dim=1)
 
 
 def weighted(losses: Tensor, weights: Sequence[float] | Tensor) -> Tensor:

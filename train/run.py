@@ -43,7 +43,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )
-    backbone = Backbone.of(loaded.model)
+    backbone = Backbone(loaded.model)
     dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
@@ -72,7 +72,11 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> str | None:
 
 
 def _arguments(config: TrainConfig, quiet: bool) -> MedusaTrainingArguments:
-    given = {"save_strategy": "steps", "save_steps": 500, "dataloader_pin_memory": config.device not in (None, "cpu")}
+    given: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 500,
+        "dataloader_pin_memory": config.device not in (None, "cpu"),
+    }
     given |= {"disable_tqdm": True} if quiet else {}
     try:
         return MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
@@ -82,8 +86,8 @@ def _arguments(config: TrainConfig, quiet: bool) -> MedusaTrainingArguments:
 
 def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None) -> MedusaHeads:
     """Fresh heads for `model`: what was asked for, and the rest chosen for its sizes; the identity at the start."""
-    backbone = Backbone.of(model)
-    chosen = choose(backbone.hidden_size, backbone.vocab_size, asked)
+    backbone = Backbone(model)
+    chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
     heads = MedusaHeads(
         MedusaConfig(
             hidden_size=backbone.hidden_size,
@@ -95,8 +99,8 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
             **chosen,
         )
     )
-    heads.start_from(backbone.head.weight.detach())
-    return heads.to(backbone.head.weight.device)
+    heads.start_from(backbone.head_weight.detach())
+    return heads.to(backbone.head_weight.device)
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:

@@ -16,10 +16,12 @@ from transformers.trainer_callback import ExportableState
 
 from medusa.backbone import Backbone
 from medusa.checkpoint import load_heads, save_heads
+from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
-from train.labels import head_labels
-from train.loss import HeadLosses, head_losses, head_weights, weighted
+from train.labels import IGNORE, head_labels
+from train.loss import HeadLosses, backbone_choices, head_losses, head_weights, weighted
 
+OBJECTIVES = ("text", "argmax")
 PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is estimated
 
 
@@ -27,6 +29,13 @@ PROBE_STEPS = 3  # timed training steps from which the length of a run with a ti
 class MedusaTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with our defaults, and what heads need beyond them."""
 
+    objective: str = field(
+        default="argmax",
+        metadata={
+            "help": "what a head is taught at a position: text (the token that stands there) or argmax (the token that "
+            "the backbone itself finds most probable there; what greedy acceptance compares with)"
+        },
+    )
     head_decay: float = field(default=0.8, metadata={"help": "loss weight of head k is head_decay^k (paper, 2.2.1)"})
     max_minutes: float | None = field(
         default=None, metadata={"help": "train this long; sets max_steps, and the learning rate falls with the clock"}
@@ -38,11 +47,20 @@ class MedusaTrainingArguments(TrainingArguments):
     adam_beta2: float = field(default=0.95, metadata={"help": "shorter memory than 0.999: runs are short"})
     logging_steps: float = field(default=20, metadata={"help": "steps between lines of the log"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ..."})
+    report_to: str | list[str] | None = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ..."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "our rows hold what the loss reads"})
     restore_callback_states_from_checkpoint: bool = field(
         default=True, metadata={"help": "a resumed run has the time left that it had"}
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective not in OBJECTIVES:
+            raise RequestError(f"training.objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise RequestError(f"training.max_minutes is {self.max_minutes}; it must be above 0")
+        if not 0 < self.head_decay <= 1:
+            raise RequestError(f"training.head_decay is {self.head_decay}; it must be above 0 and at most 1")
 
 
 class HeadsOnBackbone(nn.Module):
@@ -52,18 +70,19 @@ class HeadsOnBackbone(nn.Module):
     heads' alone.
     """
 
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel) -> None:
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, objective: str = "text") -> None:
         super().__init__()
-        self.heads = heads
-        object.__setattr__(self, "backbone", Backbone.of(model.requires_grad_(False).eval()))
+        self.heads, self.objective = heads, objective
+        self._outside = (Backbone(model.requires_grad_(False).eval()),)  # a tuple: no submodule
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> HeadLosses:
         """ids, positions, documents and mask, all [B, T] -> losses of the heads."""
-        backbone: Backbone = self.backbone
+        backbone = self._outside[0]
         with torch.no_grad():
             hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
-        labels = head_labels(input_ids, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
-        taught = (labels[0] != -100).nonzero()[:, 0]  # head 0 reaches least far: where it has no label, none has
+            tokens = input_ids if self.objective == "text" else backbone_choices(backbone, hidden, input_ids)
+        labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
+        taught = (labels[0] != IGNORE).nonzero()[:, 0]  # head 0 reaches least far: where it has no label, none has
         hidden = hidden.flatten(0, 1)[taught].to(next(self.heads.parameters()).dtype)
         return head_losses(self.heads, hidden, labels[:, taught], backbone.head)
 
@@ -83,21 +102,26 @@ class MedusaTrainer(Trainer):
         self.heads, self.provenance = heads, dict(provenance or {})
         self.budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
         callbacks = [*kwargs.pop("callbacks", []), *([self.budget] if self.budget else [])]
-        super().__init__(model=HeadsOnBackbone(heads, model), args=args, callbacks=callbacks, **kwargs)  # type: ignore[arg-type]
+        self.trained = HeadsOnBackbone(heads, model, args.objective)
+        super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
         self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
         self.weights = head_weights(heads.config.num_heads, args.head_decay)
         self._seen: dict[str, list[Tensor]] = {}
-        foreign = [name for name, _ in self.model.named_parameters() if not name.startswith("heads.")]
+        foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
         if foreign:
             raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         losses = model(**inputs)
         split = "train" if model.training else "eval"
         self._seen.setdefault(split, []).append(
-            torch.stack([losses.loss.detach() * losses.count, losses.correct, losses.count]).double().cpu()
+            torch.stack([losses.loss.detach() * losses.total, losses.correct, losses.total]).double().cpu()
         )
         loss = weighted(losses.loss, self.weights)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
@@ -125,7 +149,7 @@ class MedusaTrainer(Trainer):
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps) / num_training_steps
         self.lr_scheduler = LambdaLR(
-            optimizer or self.optimizer,
+            optimizer or self.optimizer,  # type: ignore[arg-type]
             lambda step: self.budget.learning_rate_factor(step / num_training_steps, warmup),  # type: ignore[union-attr]
         )
         self._created_lr_scheduler = True
@@ -139,20 +163,20 @@ class MedusaTrainer(Trainer):
         self.args.max_steps = max(1, int(self.budget.seconds / seconds))
 
     def _seconds_per_step(self) -> float:
-        before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in self.trained.state_dict().items()}
         rng = torch.get_rng_state()
         batches = iter(self.get_train_dataloader())
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(self.trained.parameters(), lr=1e-4)
         times = []
         for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
             if batch is None:
                 break
             start = time.perf_counter()
-            self.compute_loss(self.model, batch).backward()
+            self.compute_loss(self.trained, self._prepare_inputs(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
-        self.model.load_state_dict(before)
+        self.trained.load_state_dict(before)
         torch.set_rng_state(rng)
         self._seen.clear()
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up

@@ -29,7 +29,7 @@ class HeadsDrafter:
             return Draft(root, self.tree)
         logits = self.heads(frontier.hidden, self.lm_head, self.tree.max_depth)  # [k, B, V]
         # A whole sort is not needed, nor is an order among equals; topk sorts its few results.
-        guesses = logits.topk(self.top, dim=-1).indices.transpose(0, 1).flatten(1)  # [B, k * top]
+        guesses = logits.topk(self.top, dim=-1).indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
         return Draft(torch.cat([root, guesses.index_select(1, self.place)], dim=1), self.tree)
 
 

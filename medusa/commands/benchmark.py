@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     heads = common.open_heads(args, loaded)
     tree = resolve_tree(args.tree, heads)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    require_fitting(prompts, Backbone.of(loaded.model))
+    require_fitting(prompts, Backbone(loaded.model))
     outcome = measure(
         args, loaded, heads, tree, settings, prompts, [record.category for record in records], args.rounds
     )

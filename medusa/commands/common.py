@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from medusa.records import Record
 
 
-def add_backbone(parser: argparse.ArgumentParser, heads: bool = True) -> None:
+def add_backbone(parser: argparse.ArgumentParser, heads: bool = True, required: bool = True) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--backbone", required=True, metavar="B", help="a local folder, a Hub id, or demo (embedded)")
     if heads:
-        group.add_argument("--heads", required=True, metavar="H", help="a local folder, a Hub id, or demo (shipped)")
+        group.add_argument(
+            "--heads", required=required, metavar="H", help="a local folder, a Hub id, or demo (shipped)"
+        )
     group.add_argument("--revision", help="of the backbone on the Hub")
     group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
 
@@ -150,7 +152,8 @@ def check_heads(args: argparse.Namespace) -> None:
     from medusa.backbone import load_config
     from medusa.checkpoint import find_folder
 
-    find_folder(args.heads)
+    if args.heads is not None:
+        find_folder(args.heads)
     load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
 
 
@@ -160,13 +163,13 @@ def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
     from medusa.backbone import Backbone, differs
     from medusa.checkpoint import load_heads
 
-    backbone = Backbone.of(loaded.model)
-    heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head.weight.device)
+    backbone = Backbone(loaded.model)
+    heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_match(heads, backbone)
     if differs(loaded.model, heads.config.backbone):
         warn(
-            f"these heads were trained for {heads.config.backbone.get('name')}, another backbone of the same shape than "
-            f"{loaded.name}; the text stays right, but few guesses will be"
+            f"these heads were trained for {heads.config.backbone.get('name')}, a backbone of the same shape but not "
+            f"this {loaded.name}; the text stays right, but few guesses will be"
         )
     return heads
 

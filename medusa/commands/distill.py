@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records] or self_talk_prompts(loaded, args.self_talk)
-    require_fitting(prompts, Backbone.of(loaded.model))
+    require_fitting(prompts, Backbone(loaded.model))
     new_tokens, seconds = write_own_text(loaded, prompts, settings, output, args, done, args.seed)
     common.write_results(args, {"settings": about, "texts": len(prompts), "new_tokens": new_tokens, "seconds": seconds})
 
@@ -87,8 +87,12 @@ def write_own_text(
     args: argparse.Namespace,
     done: int = 0,
     seed: int = 0,
+    seconds_at_most: float = float("inf"),
 ) -> tuple[int, float]:
-    """Append the backbone's answers to `prompts[done:]` to `output`, batch by batch; returns tokens and seconds."""
+    """Append the backbone's answers to `prompts[done:]` to `output`, batch by batch; returns tokens and seconds.
+
+    No batch is begun after `seconds_at_most`.
+    """
     from rich.progress import track
     from transformers import set_seed
 
@@ -99,6 +103,8 @@ def write_own_text(
     starts = range(done, len(prompts), args.batch_size)
     with output.open("a", encoding="utf-8") as file:
         for start in track(starts, "writing", console=common.console(args), disable=args.quiet):
+            if seconds > seconds_at_most:
+                break
             set_seed(seed + start)  # what a batch holds does not depend on where an earlier run stopped
             results = method(prompts[start : start + args.batch_size], None)
             for result in results:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
-    backbone = Backbone.of(loaded.model)
+    backbone = Backbone(loaded.model)
     heads = common.open_heads(args, loaded)
     prompts = []
     for record in records:

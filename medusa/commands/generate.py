@@ -10,10 +10,11 @@ import argparse
 import sys
 
 from medusa.commands import common
+from medusa.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser)
+    common.add_backbone(parser, required=False)
     common.add_prompts(parser)
     common.add_generation(parser)
     parser.add_argument("--plain", action="store_true", help="decode without heads: one token a step")
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     settings = common.settings_of(args)
+    if args.heads is None and not args.plain:
+        raise RequestError("no heads: give --heads H, or --plain to decode without them")
     records = common.read_prompts(args)
     common.check_output(args.json)
     common.check_heads(args)
@@ -31,23 +34,24 @@ def run(args: argparse.Namespace) -> None:
     from decode.generate import require_fitting, resolve_tree
     from decode.results import Result, medusa_method, plain_method, tau
     from medusa.backbone import Backbone, require_tree_support
-    from medusa.errors import RequestError
     from medusa.records import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     model, tokenizer = loaded.model, loaded.tokenizer
-    require_tree_support(model)
-    heads = common.open_heads(args, loaded)
-    tree = resolve_tree(args.tree, heads)
-    tree.require_fit(heads.config.num_heads, Backbone.of(model).vocab_size)
+    heads, tree = None, None
+    if not args.plain:
+        require_tree_support(model)
+        heads = common.open_heads(args, loaded)
+        tree = resolve_tree(args.tree, heads)
+        tree.require_fit(heads.config.num_heads, Backbone(model).vocab_size)
     if settings.stop and tokenizer is None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     prompts = [prompt_ids(record, tokenizer) for record in records]
-    require_fitting(prompts, Backbone.of(model))
+    require_fitting(prompts, Backbone(model))
     method = (
         plain_method(model, settings, tokenizer)
-        if args.plain
+        if heads is None
         else medusa_method(model, heads, settings, tokenizer, tree)
     )
     streams = tokenizer is not None and args.batch_size == 1 and not settings.stop
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     about = settings.to_dict() | {
         "backbone": args.backbone,
         "heads": args.heads,
-        "tree": [list(p) for p in tree.rank_paths],
+        "tree": None if tree is None else [list(path) for path in tree.rank_paths],
     }
     common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
 
@@ -85,7 +89,7 @@ class _Printer:
         self.streamer.end()
 
 
-def _say_how_it_went(args: argparse.Namespace, results: list, tokens_per_step: float) -> None:  # type: ignore[type-arg]
+def _say_how_it_went(args: argparse.Namespace, results: list, tokens_per_step: float) -> None:
     if args.quiet:
         return
     tokens = sum(len(result.new_ids) for result in results)
