@@ -6,6 +6,7 @@ above it are (docs/algorithms). Shapes: B rows, N nodes, V vocabulary, D the tre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -97,13 +98,14 @@ def accept_typical(
         while open_paths:
             path, log_p = open_paths.pop()
             p = target(row, path).double()
-            found.append((len(path), log_p, path, int(p.argmax())))
+            best = int(p.argmax())
+            found.append((len(path), log_p, path, best))
             threshold = min(epsilon, delta * float(torch.exp(torch.special.entr(p).sum().neg())))
             for child in children[path[-1]] if len(path) <= limits[row] else []:
                 p_child = float(p[tokens[child]])
                 # The argmax passes by the paper's inequality; rounding must not overrule it where delta is 1.
-                if p_child > threshold or tokens[child] == int(p.argmax()):
-                    open_paths.append(([*path, child], log_p + float(p[tokens[child]].log())))
+                if p_child > threshold or tokens[child] == best:
+                    open_paths.append(([*path, child], log_p + math.log(p_child)))
         _, _, path, root = max(found, key=lambda entry: entry[:2])
         paths.append(path)
         roots.append(root)

@@ -1,8 +1,8 @@
 """Speedup, measured: methods take turns on the same prompts, and only ratios within one run are quoted.
 
 Every round decodes all prompts with every method, one prompt at a time and method after method, so that a machine that
-slows down slows all of them. The first round is a warm-up. A figure is the median over rounds; tokens per second count
-the tokens given, the prefill included, the same way for every method.
+slows down slows all of them. One batch is a warm-up for each. A figure is the median over rounds; tokens per second
+count the tokens given, the prefill included, the same way for every method.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _figures(
     rates = contender.tokens_per_second(chosen)
     indices = range(len(contender.rounds[0])) if chosen is None else chosen
     results = [contender.rounds[0][index] for index in indices]
-    equal = [contender.rounds[0][index].new_ids == plain.rounds[0][index].new_ids for index in indices]
+    pairs = list(zip(contender.rounds, plain.rounds, strict=True))
+    equal = [all(mine[index].new_ids == theirs[index].new_ids for mine, theirs in pairs) for index in indices]
     figures: dict[str, Any] = {
         "tokens_per_second": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "tau": tau(results),
@@ -114,7 +115,7 @@ def _figures(
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(a / b if b else 0.0 for a, b in zip(ours, theirs, strict=True))
 
 
 def accepted_by_depth(results: Sequence[Result]) -> list[float]:

@@ -63,7 +63,11 @@ class TreeLayer(CacheLayerMixin):
         self.places: list[tuple[Arena, int]] = []  # of keys and of values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.places = [self.owner.place(states) for states in (key_states, value_states)]
+        # Where keys and values have one shape, as in most models, one arena holds both.
+        self.places = [
+            self.owner.place(states, 2 if key_states.shape == value_states.shape else 1)
+            for states in (key_states, value_states)
+        ]
         self.bind()
         self.is_initialized = True
 
@@ -127,16 +131,16 @@ class TreeCache(Cache):
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    def place(self, states: Tensor) -> tuple[Arena, int]:
-        """Room for one more tensor shaped like `states` [B, H, _, D]: which arena, and where in it."""
+    def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
+        """Room for one more tensor shaped like `states` [B, H, _, D], of which a layer has `per_layer`."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
             if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
                 return arena, arena.take()
-        # Most models have one shape throughout: room for the keys and values of every layer that has none yet.
+        # Most models have the same shapes throughout, so room for every layer that has none yet.
         left = sum(not layer.is_initialized for layer in self.tree_layers)
-        arena = Arena(2 * left, states, self.capacity)
+        arena = Arena(per_layer * left, states, self.capacity)
         self.arenas.append(arena)
         return arena, arena.take()
 

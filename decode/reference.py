@@ -6,7 +6,7 @@ difference in text or time is the tree's; transformers' own `generate` is the th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,32 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.clock import Clock
-from decode.generate import Request, Session, Step, prepare
+from decode.front import unpadded
+from decode.loop import Session, Step
+from decode.request import prepare
+from decode.sequences import Request
 from decode.verify import TreeMasks
 from medusa.backbone import Backbone
 from medusa.tree import Tree
 
 
 def plain_steps(
-    model: PreTrainedModel, input_ids: Tensor, *, clock: Clock | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    clock: Clock | None = None,
+    **kwargs: Any,
 ) -> Iterator[Step]:
     """Decode `input_ids` [B, T] one token a step; `kwargs` are those of `model.generate`."""
-    kwargs.setdefault("attention_mask", torch.ones_like(input_ids))
-    yield from plain_session(model, prepare(model, input_ids, **kwargs), clock)[1]
+    yield from plain_session(model, prepare(model, unpadded(input_ids, attention_mask), **kwargs), clock)[1]
 
 
 def plain_session(
-    model: PreTrainedModel, request: Request, clock: Clock | None = None
+    model: PreTrainedModel, requests: Sequence[Request], clock: Clock | None = None
 ) -> tuple[Session, Iterator[Step]]:
     """A session that decodes without heads, and its steps."""
-    session = Session(model, request)
+    session = Session(model, requests)
     return session, _run(session, clock or Clock())
 
 
@@ -47,7 +54,9 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
     while rows:
         step = Step()
         for row, token in zip(rows, tokens.tolist(), strict=True):
-            step.ids[row], step.lengths[row] = sequences.extend(row, [token]), 1
+            written = sequences.extend(row, [token])
+            if written:
+                step.ids[row], step.lengths[row] = written, 1
         left = [index for index, row in enumerate(rows) if sequences.finish_reason[row] is None]
         if left and len(left) < len(rows):
             cache.select(left)
@@ -57,11 +66,12 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
             clock.lap("other")
             readout = _forward(backbone, session, tokens[:, None], masks)
             clock.lap("verify")
-            tokens = session.target.next(rows, sequences, readout)
+            tokens = session.target.next(rows, sequences, readout).to(backbone.device)
             clock.lap("accept")
             cache.commit(root_only[: len(rows)], [1] * len(rows))
             clock.lap("compact")
-        yield step
+        if step.ids:
+            yield step
         clock.start()
 
 

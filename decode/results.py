@@ -8,11 +8,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from decode.clock import Clock
-from decode.generate import Session, Step, medusa_session, prepare, resolve_acceptance, resolve_tree
+from decode.front import medusa_session
+from decode.loop import Session, Step
 from decode.reference import plain_session
+from decode.request import prepare, resolve_acceptance, resolve_tree
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
@@ -83,9 +85,8 @@ def plain_method(
 
     def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
         start = perf_counter()
-        inputs = left_padded(prompts, Backbone(model).device)
-        request = prepare(model, **inputs, **settings.generate_kwargs(tokenizer))
-        return _collect(plain_session(model, request, clock), start, on_step)
+        requests = prepare(model, prompts, **settings.generate_kwargs(tokenizer))
+        return _collect(plain_session(model, requests, clock), start, on_step)
 
     return decode
 
@@ -100,15 +101,12 @@ def medusa_method(
 ) -> Method:
     """Heads and a tree."""
     resolved = resolve_tree(tree, heads)
+    acceptor = resolve_acceptance(settings.acceptance, settings.do_sample, settings.epsilon, settings.delta)
 
     def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
         start = perf_counter()
-        inputs = left_padded(prompts, Backbone(model).device)
-        request = prepare(model, **inputs, **settings.generate_kwargs(tokenizer))
-        acceptor = resolve_acceptance(
-            do_sample=settings.do_sample, rule=settings.acceptance, epsilon=settings.epsilon, delta=settings.delta
-        )
-        return _collect(medusa_session(model, heads, request, resolved, acceptor, clock), start, on_step)
+        requests = prepare(model, prompts, **settings.generate_kwargs(tokenizer))
+        return _collect(medusa_session(model, heads, requests, resolved, acceptor, clock), start, on_step)
 
     return decode
 
@@ -133,28 +131,48 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
 def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **extra: Any) -> Method:
     """`model.generate`; `extra` goes to it (`prompt_lookup_num_tokens`, `assistant_model`, ...)."""
     backbone = Backbone(model)
+    stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop else None
 
     def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
         start = perf_counter()
-        kwargs = settings.generate_kwargs(tokenizer)
-        longest = max(map(len, prompts))
-        if backbone.context is not None:  # like ours, it ends where the context does
-            kwargs["max_new_tokens"] = min(settings.max_new_tokens, backbone.context - longest)
-        if kwargs["max_new_tokens"] <= 0:
-            return [Result(list(prompt)) for prompt in prompts]
-        inputs = left_padded(prompts, backbone.device)
+        results = [Result(list(prompt)) for prompt in prompts]
+        groups: dict[int, list[Result]] = {}
+        for result in results:  # like ours, a text ends where the context does; one batch has one length
+            room = settings.max_new_tokens if backbone.context is None else backbone.context - len(result.input_ids)
+            groups.setdefault(min(settings.max_new_tokens, room), []).append(result)
+        for limit, group in groups.items():
+            if limit > 0:
+                write(group, limit)
+        for result in results:
+            result.seconds = perf_counter() - start
+        return results
+
+    def write(group: list[Result], limit: int) -> None:
+        kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit}
+        inputs = left_padded([result.input_ids for result in group], backbone.device)
+        longest = inputs["input_ids"].shape[1]
         out = model.generate(**inputs, **kwargs, **extra)[:, longest:].tolist()  # type: ignore[operator]
-        seconds = perf_counter() - start
-        return [_from_generate(list(p), ids, model, settings, seconds) for p, ids in zip(prompts, out, strict=True)]
+        eos = None if settings.ignore_eos else model.generation_config.eos_token_id
+        ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        for result, ids in zip(group, out, strict=True):
+            result.new_ids = ids
+            _cut(result, ends, stops)
 
     return decode
 
 
-def _from_generate(
-    prompt: list[int], ids: list[int], model: PreTrainedModel, settings: Settings, seconds: float
-) -> Result:
-    eos = None if settings.ignore_eos else model.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    cut = next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))  # padding comes after EOS
-    reason = "eos" if cut and ids[cut - 1] in ends else "length" if cut >= settings.max_new_tokens else "stop"
-    return Result(prompt, ids[:cut], [1] * cut, [1] * cut, reason, seconds)
+def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> None:
+    """End a row of a batch where it ended alone: behind it `generate` writes padding, or goes on."""
+    length = len(result.new_ids)
+    for at, token in enumerate(result.new_ids, 1):
+        if token in ends:
+            length, result.finish_reason = at, "eos"
+            break
+        if stops is not None:
+            prefix = torch.tensor([result.input_ids + result.new_ids[:at]])
+            if bool(stops(prefix, None).all()):
+                length, result.finish_reason = at, "stop"
+                break
+    result.new_ids = result.new_ids[:length]
+    result.step_lengths = [1] * length
+    result.uncut_lengths = [1] * length

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
-from decode.sequences import Sequences
+from decode.sequences import Request, Sequences
 
 
 def most_probable(logits: Tensor) -> Tensor:
@@ -21,41 +20,55 @@ def most_probable(logits: Tensor) -> Tensor:
 
 
 class Target:
-    """What the text is to follow: the backbone's distribution as changed by processors, or its most probable token."""
+    """What texts are to follow: the backbone's distribution as changed by processors, or its most probable token."""
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, keep_scores: bool = False) -> None:
-        self.processors, self.do_sample = processors, do_sample
-        self.kept: dict[int, list[Tensor]] | None = {} if keep_scores else None
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.processors = [request.processors for request in requests]
+        self.do_sample = requests[0].do_sample
+        self.kept: list[list[Tensor]] | None = [[] for _ in requests] if requests[0].config.output_scores else None
         """Per row the scores [1, V] of every token drawn, in order; `None` where nobody asked for them."""
 
     @property
     def is_argmax(self) -> bool:
         """Whether one argmax over raw logits says it all, so that all nodes can be decided on at once."""
-        return not self.do_sample and not self.processors and self.kept is None
+        return not self.do_sample and self.kept is None and not any(self.processors)
 
-    def scores(self, prefix: Tensor, logits: Tensor) -> Tensor:
+    def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
         """prefix [1, T] ids and logits [V] of its last position -> processed scores [1, V], float32."""
-        return self.processors(prefix, logits[None].to(copy=True, dtype=torch.float32))  # type: ignore[arg-type]
+        raw = logits[None].to(copy=True, dtype=torch.float32)
+        return self.processors[row](prefix.to(raw.device), raw)  # type: ignore[arg-type]
 
-    def probabilities(self, prefix: Tensor, logits: Tensor) -> Tensor:
+    def probabilities(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
         """prefix [1, T] and logits [V] -> the target probabilities [V]."""
-        return self.scores(prefix, logits).softmax(-1)[0]
+        return self.scores(row, prefix, logits).softmax(-1)[0]
 
-    def draw(self, row: int, prefix: Tensor, logits: Tensor) -> int:
+    def draw(self, row: int, prefix: Tensor, logits: Tensor, most_probable: bool = False) -> int:
         """The next token after `prefix` [1, T]: most probable, or one multinomial draw, as in `model.generate`.
 
         Draws happen in the order of the tokens, one a token, so a seed gives the text that it gives there.
         """
-        scores = self.scores(prefix, logits)
+        scores = self.scores(row, prefix, logits)
         if self.kept is not None:
-            self.kept.setdefault(row, []).append(scores)
-        if not self.do_sample:
+            self.kept[row].append(scores)
+        if most_probable or not self.do_sample:
             return int(scores.argmax(-1))
         return int(torch.multinomial(scores.softmax(-1), num_samples=1))
 
-    def next(self, rows: Sequence[int], sequences: Sequences, logits: Tensor) -> Tensor:
+    def next(
+        self, rows: Sequence[int], sequences: Sequences, logits: Tensor, most_probable_only: bool = False
+    ) -> Tensor:
         """logits [B, V] after what is written in `rows` -> the next token of each [B]."""
         if self.is_argmax:
             return most_probable(logits)
-        drawn = [self.draw(row, sequences.prefix(row), logits[index]) for index, row in enumerate(rows)]
+        drawn = [
+            self.draw(row, sequences.prefix(row), logits[index], most_probable_only) for index, row in enumerate(rows)
+        ]
         return torch.tensor(drawn, device=logits.device)
+
+    def scores_by_position(self, new_ids: Sequence[Sequence[int]], width: int) -> tuple[Tensor, ...]:
+        """Kept scores as `generate` returns them: `width` times [B, V]; under padding a row's last are repeated."""
+        kept = self.kept or []
+        return tuple(
+            torch.cat([kept[row][min(at, len(ids) - 1)].clone() for row, ids in enumerate(new_ids)])
+            for at in range(width)
+        )

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+
+class Request(NamedTuple):
+    """One prompt with what transformers' `generate` prepared for it."""
+
+    prompt: list[int]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    max_new_tokens: int
+
+    @property
+    def do_sample(self) -> bool:
+        return bool(self.config.do_sample)
 
 
 class Sequences:
@@ -18,24 +32,24 @@ class Sequences:
     transformers' objects and see each row grow by one token at a time, as in plain decoding.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        criteria: StoppingCriteriaList,
-        context: int | None,
-        device: torch.device,
-        slack: int = 0,
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
         """`slack`: how many tokens beyond the end a prefix may hold, for the nodes of a tree."""
-        self.prompts = [list(prompt) for prompt in prompts]
-        self.new_ids: list[list[int]] = [[] for _ in prompts]
-        self.finish_reason: list[str | None] = [None] * len(prompts)
-        self.limits = [max_new_tokens if context is None else min(max_new_tokens, context - len(p)) for p in prompts]
-        self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
-        self.criteria = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-        width = max(len(p) + max(limit, 0) for p, limit in zip(prompts, self.limits, strict=True))
-        self.buffer = torch.zeros(len(prompts), width + slack + 1, dtype=torch.long, device=device)
+        self.prompts = [list(request.prompt) for request in requests]
+        self.new_ids: list[list[int]] = [[] for _ in requests]
+        self.finish_reason: list[str | None] = [None] * len(requests)
+        self.limits = [
+            r.max_new_tokens if context is None else min(r.max_new_tokens, context - len(r.prompt)) for r in requests
+        ]
+        self.eos = [
+            {int(i) for c in request.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
+            for request in requests
+        ]
+        self.criteria = [
+            [c for c in request.criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+            for request in requests
+        ]
+        width = max(len(p) + max(limit, 0) for p, limit in zip(self.prompts, self.limits, strict=True))
+        self.buffer = torch.zeros(len(requests), width + slack + 1, dtype=torch.long, device=device)
         for row, prompt in enumerate(self.prompts):
             self.buffer[row, : len(prompt)] = torch.tensor(prompt, device=device)
             if self.limits[row] <= 0:
@@ -44,11 +58,6 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @property
-    def needs_prefixes(self) -> bool:
-        """Whether some criterion reads the rows' ids."""
-        return bool(self.criteria)
 
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
         """The ids of a row [1, T], with the tokens `more` behind them."""
@@ -75,11 +84,11 @@ class Sequences:
         return kept
 
     def _ending(self, row: int, kept: list[int]) -> str | None:
-        if kept[-1] in self.eos:
+        if kept[-1] in self.eos[row]:
             return "eos"
-        if self.criteria:
+        if self.criteria[row]:
             prefix = self.prefix(row, torch.tensor(kept, device=self.buffer.device))
             scores: Any = None
-            if any(bool(criterion(prefix, scores).all()) for criterion in self.criteria):
+            if any(bool(criterion(prefix, scores).all()) for criterion in self.criteria[row]):
                 return "stop"
         return "length" if len(self.new_ids[row]) + len(kept) >= self.limits[row] else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decode.generate import resolve_acceptance
+from decode.request import resolve_acceptance
 from medusa.errors import RequestError
 
 
@@ -58,11 +58,6 @@ class Settings:
         if self.ignore_eos:
             kwargs["eos_token_id"] = None
         return kwargs
-
-    @property
-    def rule(self) -> dict[str, Any]:
-        """What decoding with heads needs besides."""
-        return {"acceptance": self.acceptance, "epsilon": self.epsilon, "delta": self.delta}
 
     def to_dict(self) -> dict[str, Any]:
         acceptance = resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta).rule

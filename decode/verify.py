@@ -100,9 +100,8 @@ class Verifier:
     """Runs the backbone over drafts of one tree on top of a cache."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, tree: Tree) -> None:
-        self.backbone, self.cache = backbone, cache
+        self.backbone, self.cache, self.depth = backbone, cache, tree.max_depth
         self.masks = TreeMasks(backbone.config, tree, backbone.dtype, backbone.device)
-        self.last_position = None if backbone.context is None else backbone.context - 1
 
     def __call__(self, draft: Draft) -> Readout:
         """Hidden states [B, N, H] and logits [B, N, V] of all nodes; the cache then holds them, uncommitted."""
@@ -111,9 +110,27 @@ class Verifier:
             positions = (draft.tree.depth + lengths[0]).expand(len(lengths), -1)
         else:
             positions = torch.tensor(lengths, device=draft.ids.device)[:, None] + draft.tree.depth
-        deepest = self.cache.longest + draft.tree.max_depth
-        if self.last_position is not None and deepest > self.last_position:
-            # Nodes beyond the context are never accepted (see `room` in accept.py) and are nobody's ancestors but
-            # their own kind's; they only must not ask for a position that does not exist.
-            positions = positions.clamp(max=self.last_position)
+        end = self._end()
+        if end is not None:
+            # Nodes beyond the end are never accepted (`room`), and only nodes like them are below them; all that
+            # matters is that they ask for no position there.
+            positions = positions.clamp(max=end - 1)
         return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=self.masks(lengths))
+
+    def room(self) -> Tensor | None:
+        """[B] how deep each row's nodes may be accepted in this step; `None` where nothing limits them."""
+        end = self._end()
+        if end is None:
+            return None
+        return end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
+
+    def _end(self) -> int | None:
+        """The first position that no node of this step may take, if the tree reaches it.
+
+        That is the end of the context, and before it the length at which longrope changes its rotations: they follow
+        the longest position of a forward, so a tree across it would rotate all of its nodes otherwise than plain
+        decoding does.
+        """
+        longest, boundary = self.cache.longest, self.backbone.rope_boundary
+        ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
+        return min((end for end in ends if end is not None and longest + self.depth >= end), default=None)

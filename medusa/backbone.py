@@ -5,7 +5,6 @@ The stock model is used as it is: nothing is copied, patched or left on it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import weakref
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError
+from medusa.files import read_json
 
 DEMO = Path(__file__).parent / "assets" / "backbone"
 TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -56,9 +56,9 @@ class Backbone:
         if head is None:
             raise RequestError(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
         self.head: nn.Module = head
-        if model not in _SPLITS:
-            _SPLITS[model] = self._splits()
-        self.splits = _SPLITS[model]
+        if self.head not in _SPLITS:
+            _SPLITS[self.head] = self._splits()
+        self.splits = _SPLITS[self.head]
 
     @property
     def hidden_size(self) -> int:
@@ -79,6 +79,14 @@ class Backbone:
     def context(self) -> int | None:
         """How many positions the model was made for; `None` where it does not say."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def rope_boundary(self) -> int | None:
+        """Where `longrope` switches all rotations of a forward, by its longest position; `None` for all others."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return None
+        return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
 
     @property
     def device(self) -> torch.device:
@@ -132,8 +140,8 @@ class Backbone:
         return Readout(seen[-1], logits)
 
 
-# What the trial of each living model said; nothing is left on the model itself.
-_SPLITS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+# What the trial said for each living LM head; nothing is left on the model itself.
+_SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def _at(values: Tensor, last: Tensor | None) -> Tensor:
@@ -196,20 +204,22 @@ def load_backbone(
     """
     path = str(DEMO) if name_or_path == "demo" else name_or_path
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype is not None and dtype not in DTYPES:
-        raise RequestError(f"--dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    _require_device(device)
+    require_placement(dtype, device)
     chosen = DTYPES[dtype] if dtype else ("auto" if device != "cpu" else torch.float32)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     placed = {"device_map": "auto"} if device == "auto" else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=chosen, attn_implementation=attention, **placed, **common
-        ).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=chosen, attn_implementation=attention, output_loading_info=True, **placed, **common
+        )
     except Exception as error:  # transformers raises some dozen types here; all mean that this is no backbone
         raise RequestError(f"no backbone at {name_or_path}: {_reason(error)}") from error
-    if not placed:
-        model = model.to(device)
+    model, told = loaded
+    # transformers fills what a file lacks with random numbers and a mere warning.
+    lacking = sorted(told.get("missing_keys") or ()) or sorted(str(k) for k in told.get("mismatched_keys") or ())
+    if lacking:
+        raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
+    model = model.eval() if placed else model.eval().to(device)
     return Loaded(model, _tokenizer((path, model.config._name_or_path), common), name_or_path, revision)
 
 
@@ -219,6 +229,9 @@ def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_
     Raises:
         RequestError: no such model."""
     path = str(DEMO) if name_or_path == "demo" else name_or_path
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file():
+        path = read_json(adapter).get("base_model_name_or_path") or path
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # see load_backbone
@@ -228,13 +241,20 @@ def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_
 def _tokenizer(places: Sequence[str], common: dict[str, Any]) -> PreTrainedTokenizerBase | None:
     """The tokenizer in the first place that has one: an adapter's folder often leaves it to its base model."""
     for place in places:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             return AutoTokenizer.from_pretrained(place, **common)
+        except Exception as error:  # tokenizers raise what they like
+            if any((Path(place) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+                raise RequestError(f"the tokenizer at {place} cannot be loaded: {_reason(error)}") from error
     return None  # ids in, ids out: whoever needs text says so
 
 
-def _require_device(device: str) -> None:
-    if device == "auto":
+def require_placement(dtype: str | None, device: str | None) -> None:
+    """Raises:
+    RequestError: no such dtype, or no such device here."""
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(f"--dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    if device in (None, "auto"):
         return
     try:
         kind = torch.device(device).type
@@ -279,5 +299,5 @@ def differs(model: PreTrainedModel, known: dict[str, Any]) -> bool:
     theirs, ours = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
     if theirs.shape != ours.shape:
         return True
-    # Rounding to bfloat16 moves each value by at most 0.4 %; another model's weights have nothing to do with ours.
-    return bool((theirs - ours).abs().mean() > 0.02 * theirs.abs().mean())
+    # Rounding to bfloat16 moves a value by at most 0.4 %, and on average by half of that.
+    return bool((theirs - ours).abs().mean() > 0.005 * theirs.abs().mean())

@@ -12,13 +12,11 @@ tensors: published configs say 2 heads where the file holds 5.
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -126,10 +124,11 @@ def _read_tensors(folder: Path) -> tuple[Tensors, Path]:
         if path.suffix == ".safetensors":
             return load_file(path), path
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # unpickling a damaged file raises what it likes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RequestError(f"{path} is damaged or no file of tensors ({reason}); fetch it again") from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    pairs = tensors.items() if isinstance(tensors, dict) else [(None, None)]
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in pairs):
         raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
     return tensors, path
 
@@ -159,11 +158,21 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> 
 def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaConfig:
     """Count heads, blocks and sizes from the tensors; take the rest from the config."""
     matches = {name: TENSOR_NAME.fullmatch(name) for name in tensors}
+    for name, tensor in tensors.items():
+        if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
+            raise RequestError(
+                f"{source}: {name} is {list(tensor.shape)} of {tensor.dtype}; heads are matrices and vectors of floats"
+            )
     unknown = sorted(name for name, match in matches.items() if match is None)
     if unknown or not tensors:
         held = f"holds the tensor {unknown[0]}" if unknown else "holds no tensor"
         raise RequestError(f"{source} {held}; Medusa heads are named as in 0.0.linear.weight")
     parts = {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
+    count = 1 + max(head for head, _, _ in parts)
+    if count > len(tensors):  # an absurd index, before as many tensors are asked for
+        raise RequestError(
+            f"{source} names head {count - 1} but holds {len(tensors)} tensors; its heads are not complete"
+        )
     layers = 1 + max((layer for _, layer, part in parts if part != "weight"), default=-1)
     own = any(part == "weight" for _, _, part in parts)
     block = "mlp" if any(part.startswith("up") for _, _, part in parts) else "square"
@@ -180,7 +189,7 @@ def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> Medu
             "lm_head": "own" if own else "shared",
             "hidden_size": first.shape[1],
             "vocab_size": lm_head.shape[0] if lm_head is not None else published.get("vocab_size"),
-            "num_heads": 1 + max(head for head, _, _ in parts),
+            "num_heads": count,
             "num_layers": layers,
             "base_model_name_or_path": published.get("base_model_name_or_path"),
         }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa.errors import RequestError
+from medusa.tree import Tree
 
 KINDS = ("medusa",)
 BLOCKS = ("square", "mlp")
@@ -56,6 +57,13 @@ class MedusaConfig:
                 raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least 1")
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
+
+        if not isinstance(self.backbone, dict):
+            raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
+        if self.tree is not None:
+            if not isinstance(self.tree, list):
+                raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")
+            Tree.from_paths(self.tree)
 
     @property
     def inner_size(self) -> int:

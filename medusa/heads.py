@@ -100,7 +100,8 @@ class MedusaHeads(nn.Module):
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")
             return lm_head(features)
         flat = features.reshape(features.shape[0], -1, features.shape[-1])
-        return torch.bmm(flat, self.lm_heads[: features.shape[0]]).reshape(*features.shape[:-1], -1)
+        logits = torch.bmm(flat, self.lm_heads[: features.shape[0]])
+        return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
     def forward(self, hidden: Tensor, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
         """hidden [..., H] -> logits [k, ..., V] of the first `num_heads` heads (all of them by default)."""

@@ -23,6 +23,7 @@ SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 DOCUMENT_SEPARATOR = "<|endoftext|>"
+SETTINGS = ".settings.json"  # what `medusa distill` writes beside its data
 
 
 @dataclass
@@ -53,7 +54,7 @@ def read_records(source: str, *, split: str = "train", separator: str | None = N
     """
     path, count = Path(source), 0
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith(SETTINGS))
         if not files:
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
@@ -74,7 +75,10 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
     if path.suffix == ".parquet":
         from datasets import Dataset
 
-        rows: Any = Dataset.from_parquet(str(path))
+        try:
+            rows: Any = Dataset.from_parquet(str(path))
+        except Exception as error:  # pyarrow and datasets raise many types; all mean that the file cannot be read
+            raise RequestError(f"{path} is damaged or no Parquet file ({_first_line(error)})") from None
         yield from (_parse(row, f"{path}, row {number}") for number, row in enumerate(rows, 1))
         return
     try:
@@ -82,11 +86,14 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
     if path.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield _parse(_json(line, f"{path}:{number}"), f"{path}:{number}")
+        for number, line in _lines(text):
+            yield _parse(_json(line, f"{path}:{number}"), f"{path}:{number}")
     elif path.suffix == ".json":
-        content = _json(text, str(path))
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            place = f"{path}:{error.lineno}"
+            raise RequestError(f"{place}: not JSON ({error.msg} at column {error.colno})") from None
         if not isinstance(content, list):
             raise RequestError(f"{path} must hold a JSON array of records")
         yield from (_parse(row, f"{path}, record {number}") for number, row in enumerate(content, 1))
@@ -98,9 +105,8 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
 
 def _read_text(text: str, path: Path, separator: str | None) -> Iterator[Record]:
     if separator is None:
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield Record(f"{path}:{number}", text=line, is_prompt=True)
+        for number, line in _lines(text):
+            yield Record(f"{path}:{number}", text=line, is_prompt=True)
         return
     # The separator is a line of its own, so it never becomes a token of the text.
     documents = re.split(rf"^{re.escape(separator)}[ \t]*$\n?", text, flags=re.MULTILINE)
@@ -109,15 +115,21 @@ def _read_text(text: str, path: Path, separator: str | None) -> Iterator[Record]
             yield Record(f"{path}, document {number}", text=document.strip("\n"))
 
 
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines that are not blank. Only a newline ends one: text holds U+2028 and the like, unescaped."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line.rstrip("\r")
+
+
 def _read_hub(name: str, split: str) -> Iterator[Record]:
     from datasets import load_dataset
 
     try:
         rows = load_dataset(name, split=split, streaming=True)
     except Exception as error:  # datasets raises many types; all mean that there is no such dataset to be had
-        reason = str(error).strip().splitlines()
         raise RequestError(
-            f"no data at {name}: neither a file nor a dataset on the Hub ({reason[0] if reason else error!r})"
+            f"no data at {name}: neither a file nor a dataset on the Hub ({_first_line(error)})"
         ) from None
     yield from (_parse(row, f"{name}, row {number}") for number, row in enumerate(rows, 1))
 
@@ -129,6 +141,11 @@ def _json(text: str, where: str) -> Any:
         raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
 
 
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def _parse(row: Any, where: str) -> Record:
     if not isinstance(row, dict):
         raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
@@ -137,11 +154,18 @@ def _parse(row: Any, where: str) -> Record:
     if row.get("messages") is not None:
         record.messages = _checked_messages(row["messages"], where)
     elif row.get("conversations") is not None:
+        if not isinstance(row["conversations"], list):
+            raise RequestError(f'{where}: conversations must be a list of {{"from", "value"}}')
         record.messages = [_from_sharegpt(turn, where) for turn in row["conversations"]]
     elif row.get("input_ids") is not None:
         record.input_ids = _checked_ids(row["input_ids"], where)
-        record.prompt_tokens = int(row.get("prompt_tokens") or 0)
+        given = row.get("prompt_tokens", 0)
+        if not isinstance(given, int) or not 0 <= given <= len(record.input_ids):
+            raise RequestError(f"{where}: prompt_tokens is {given!r}; it must be a count of at most all input_ids")
+        record.prompt_tokens = given
     elif row.get("turns"):
+        if not isinstance(row["turns"], list):
+            raise RequestError(f"{where}: turns must be a list of texts")
         record.messages = [{"role": "user", "content": str(row["turns"][0])}]
         record.is_prompt = True
     else:

@@ -29,7 +29,7 @@ RankPath = tuple[int, ...]
 MAX_NODES = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tree:
     """Topology as tensors. Shapes: N nodes, D = the depth of the deepest one (0 for the root alone)."""
 
@@ -59,8 +59,7 @@ class Tree:
             if path[:-1] not in index:
                 raise RequestError(f"the tree's path {list(path)} has no parent; add the path {list(path[:-1])}")
             index[path] = len(index)
-        if len(index) > MAX_NODES:
-            raise RequestError(f"the tree has {len(index)} nodes; at most {MAX_NODES} can be verified in one forward")
+        _require_size(len(index), "the tree")
         return cls._build(list(index), index)
 
     @classmethod
@@ -83,6 +82,7 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> Tree:
         """Every head's best guess, one under the other: `depth` drafted tokens; 0 is plain decoding."""
+        _require_size(depth + 1, f"chain:{depth}")
         return cls.from_paths([(0,) * d for d in range(1, depth + 1)])
 
     @classmethod
@@ -94,8 +94,7 @@ class Tree:
         for width in widths:
             level *= width
             size += level
-        if size > MAX_NODES:  # before the product is built: topk:100,100,100 would not fit into memory
-            raise RequestError(f"topk:{','.join(map(str, widths))} has {size} nodes; at most {MAX_NODES} are allowed")
+        _require_size(size, f"topk:{','.join(map(str, widths))}")  # before topk:100,100,100 fills the memory
         paths: list[RankPath] = [()]
         last = paths
         for width in widths:
@@ -141,6 +140,11 @@ class Tree:
             raise RequestError(f"{name} takes guess {self.max_rank + 1} of a head, but the vocabulary is {vocab_size}")
 
 
+def _require_size(nodes: int, name: str) -> None:
+    if nodes > MAX_NODES:
+        raise RequestError(f"{name} has {nodes} nodes; at most {MAX_NODES} can be verified in one forward")
+
+
 def _checked(path: Sequence[int]) -> RankPath:
     if isinstance(path, (str, bytes)) or not isinstance(path, Sequence) or not path:
         raise RequestError(f"the tree's path {path!r} is no path; write a list of ranks such as [0, 1]")
@@ -151,12 +155,20 @@ def _checked(path: Sequence[int]) -> RankPath:
 
 def published_trees() -> dict[str, list[list[int]]]:
     """The nine trees published with the original Medusa, by name, as lists of paths."""
-    text = resources.files("medusa").joinpath("trees.json").read_text(encoding="utf-8")
-    return json.loads(text)["trees"]
+    return _shipped()["trees"]
+
+
+def named_trees() -> dict[str, list[list[int]]]:
+    """All trees that have a name: the published ones, and `dozen`, ours for a CPU."""
+    return _shipped()["trees"] | _shipped()["ours"]
+
+
+def _shipped() -> dict[str, dict[str, list[list[int]]]]:
+    return json.loads(resources.files("medusa").joinpath("trees.json").read_text(encoding="utf-8"))
 
 
 def load_tree(spec: str, num_heads: int) -> Tree:
-    """The tree that `spec` names: `chain`, `chain:3`, `topk:3,3,2`, a published name, or a JSON or YAML file.
+    """The tree that `spec` names: `chain`, `chain:3`, `topk:3,3,2`, a name (`named_trees`), or a JSON or YAML file.
 
     `num_heads` is the depth of a `chain` without a number. A file holds `{"paths": [[0], [0, 0], [1], ...]}`.
 
@@ -165,16 +177,19 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     """
     name, _, argument = spec.partition(":")
     if name == "chain":
-        return Tree.chain(_whole_numbers(spec, argument)[0] if argument else num_heads)
+        lengths = _whole_numbers(spec, argument) if argument else [num_heads]
+        if len(lengths) > 1:
+            raise RequestError(f"the tree {spec!r} has two depths; write chain:{lengths[0]} or topk:{argument}")
+        return Tree.chain(lengths[0])
     if name == "topk":
         return Tree.top_k(_whole_numbers(spec, argument))
-    published = published_trees()
-    if spec in published:
-        return Tree.from_paths(published[spec])
+    named = named_trees()
+    if spec in named:
+        return Tree.from_paths(named[spec])
     if Path(spec).is_file():
         return Tree.from_paths(_read_paths(Path(spec)))
     raise RequestError(
-        f"no tree {spec!r}: give a file, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(published))}"
+        f"no tree {spec!r}: give a file, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(named))}"
     )
 
 

@@ -2,9 +2,9 @@
 
     python scripts/make_shipped_heads.py --data tinystories/train.txt --work runs/shipped --output medusa/assets/heads
 
-The first sentences of stories are the prompts; the backbone continues half of them greedily and half at temperature
-0.7, and heads learn from that. Then the tree is chosen: on texts that took no part in the training, paths of guesses
-are counted where steps start, and the paths that were right most often make the tree.
+The first sentences of stories are the prompts; the backbone continues three quarters of them greedily and the others
+at temperature 0.7, and heads learn from that. Then the tree is chosen: on texts that took no part in the training,
+paths of guesses are counted where steps start, and those that were right most often make the tree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SENTENCE = re.compile(r'.*?[.!?]["”]?(?=\s|$)', re.DOTALL)
-GREEDY, WARM, HELD_OUT = 3200, 2400, 200
+GREEDY, WARM, HELD_OUT = 3200, 1024, 200
 TREE_NODES = 12
 SWEEPS = 4  # the positions where steps start depend on the tree: count, build, count again
 
@@ -72,7 +72,7 @@ def training(text: Path, output: Path, minutes: float) -> dict[str, Any]:
         "backbone": "demo",
         "data": {"path": str(text), "sequence_length": 256},
         "output_dir": str(output),
-        "heads": {"num": 4, "block": "mlp", "layers": 1, "expansion": 4, "lm_head": "shared"},
+        "heads": {"num": 4, "block": "mlp", "layers": 2, "expansion": 4, "lm_head": "shared"},
         "training": {
             "max_minutes": minutes,
             "per_device_train_batch_size": 4,

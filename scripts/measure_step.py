@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from decode.clock import Clock
-from decode.generate import medusa_session, prepare, resolve_acceptance, resolve_tree
+from decode.front import medusa_session
+from decode.request import prepare, resolve_acceptance, resolve_tree
 from decode.verify import TreeMasks
 from medusa.backbone import Backbone
 from medusa.commands import common
@@ -54,8 +55,8 @@ def measure(
 ) -> list[tuple[float, float, float]]:
     """Seconds of each step, of the bare forward after it, and of the heads."""
     backbone = Backbone(model)
-    request = prepare(model, torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None)
-    session, steps = medusa_session(model, heads, request, tree, resolve_acceptance(None, False, 0.09, 0.3), Clock())
+    requests = prepare(model, [prompt], max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None)
+    session, steps = medusa_session(model, heads, requests, tree, resolve_acceptance(None, False), Clock())
     masks = TreeMasks(backbone.config, tree.to(backbone.device), backbone.dtype, backbone.device)
     ids = torch.tensor([prompt[:1] * tree.num_nodes], device=backbone.device)
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)

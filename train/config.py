@@ -86,13 +86,20 @@ def parse_config(content: dict[str, Any], source: str) -> TrainConfig:
     for name in ("backbone", "data", "output_dir"):
         if not content.get(name):
             raise RequestError(f"{source} says no {name}; add `{name}: ...`")
+    _typed(content, TrainConfig, source, "")
+    if isinstance(content["data"], dict) and not content["data"].get("path"):
+        raise RequestError(f"{source} says no data.path; add `data: FILE` or `data: {{path: FILE}}`")
     sections = {"data": _section(content["data"], DataConfig, source, "data")}
     sections["heads"] = _section(content.get("heads") or {}, HeadsConfig, source, "heads")
-    training = content.get("training") or {}
+    training = content.get("training")
+    training = {} if training is None else training
     if not isinstance(training, dict):
         raise RequestError(f"{source}: training must be a mapping of fields")
-    _known(training, _training_arguments(), source, "training.")
-    config = TrainConfig(**content | sections | {"training": _numbers(training)})
+    arguments = _training_arguments()
+    _known(training, arguments, source, "training.")
+    training = _numbers(training, arguments)
+    _typed(training, arguments, source, "training.")
+    config = TrainConfig(**content | sections | {"training": training})
     _check_heads(config.heads)
     return config
 
@@ -107,20 +114,29 @@ def _section(content: Any, of: type, source: str, name: str) -> Any:
     if not isinstance(content, dict):
         raise RequestError(f"{source}: {name} must be a mapping of fields, not {content!r}")
     _known(content, of, source, f"{name}.")
-    try:
-        section = of(**content)
-    except TypeError as error:
-        raise RequestError(f"{source}: {name}: {error}") from None
-    for fld in dataclasses.fields(of):
-        value = getattr(section, fld.name)
-        expected: Any = {"int": int, "str": str, "float": (int, float)}.get(str(fld.type).split(" |")[0])
-        if (
-            expected
-            and not (value is None and "None" in str(fld.type))
-            and (not isinstance(value, expected) or isinstance(value, bool))
-        ):
-            raise RequestError(f"{source}: {name}.{fld.name} is {value!r}; it must be {fld.type}")
-    return section
+    _typed(content, of, source, f"{name}.")
+    return of(**content)
+
+
+def _typed(content: dict[str, Any], of: type, source: str, prefix: str) -> None:
+    """Each value is of the kind that its field says, as far as that is a plain one: str, int, float or bool."""
+    plain: dict[str, Any] = {"int": int, "str": str, "float": (int, float), "bool": bool}
+    for field_ in dataclasses.fields(of):
+        words = _kinds(field_)
+        kinds = [plain[word] for word in words if word in plain]
+        if field_.name not in content or not kinds or set(words) - set(plain) - {"None"}:
+            continue
+        value = content[field_.name]
+        if value is None and "None" in words:
+            continue
+        if not any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind in kinds):
+            raise RequestError(f"{source}: {prefix}{field_.name} is {value!r}; it must be {' or '.join(words)}")
+
+
+def _kinds(field_: dataclasses.Field[Any]) -> list[str]:
+    """`int | None` as ["int", "None"], whether the annotation is kept as text or as a type."""
+    annotation = field_.type.__name__ if isinstance(field_.type, type) else str(field_.type)
+    return [word.strip() for word in annotation.split("|")]
 
 
 def _known(content: dict[str, Any], of: type, source: str, prefix: str) -> None:
@@ -137,8 +153,12 @@ def _check_heads(heads: HeadsConfig) -> None:
         value = getattr(heads, name)
         if value is not None and value not in allowed:
             raise RequestError(f"heads.{name} is {value!r}; choose one of {', '.join(allowed)}")
-    if heads.num < 1:
-        raise RequestError(f"heads.num is {heads.num}; at least 1 is needed")
+    for name in ("num", "layers"):
+        value = getattr(heads, name)
+        if value is not None and value < 1:
+            raise RequestError(f"heads.{name} is {value}; at least 1 is needed")
+    if heads.expansion is not None and not heads.expansion > 0:
+        raise RequestError(f"heads.expansion is {heads.expansion}; it must be above 0")
 
 
 def _override(content: dict[str, Any], override: str) -> None:
@@ -153,15 +173,24 @@ def _override(content: dict[str, Any], override: str) -> None:
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise RequestError(f"cannot set {name}: {parent} is not a mapping")
-    place[last] = yaml.safe_load(text)
+    try:
+        place[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RequestError(f"{override!r}: {text!r} is not YAML; quote it") from None
 
 
-def _numbers(training: dict[str, Any]) -> dict[str, Any]:
-    """YAML reads 1e-3 as a string (it wants 1.0e-3); people write 1e-3."""
+def _numbers(training: dict[str, Any], of: type) -> dict[str, Any]:
+    """What YAML reads otherwise than people mean it: 1e-3 as a string (it wants 1.0e-3), `no` as False."""
+    kinds = {field_.name: " | ".join(_kinds(field_)) for field_ in dataclasses.fields(of)}
     out = {}
     for key, value in training.items():
-        if isinstance(value, str):
+        kind = kinds[key]
+        if isinstance(value, str) and ("int" in kind or "float" in kind) and "str" not in kind:
             with contextlib.suppress(ValueError):
                 value = float(value)
+        if isinstance(value, float) and value.is_integer() and "int" in kind and "float" not in kind:
+            value = int(value)
+        if isinstance(value, bool) and "bool" not in kind and ("str" in kind or "Strategy" in kind):
+            value = "yes" if value else "no"
         out[key] = value
     return out

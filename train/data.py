@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from medusa.records import DOCUMENT_SEPARATOR, Record, read_records
+from medusa.records import DOCUMENT_SEPARATOR, Record, prompt_ids, read_records
 
 MIN_TAUGHT = 2  # tokens: below that not even the first head has a label
 
@@ -36,6 +36,12 @@ class DataConfig:
     """Drop examples that share `exclude_window` consecutive tokens with a record here: keeps test prompts out."""
     exclude_window: int = 32
     """How many consecutive tokens count as the same text."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 4:
+            raise RequestError(f"data.sequence_length is {self.sequence_length}; take 4 or more")
+        if self.exclude_window < 1:
+            raise RequestError(f"data.exclude_window is {self.exclude_window}; take 1 or more")
 
 
 @dataclass
@@ -113,8 +119,7 @@ def load_dataset(
     Raises:
         RequestError: no such data, a record that cannot be used, or nothing left to teach.
     """
-    if config.sequence_length < 4:
-        raise RequestError(f"data.sequence_length is {config.sequence_length}; take 4 or more")
+    require_data(config)
     length = min(config.sequence_length, context or config.sequence_length)
     dropped: Counter[str] = Counter()
     excluded = _windows_of(config, tokenizer)
@@ -124,6 +129,16 @@ def load_dataset(
     if not dataset.counts.taught:
         raise RequestError(f"nothing to train on in {config.path}: {dataset.counts}")
     return dataset
+
+
+def require_data(config: DataConfig) -> None:
+    """See that there is something to read, before a backbone is loaded for it.
+
+    Raises:
+        RequestError: no such data.
+    """
+    for source in filter(None, (config.path, config.exclude)):
+        next(iter(read_records(source, split=config.split, separator=config.document_separator)))
 
 
 def _examples(
@@ -184,6 +199,9 @@ def _conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> Example
             before = _rendered(tokenizer, messages[:turn], add_generation_prompt=True)
             after = _rendered(tokenizer, messages[: turn + 1], add_generation_prompt=False)
             start, end = _common(before, ids), _common(after, ids)
+            if end <= start:  # the template renders earlier turns otherwise than a last one: measure from behind
+                rest = _rendered(tokenizer, messages[turn + 1 :], add_generation_prompt=False)
+                end = len(ids) - _common(rest[::-1], ids[::-1])
             mask[start:end] = [True] * (end - start)
     except Exception as error:  # templates are programs: they raise what they like, and it is about this record
         raise RequestError(f"{record.where}: the chat template refuses the messages ({error})") from None
@@ -211,5 +229,5 @@ def _windows_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -
     if config.exclude is None:
         return set()
     records = read_records(config.exclude, separator=config.document_separator)
-    texts = (to_example(record, tokenizer).input_ids for record in records)
+    texts = (prompt_ids(r, tokenizer) if r.is_prompt else to_example(r, tokenizer).input_ids for r in records)
     return {window for ids in texts for window in _windows(ids, config.exclude_window)}

@@ -60,7 +60,8 @@ def head_losses(heads: MedusaHeads, hidden: Tensor, labels: Tensor, lm_head: nn.
             weight, bias = heads.lm_heads[head].T, None
         else:
             weight, bias = _linear(lm_head)
-        loss, right = _ChunkedCrossEntropy.apply(rows, weight, bias, row_labels)
+        # A shared LM head may be kept in bfloat16 beside heads in float32.
+        loss, right = _ChunkedCrossEntropy.apply(rows.to(weight.dtype), weight, bias, row_labels)
         losses.append(loss / max(len(taught), 1))
         correct.append(right)
         counts.append(len(taught))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +20,8 @@ from medusa.files import require_absent
 from medusa.heads import MedusaHeads
 from train.architecture import choose
 from train.config import HeadsConfig, TrainConfig
-from train.data import PackedDataset, load_dataset
-from train.trainer import MedusaTrainer, MedusaTrainingArguments, last_checkpoint
+from train.data import PackedDataset, load_dataset, require_data
+from train.trainer import MedusaTrainer, MedusaTrainingArguments, checkpoints
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
@@ -33,8 +34,10 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     """
     output = Path(config.output_dir)
     checkpoint = _checkpoint(output, resume, overwrite)
-    arguments = _arguments(config, quiet)
-    backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    require_data(config.data)
+    backbones.require_placement(config.dtype, config.device)
+    sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     loaded = backbones.load_backbone(
         config.backbone,
         dtype=config.dtype,
@@ -47,41 +50,49 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    if overwrite:  # or a checkpoint of the old run would pass for one of this
+        for old in output.glob("checkpoint-*"):
+            shutil.rmtree(old)
     trainer.fit_budget()
     trainer.provenance = provenance(config, dataset, trainer)
     if not quiet:
         _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
-    outcome = trainer.train(resume_from_checkpoint=checkpoint)
+    outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
     trainer.save_model()
-    _say(f"heads saved in {output}")
+    if not quiet:
+        _say(f"heads saved in {output}")
     return result
 
 
-def _checkpoint(output: Path, resume: bool, overwrite: bool) -> str | None:
-    found = last_checkpoint(output)
+def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
+    found = checkpoints(output)
     if resume:
-        if found is None:
+        if not found:
             raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
-        return found
-    if found is not None and not overwrite:
+        return found[-1]
+    if found and not overwrite:
         raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
 
 
-def _arguments(config: TrainConfig, quiet: bool) -> MedusaTrainingArguments:
+def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
     given: dict[str, Any] = {
         "save_strategy": "steps",
         "save_steps": 500,
         "dataloader_pin_memory": config.device not in (None, "cpu"),
     }
-    given |= {"disable_tqdm": True} if quiet else {}
+    given["use_cpu"] = (config.device or "").startswith("cpu")
+    given["disable_tqdm"] = quiet  # by default it follows the level of transformers' own log
     try:
-        return MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
+        arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
+    if arguments.eval_strategy != "no":
+        raise RequestError("training.eval_strategy needs evaluation data, which a recipe cannot name yet; leave it out")
+    return arguments
 
 
 def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None) -> MedusaHeads:

@@ -12,17 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import load_heads, save_heads
+from medusa.checkpoint import WEIGHTS, load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from train.labels import IGNORE, head_labels
 from train.loss import HeadLosses, backbone_choices, head_losses, head_weights, weighted
+from train.progress import ProgressBar
 
 OBJECTIVES = ("text", "argmax")
-PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is estimated
+PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is guessed
+MARGIN = 5  # a budget ends a run by the clock; its guessed number of steps must not, however slow the probe was
 
 
 @dataclass
@@ -37,10 +41,11 @@ class MedusaTrainingArguments(TrainingArguments):
         },
     )
     head_decay: float = field(default=0.8, metadata={"help": "loss weight of head k is head_decay^k (paper, 2.2.1)"})
+    log_lines: bool = field(default=True, metadata={"help": "print every line of the log, not only the bar"})
     max_minutes: float | None = field(
         default=None, metadata={"help": "train this long; sets max_steps, and the learning rate falls with the clock"}
     )
-    learning_rate: float = field(default=5e-3, metadata={"help": "peak; heads are small and start as the identity"})
+    learning_rate: float = field(default=3e-3, metadata={"help": "peak; `medusa train` chooses it by the hidden size"})
     per_device_train_batch_size: int = field(default=4, metadata={"help": "packed rows a step and device"})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "fall of the learning rate"})
     warmup_steps: float = field(default=0.02, metadata={"help": "steps, or below 1 the share of the run"})
@@ -70,7 +75,7 @@ class HeadsOnBackbone(nn.Module):
     heads' alone.
     """
 
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, objective: str = "text") -> None:
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, objective: str) -> None:
         super().__init__()
         self.heads, self.objective = heads, objective
         self._outside = (Backbone(model.requires_grad_(False).eval()),)  # a tuple: no submodule
@@ -98,18 +103,30 @@ class MedusaTrainer(Trainer):
         provenance: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """`provenance` is written beside the heads: where they come from."""
-        self.heads, self.provenance = heads, dict(provenance or {})
-        self.budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
-        callbacks = [*kwargs.pop("callbacks", []), *([self.budget] if self.budget else [])]
+        """`provenance` is written beside the heads: where they come from; `kwargs` are the Trainer's."""
+        self.heads, self.provenance, self.minutes = heads, dict(provenance or {}), args.max_minutes
+        budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
+        callbacks = [*kwargs.pop("callbacks", []), *([budget] if budget else [])]
         self.trained = HeadsOnBackbone(heads, model, args.objective)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
+        for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
+            self.remove_callback(noisy)
+        if not args.disable_tqdm:
+            self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
         self.weights = head_weights(heads.config.num_heads, args.head_decay)
         self._seen: dict[str, list[Tensor]] = {}
         foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
         if foreign:
             raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
+
+    @property
+    def budget(self) -> TimeBudget | None:
+        """The time budget in force: on resuming, the Trainer puts another object in the place of ours."""
+        found = [c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)]
+        if found and self.minutes is not None:  # a longer budget may be asked for on resuming
+            found[0].seconds = 60 * self.minutes
+        return found[0] if found else None
 
     def compute_loss(
         self,
@@ -147,20 +164,21 @@ class MedusaTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         if self.budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        warmup = self.args.get_warmup_steps(num_training_steps) / num_training_steps
+        steps = self.args.warmup_steps
+        warmup = steps if steps < 1 else min(1.0, steps * MARGIN / num_training_steps)
         self.lr_scheduler = LambdaLR(
             optimizer or self.optimizer,  # type: ignore[arg-type]
-            lambda step: self.budget.learning_rate_factor(step / num_training_steps, warmup),  # type: ignore[union-attr]
+            lambda step: self.budget.learning_rate_factor(warmup),  # type: ignore[union-attr]
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def fit_budget(self) -> None:
-        """Set `max_steps` to what the time budget is estimated to hold, from a few steps on a copy of the heads."""
+        """Set `max_steps` beyond what the time budget can hold, by a few steps on a copy of the heads."""
         if self.budget is None:
             return
         seconds = self._seconds_per_step()
-        self.args.max_steps = max(1, int(self.budget.seconds / seconds))
+        self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def _seconds_per_step(self) -> float:
         before = {name: tensor.clone() for name, tensor in self.trained.state_dict().items()}
@@ -180,6 +198,13 @@ class MedusaTrainer(Trainer):
         torch.set_rng_state(rng)
         self._seen.clear()
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; a run that is shorter than a line of the log gives one at its end."""
+        outcome = super().train(*args, **kwargs)
+        if self._seen.get("train"):
+            self.log({"loss": outcome.training_loss})
+        return outcome
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
@@ -203,9 +228,11 @@ class TimeBudget(TrainerCallback, ExportableState):
         """Seconds of training so far, those before an interruption included."""
         return self.elapsed + (0.0 if self._resumed_at is None else time.monotonic() - self._resumed_at)
 
-    def learning_rate_factor(self, progress: float, warmup: float) -> float:
-        """Linear warm-up, then linear to 0, by steps or by the clock, whichever is ahead."""
-        progress = max(progress, self.spent() / self.seconds)
+    def learning_rate_factor(self, warmup: float) -> float:
+        """Linear warm-up over that share of the budget, then linear to 0, by the clock."""
+        progress = self.spent() / self.seconds
+        if not self.spent():
+            return 1e-3  # the first step comes before the clock has moved
         return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
 
     def on_train_begin(
@@ -218,8 +245,8 @@ class TimeBudget(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
 
-def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest checkpoint in `output_dir` that a run can resume from."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """Checkpoints in `output_dir` that a run can resume from, oldest first; one that was cut off is none."""
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    whole = [path for path in found if all((path / name).is_file() for name in (TRAINER_STATE_NAME, WEIGHTS))]
+    return sorted(whole, key=lambda path: int(path.name.split("-")[-1]))

@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> None:
     settings = common.settings_of(args)
     records = common.read_prompts(args)
     common.check_output(args.json)
-    common.check_heads(args)
+    common.check_models(args)
 
-    from decode.generate import require_fitting, resolve_tree
+    from decode.request import require_fitting, resolve_tree
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 
@@ -129,7 +129,7 @@ def show(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     for category, figures in outcome["methods"]["medusa"]["by_category"].items():
         console.print(f"  {category}: tau {figures['tau']:.2f}, {figures['speedup']:.2f} x plain")
     stages = outcome["methods"]["medusa"]["step_ms"]
-    total = sum(stages.values())
+    total = sum(stages.values()) or 1.0
     shares = ", ".join(f"{stage} {value / total:.0%}" for stage, value in stages.items())
     console.print(f"a step takes {total:.2f} ms: {shares}")
     console.print(

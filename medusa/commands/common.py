@@ -147,25 +147,31 @@ def open_backbone(args: argparse.Namespace) -> Loaded:
     )
 
 
-def check_heads(args: argparse.Namespace) -> None:
-    """Find heads and backbone, and see that they fit, before weights are loaded: a quick no for a wrong request."""
-    from medusa.backbone import load_config
-    from medusa.checkpoint import find_folder
+def check_models(args: argparse.Namespace) -> None:
+    """See that heads, tree and backbone fit before the backbone's weights are loaded: a quick no to a wrong request."""
+    from decode.drafters.heads import require_sizes
+    from decode.request import resolve_tree
+    from medusa.backbone import load_config, require_placement
+    from medusa.checkpoint import load_heads
 
-    if args.heads is not None:
-        find_folder(args.heads)
-    load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    require_placement(args.dtype, args.device)
+    config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    if getattr(args, "heads", None) is None:
+        return
+    heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
+    require_sizes(heads.config, text.hidden_size, text.vocab_size)
+    resolve_tree(getattr(args, "tree", None), heads).require_fit(heads.config.num_heads, text.vocab_size)
 
 
 def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
     """Heads for `loaded`, checked against it; a backbone other than theirs gives a warning."""
-    from decode.drafters.heads import require_match
+    from decode.drafters.heads import require_sizes
     from medusa.backbone import Backbone, differs
     from medusa.checkpoint import load_heads
 
     backbone = Backbone(loaded.model)
     heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head_weight.device)
-    require_match(heads, backbone)
+    require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
     if differs(loaded.model, heads.config.backbone):
         warn(
             f"these heads were trained for {heads.config.backbone.get('name')}, a backbone of the same shape but not "
@@ -191,7 +197,8 @@ def read_prompts(args: argparse.Namespace) -> list[Record]:
     records = [Record(f"--prompt {number}", text=text, is_prompt=True) for number, text in enumerate(given, 1)]
     if args.prompts:
         limit = None if args.max_prompts is None else args.max_prompts
-        records += list(islice(read_records(args.prompts, split=args.split), limit))
+        separator = getattr(args, "document_separator", None)
+        records += list(islice(read_records(args.prompts, split=args.split, separator=separator), limit))
     if not records:
         raise RequestError("no prompts: give --prompts FILE" + (" or --prompt TEXT" if hasattr(args, "prompt") else ""))
     return records

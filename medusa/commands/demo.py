@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="medusa-demo", metavar="DIR", help="default: ./%(default)s")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier demo left there")
     parser.add_argument("--minutes", type=float, default=3.0, metavar="M", help="of training (default: %(default)g)")
+    parser.add_argument(
+        "--texts", type=common.positive, default=TEXTS, metavar="N", help="it writes to train on (default: %(default)s)"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="benchmark on these (default: 24 of ours)")
     parser.add_argument("--max-prompts", type=common.positive, metavar="N", help="the first N of them only")
     parser.add_argument("--split", default="train", help=argparse.SUPPRESS)
@@ -87,13 +90,13 @@ def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Pa
         console,
         1,
         "The backbone writes its own training text",
-        f"medusa distill --backbone demo --self-talk {TEXTS} --temperature {TEMPERATURE} "
+        f"medusa distill --backbone demo --self-talk {args.texts} --temperature {TEMPERATURE} "
         f"--max-new-tokens {TEXT_TOKENS} --batch-size 64 --ignore-eos --output {text}",
     )
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
     text.unlink(missing_ok=True)
     args.batch_size = 64
-    prompts = distill.self_talk_prompts(loaded, TEXTS)
+    prompts = distill.self_talk_prompts(loaded, args.texts)
     tokens, seconds = distill.write_own_text(
         loaded, prompts, settings, text, args, seed=args.seed, seconds_at_most=WRITING_SECONDS
     )
@@ -119,7 +122,7 @@ def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, 
 
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     content["data"]["path"], content["output_dir"] = str(text), str(folder)
-    content["training"] |= {"max_minutes": args.minutes, "seed": args.seed}
+    content["training"] |= {"max_minutes": args.minutes, "seed": args.seed, "log_lines": False}
     content |= {"dtype": args.dtype, "device": args.device, "attention": args.attention}
     figures = train(parse_config(content, "demo"), overwrite=True, quiet=args.quiet)
     shares = ", ".join(f"head {k} {figures[f'head{k}_top1']:.0%}" for k in range(1, 5) if f"head{k}_top1" in figures)
@@ -225,7 +228,7 @@ def measure(
     output: Path,
 ) -> dict[str, Any]:
     """Stage 4: the speedup."""
-    from decode.generate import resolve_tree
+    from decode.request import resolve_tree
     from decode.settings import Settings
 
     stage(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from medusa.commands import common
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
+from medusa.records import SETTINGS
 
 if TYPE_CHECKING:
     from decode.results import Result
@@ -49,11 +50,18 @@ def run(args: argparse.Namespace) -> None:
         "backbone": args.backbone,
         "prompts": args.prompts,
         "self_talk": args.self_talk,
+        "max_prompts": args.max_prompts,
+        "split": args.split,
+        "batch_size": args.batch_size,
+        "dtype": args.dtype,
         "seed": args.seed,
     }
-    done = _resume(output, about, args.overwrite)
+    about = json.loads(json.dumps(about))  # as it will be read back
+    _check_resume(output, about, args.overwrite)
 
-    from decode.generate import require_fitting
+    common.check_models(args)
+
+    from decode.request import require_fitting
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 
@@ -61,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
     loaded = common.open_backbone(args)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records] or self_talk_prompts(loaded, args.self_talk)
     require_fitting(prompts, Backbone(loaded.model))
+    done = _resume(output, about, args.overwrite, len(prompts))
     new_tokens, seconds = write_own_text(loaded, prompts, settings, output, args, done, args.seed)
     common.write_results(args, {"settings": about, "texts": len(prompts), "new_tokens": new_tokens, "seconds": seconds})
 
@@ -125,21 +134,24 @@ def _line(result: Result, loaded: Loaded, settings: Any) -> dict[str, Any]:
     }
 
 
-def _resume(output: Path, about: dict[str, Any], overwrite: bool) -> int:
-    """How many texts are there already; a line cut by an interruption is dropped.
-
-    Raises:
-        RequestError: the output was made with other settings.
-    """
-    sidecar = output.with_suffix(".settings.json")
-    if overwrite:
-        output.unlink(missing_ok=True)
-    if output.exists():
+def _check_resume(output: Path, about: dict[str, Any], overwrite: bool) -> None:
+    """Raises:
+    RequestError: the output was made with other settings, and may not be replaced."""
+    if output.exists() and not overwrite:
+        sidecar = output.with_suffix(SETTINGS)
         known = read_json(sidecar) if sidecar.exists() else None
         if known != about:
             raise RequestError(f"{output} exists and was made with other settings; choose another or add --overwrite")
-        whole = [line for line in output.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-        write_text(output, "".join(whole))
-        return len(whole)
-    write_json(sidecar, about)
-    return 0
+
+
+def _resume(output: Path, about: dict[str, Any], overwrite: bool, total: int) -> int:
+    """How many texts are there already, in whole batches: what an interruption cut off is written again."""
+    if overwrite:
+        output.unlink(missing_ok=True)
+    write_json(output.with_suffix(SETTINGS), about)
+    if not output.exists():
+        return 0
+    lines = output.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is no whole line
+    done = len(lines) if len(lines) == total else len(lines) // about["batch_size"] * about["batch_size"]
+    write_text(output, "".join(line + "\n" for line in lines[:done]))
+    return done

@@ -11,6 +11,7 @@ import argparse
 from typing import Any
 
 from medusa.commands import common
+from medusa.records import DOCUMENT_SEPARATOR
 
 OPENING = 16  # tokens of a text that serve as its prompt
 
@@ -22,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-prompts", type=common.positive, default=100, metavar="N", help="default: %(default)s")
     group.add_argument("--max-new-tokens", type=common.positive, default=128, metavar="N", help="default: %(default)s")
     group.add_argument("--split", default="train", help="of a Hub dataset (default: train)")
+    group.add_argument(
+        "--document-separator", default=DOCUMENT_SEPARATOR, metavar="LINE", help="in a .txt file (default: %(default)s)"
+    )
     common.add_machine(parser)
 
 
@@ -30,9 +34,9 @@ def run(args: argparse.Namespace) -> None:
 
     records = common.read_prompts(args)
     common.check_output(args.json)
-    common.check_heads(args)
+    common.check_models(args)
 
-    from decode.generate import require_fitting
+    from decode.request import require_fitting
     from decode.results import plain_method
     from decode.settings import Settings
     from medusa.backbone import Backbone

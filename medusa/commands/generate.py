@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> None:
         raise RequestError("no heads: give --heads H, or --plain to decode without them")
     records = common.read_prompts(args)
     common.check_output(args.json)
-    common.check_heads(args)
+    common.check_models(args)
 
-    from decode.generate import require_fitting, resolve_tree
+    from decode.request import require_fitting, resolve_tree
     from decode.results import Result, medusa_method, plain_method, tau
     from medusa.backbone import Backbone, require_tree_support
     from medusa.records import prompt_ids

@@ -1,0 +1,178 @@
+"""The front doors: `generate` for texts, `steps` for the loop, `medusa_generate` for use from inside transformers.
+
+out = generate(model, heads, **inputs, max_new_tokens=256, streamer=streamer)
+for step in steps(model, heads, input_ids, max_new_tokens=256): ...
+out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=heads)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from decode.clock import Clock
+from decode.drafters.heads import HeadsDrafter
+from decode.loop import Acceptor, Session, Step
+from decode.request import TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree
+from decode.sequences import Request
+from decode.verify import Verifier
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.heads import MedusaHeads
+
+
+def medusa_session(
+    model: PreTrainedModel,
+    heads: MedusaHeads | None,
+    requests: Sequence[Request],
+    tree: TreeLike,
+    acceptor: Acceptor,
+    clock: Clock | None = None,
+) -> tuple[Session, Iterator[Step]]:
+    """A session that decodes with heads, and its steps.
+
+    Raises:
+        RequestError: heads of another shape, a tree that they cannot fill, or scores asked of a lossy rule."""
+    if not isinstance(heads, MedusaHeads):
+        raise RequestError(f"the heads are {heads!r}; pass MedusaHeads, as MedusaHeads.from_pretrained gives them")
+    if acceptor.rule == "typical" and requests[0].config.output_scores:
+        raise RequestError("output_scores cannot be had with acceptance 'typical'; use 'rejection'")
+    backbone = Backbone(model)
+    drafter = HeadsDrafter(heads, backbone, resolve_tree(tree, heads))
+    session = Session(model, requests, slack=drafter.tree.num_nodes)
+    verifier = Verifier(backbone, session.cache, drafter.tree)
+    return session, session.run(drafter, verifier, acceptor, clock or Clock())
+
+
+def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
+    """Rows of a batch [B, T] without their padding; no mask means that there is none, whatever the ids are."""
+    if attention_mask is None:
+        return input_ids.tolist()
+    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, attention_mask, strict=True)]
+
+
+def steps(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    tree: TreeLike = None,
+    acceptance: str | None = None,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+    clock: Clock | None = None,
+    **kwargs: Any,
+) -> Iterator[Step]:
+    """Decode `input_ids` [B, T] (padded with an `attention_mask` where lengths differ), a generator of steps.
+
+    `kwargs` are those of `model.generate`. See `generate` for the rest.
+    """
+    requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
+    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta)
+    yield from medusa_session(model, heads, requests, tree, acceptor, clock)[1]
+
+
+def generate(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    inputs: Tensor | None = None,
+    *,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    tree: TreeLike = None,
+    acceptance: str | None = None,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+    streamer: Any = None,
+    **kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`model.generate`, faster: takes what it takes, returns what it returns.
+
+    Args:
+        model: any decoder-only model of transformers that can hold a tree.
+        heads: Medusa heads made for it.
+        inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer gives them.
+        tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
+        acceptance: `greedy` or `rejection` (lossless, the defaults without and with sampling) or `typical` (lossy).
+        epsilon, delta: constants of typical acceptance (paper section 2.3.1).
+        streamer, and all others (tokenizer, stop_strings, ...): as in `model.generate`.
+
+    Raises:
+        RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, or an
+            option that trees cannot honour.
+    """
+    ids = inputs if inputs is not None else input_ids
+    if ids is None:
+        raise RequestError("no prompt: pass inputs or input_ids")
+    requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
+    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta)
+    session = _run(model, heads, requests, tree, acceptor, streamer)
+    return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+
+
+def medusa_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    medusa_heads: MedusaHeads | None = None,
+    medusa_tree: TreeLike = None,
+    medusa_acceptance: str | None = None,
+    medusa_epsilon: float = 0.09,
+    medusa_delta: float = 0.3,
+    medusa_streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """A decoding method for `model.generate(custom_generate=medusa_generate, medusa_heads=heads)`.
+
+    transformers keeps `streamer`, `tokenizer` and `assistant_model` from such a callable, and prepares processors for
+    the padded batch: pass `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches.
+    """
+    requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    acceptor = resolve_acceptance(medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta)
+    session = _run(model, medusa_heads, requests, medusa_tree, acceptor, medusa_streamer)
+    return _output(session, input_ids, generation_config)
+
+
+def _run(
+    model: PreTrainedModel,
+    heads: MedusaHeads | None,
+    requests: Sequence[Request],
+    tree: TreeLike,
+    acceptor: Acceptor,
+    streamer: Any,
+) -> Session:
+    """Decode to the end, feeding `streamer` the prompt and then the tokens of every step."""
+    if streamer is not None and len(requests) > 1:
+        raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
+    session, iterator = medusa_session(model, heads, requests, tree, acceptor)
+    if streamer is not None:
+        streamer.put(torch.tensor([requests[0].prompt]))
+    for step in iterator:
+        if streamer is not None:
+            streamer.put(torch.tensor(step.ids[0]))
+    if streamer is not None:
+        streamer.end()
+    return session
+
+
+def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
+    """What `model.generate` returns: prompts as given, new tokens padded on the right."""
+    pad = getattr(config, "_pad_token_tensor", None)  # what `generate` settled on, from pad or the first EOS
+    new_ids = session.sequences.new_ids
+    width = max(map(len, new_ids))
+    padded = torch.full((len(new_ids), width), 0 if pad is None else int(pad), dtype=torch.long)
+    for row, ids in enumerate(new_ids):
+        padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+    sequences = torch.cat([input_ids, padded.to(input_ids.device)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    scores = session.target.scores_by_position(new_ids, width) if config.output_scores else None
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""What a user asks for, prepared by transformers' own `generate` and checked: nothing here decodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from decode.loop import Acceptor
+from decode.sequences import Request
+from medusa.backbone import Backbone, require_tree_support
+from medusa.errors import RequestError
+from medusa.heads import MedusaHeads
+from medusa.tree import Tree, load_tree
+
+ACCEPTANCES = ("greedy", "typical", "rejection")
+TreeLike = Tree | str | Sequence[Sequence[int]] | None
+# Processors that look at scores alone; all others may depend on the prompt's length or on the row.
+POSITION_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+# What `generate` itself hands over besides ids; anything else would change the text, and is not passed on by us.
+EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+
+
+def prepare(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Request]:
+    """One request per prompt (times `num_return_sequences`): defaults, processors and criteria as alone.
+
+    Each row is prepared by itself, from its ids without padding: penalties, minimal lengths and the like count from
+    the row's own prompt. `kwargs` are those of `model.generate`.
+
+    Raises:
+        RequestError: an option that cannot be had with trees, an empty prompt, or one that does not fit.
+    """
+    require_tree_support(model)
+    if kwargs.get("streamer") is not None:
+        raise RequestError("a streamer belongs to decode.generate; decode.steps hands out the tokens itself")
+    kwargs = with_stop_strings(model, kwargs)
+    allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
+    copies = kwargs.pop("num_return_sequences", None)
+    if copies is None:
+        config = kwargs.get("generation_config") or model.generation_config
+        copies = getattr(config, "num_return_sequences", None) or 1
+    requests: list[Request] = []
+    for prompt in prompts:
+        for _ in range(copies):
+            row = len(requests)
+            own = {} if allowed is None else {"prefix_allowed_tokens_fn": lambda _, ids, row=row: allowed(row, ids)}
+            requests += _prepare_row(model, prompt, kwargs | own)
+    _require_longrope_alone(model, requests)
+    return requests
+
+
+def _prepare_row(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    require_fitting([prompt], Backbone(model))
+    ids = torch.tensor([list(prompt)], device=Backbone(model).device)
+    # No mask is ever derived from an id, and copies of a row are made by the caller.
+    inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 1}
+    return model.generate(ids, custom_generate=requests_of, **inputs, **kwargs)  # type: ignore[operator]
+
+
+def requests_of(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> list[Request]:
+    """What `model.generate` hands to a decoding method, as one `Request` per row.
+
+    Raises:
+        RequestError: as `prepare`; also a padded batch with processors that were made for its padded rows.
+    """
+    require_tree_support(model)
+    _require_supported(generation_config, input_ids, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    rows = input_ids.tolist() if mask is None else [r[m.bool()].tolist() for r, m in zip(input_ids, mask, strict=True)]
+    if not all(rows):
+        raise RequestError("a prompt is empty; give at least one token")
+    require_fitting(rows, Backbone(model))
+    foreign = [p for p in logits_processor if not isinstance(p, POSITION_FREE)]
+    if foreign and (len(rows) > 1 or len(rows[0]) < input_ids.shape[1]):
+        raise RequestError(
+            f"{type(foreign[0]).__name__} was made for the padded batch; use decode.generate, which prepares each row"
+        )
+    max_new_tokens = int(generation_config.max_length) - input_ids.shape[1]
+    return [Request(row, logits_processor, stopping_criteria, generation_config, max_new_tokens) for row in rows]
+
+
+def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    if config.num_beams > 1:
+        raise RequestError(f"num_beams is {config.num_beams}; beam search cannot be combined with heads")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked = [
+            name for name in ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens") if getattr(config, name, None)
+        ]
+        raise RequestError(
+            f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave {' and '.join(asked) or 'it'} out"
+        )
+    for name in ("output_attentions", "output_hidden_states", "output_logits"):
+        if getattr(config, name, None):
+            raise RequestError(f"{name} is not available from tree decoding; run the model on the finished text")
+    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+        raise RequestError(
+            "the prompt is empty; give at least one token, as input_ids (inputs_embeds are not supported)"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise RequestError("past_key_values hold text already; give all of it as input_ids")
+    for name, value in model_kwargs.items():
+        if isinstance(value, Tensor) and name not in EXPECTED_INPUTS:
+            raise RequestError(f"the model input {name} is not supported by tree decoding; only text can be continued")
+
+
+def _require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
+    boundary = Backbone(model).rope_boundary
+    if boundary is None or len(requests) == 1:
+        return
+    if max(len(request.prompt) + request.max_new_tokens for request in requests) > boundary:
+        raise RequestError(
+            f"longrope turns all rows otherwise once the longest passes {boundary} tokens; decode one prompt at a time"
+        )
+
+
+def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`stop_strings` and `tokenizer` as a stopping criterion: `generate` keeps the tokenizer from callables."""
+    kwargs = dict(kwargs)
+    tokenizer, stops = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
+    config = kwargs.get("generation_config")
+    if stops is None and config is not None and config.stop_strings:
+        stops = config.stop_strings
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    if stops is None and model.generation_config.stop_strings:
+        raise RequestError(
+            "the model's generation_config holds stop_strings; pass stop_strings= and tokenizer= yourself"
+        )
+    if stops:
+        if tokenizer is None:
+            raise RequestError("stop_strings need the tokenizer; pass tokenizer=...")
+        criteria = kwargs.pop("stopping_criteria", None) or []
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stops)])
+    return kwargs
+
+
+def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone) -> None:
+    """Raises:
+    RequestError: a prompt is longer than the backbone's context, or holds an id that it does not know."""
+    context = backbone.context
+    for prompt in prompts:
+        if context is not None and len(prompt) > context:
+            raise RequestError(f"the prompt has {len(prompt)} tokens, but the backbone's context ends at {context}")
+        if min(prompt) < 0:
+            raise RequestError(f"the prompt holds the id {min(prompt)}; ids start at 0")
+        if max(prompt) >= backbone.vocab_size:
+            raise RequestError(
+                f"the prompt holds the id {max(prompt)}, but the backbone's vocabulary has {backbone.vocab_size}"
+            )
+
+
+def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Tree:
+    """The tree given (object, name, file or paths), else the one saved with the heads, else a default.
+
+    Raises:
+        RequestError: it describes no tree.
+    """
+    if isinstance(tree, Tree):
+        return tree
+    if isinstance(tree, str):
+        return load_tree(tree, heads.config.num_heads)
+    if tree is None:
+        return Tree.from_paths(heads.config.tree) if heads.config.tree else default_tree(heads)
+    if not isinstance(tree, (list, tuple)):
+        raise RequestError(f"{tree!r} is no tree; give a name, a file or a list of paths such as [[0], [1], [0, 0]]")
+    return Tree.from_paths(tree)
+
+
+def default_tree(heads: MedusaHeads) -> Tree:
+    """A tree for heads about which nothing was measured: a dozen nodes on a CPU, the published 64 on a GPU.
+
+    Where reading the weights once is most of a step, nodes are nearly free; a CPU computes them one by one.
+    """
+    on_cpu = next(heads.parameters()).device.type == "cpu"
+    return load_tree("dozen" if on_cpu else "mc_sim_7b_63", heads.config.num_heads).clip(heads.config.num_heads)
+
+
+def resolve_acceptance(rule: str | None, do_sample: bool, epsilon: float = 0.09, delta: float = 0.3) -> Acceptor:
+    """The rule to use: by default the lossless one, greedy without sampling and rejection with it.
+
+    Raises:
+        RequestError: no such rule, constants out of range, or a rule that does not fit the sampling mode.
+    """
+    if rule not in (None, *ACCEPTANCES):
+        raise RequestError(f"acceptance is {rule!r}; choose one of {', '.join(ACCEPTANCES)}")
+    if rule == "greedy" and do_sample:
+        raise RequestError("acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'")
+    if rule == "typical" and not do_sample:
+        raise RequestError("acceptance 'typical' needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        if not 0 <= value <= 1:
+            raise RequestError(f"{name} is {value}; it must lie between 0 and 1")
+    return Acceptor(rule or ("rejection" if do_sample else "greedy"), epsilon, delta)

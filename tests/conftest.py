@@ -1,0 +1,48 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers import LETTERS, tiny_model
+
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+transformers.logging.set_verbosity_error()
+
+SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of models and data that lies beside the repository; tests that need it are skipped without it."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared")
+    return SHARED.resolve()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    """A tiny random Llama; tests must not change it."""
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is the i-th character of `LETTERS`, so texts can be read off ids."""
+    inner = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="a")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random numbers, in whatever order they run."""
+    torch.manual_seed(0)

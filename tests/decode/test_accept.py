@@ -1,0 +1,268 @@
+"""decode/accept.py: every rule against an obviously right walk, and sampling as a distribution."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from decode.accept import Acceptance, accept_greedy, accept_typical, accept_walk
+from decode.draft import Draft
+from medusa import Tree
+from tests.helpers import random_tree
+
+
+def children_of(tree: Tree, node: int) -> list[int]:
+    return [child for child in range(1, tree.num_nodes) if int(tree.parent[child]) == node]
+
+
+def slow_walk(tree: Tree, tokens: list[int], best: list[int], room: int, node: int = 0) -> list[int]:
+    """Greedy decoding, followed down the tree: the longest path whose every token is the one that comes next."""
+    lines = [
+        slow_walk(tree, tokens, best, room, child)
+        for child in children_of(tree, node)
+        if tokens[child] == best[node] and int(tree.depth[child]) <= room
+    ]
+    return [node, *max(lines, key=len, default=[])]
+
+
+def random_draft(seed: int, rows: int = 3, vocab: int = 4) -> tuple[Draft, random.Random]:
+    """Few tokens, 0 among them, so that much is accepted; siblings differ, as the guesses of one head do."""
+    rng = random.Random(seed)
+    tree = random_tree(rng.randint(0, 20), seed, max_rank=vocab - 1)
+    ids = []
+    for _ in range(rows):
+        tokens = [rng.randrange(vocab)]
+        for node in range(1, tree.num_nodes):
+            siblings = {tokens[other] for other in range(1, node) if tree.parent[other] == tree.parent[node]}
+            tokens.append(rng.choice([token for token in range(vocab) if token not in siblings]))
+        ids.append(tokens)
+    return Draft(torch.tensor(ids), tree), rng
+
+
+def line_of(accepted: Acceptance, row: int) -> list[int]:
+    """The accepted nodes of a row; the padding behind them must be -1."""
+    length = int(accepted.length[row])
+    assert accepted.path[row, length:].eq(-1).all()
+    return accepted.path[row, :length].tolist()
+
+
+def test_worked_example() -> None:
+    """Root 7; it is followed by 3, then 0, then 5. Node 3 holds the 0, and below it nothing is drafted."""
+    tree = Tree.from_paths([[0], [1], [0, 0], [1, 0]])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
+    draft = Draft(torch.tensor([[7, 3, 4, 0, 0]]), tree)
+    best = torch.tensor([[3, 0, 1, 5, 2]])  # what follows each node
+    for accepted in (accept_greedy(draft, best), accept_walk(draft, lambda row, path: int(best[row, path[-1]]))):
+        assert accepted.path.tolist() == [[0, 1, 3]]
+        assert accepted.length.tolist() == [3]
+        assert accepted.next_root.tolist() == [5]
+
+
+def test_token_zero_after_a_short_leaf_is_no_match() -> None:
+    """The original padded short paths with token 0 and accepted the padding where 0 came next (docs/original D1)."""
+    tree = Tree.from_paths([[0], [1], [1, 0]])  # the leaf [0] is shorter than the leaf [1, 0]
+    draft = Draft(torch.tensor([[7, 3, 4, 9]]), tree)
+    best = torch.tensor([[3, 0, 9, 9]])  # after the short leaf comes token 0
+    for accepted in (accept_greedy(draft, best), accept_walk(draft, lambda row, path: int(best[row, path[-1]]))):
+        assert accepted.path.tolist() == [[0, 1, -1]]
+        assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([2], [0])
+
+
+@pytest.mark.parametrize("with_room", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_greedy_and_walk_are_the_slow_walk(seed: int, with_room: bool) -> None:
+    draft, rng = random_draft(seed)
+    tree, rows = draft.tree, len(draft.ids)
+    best = torch.tensor([[rng.randrange(4) for _ in range(tree.num_nodes)] for _ in range(rows)])
+    room = [rng.randint(0, 5) for _ in range(rows)] if with_room else [99] * rows
+    limit = torch.tensor(room) if with_room else None
+    visited: list[list[int]] = [[] for _ in range(rows)]
+
+    def draw(row: int, path: list[int]) -> int:
+        visited[row].append(path[-1])
+        return int(best[row, path[-1]])
+
+    greedy, walk = accept_greedy(draft, best, limit), accept_walk(draft, draw, limit)
+    for row in range(rows):
+        expected = slow_walk(tree, draft.ids[row].tolist(), best[row].tolist(), room[row])
+        assert line_of(greedy, row) == expected
+        assert line_of(walk, row) == expected
+        assert int(greedy.next_root[row]) == int(walk.next_root[row]) == int(best[row, expected[-1]])
+        assert visited[row] == expected, "one draw per node of the path, in order: a seed then gives the plain text"
+
+
+def brute_typical(tree: Tree, tokens: list[int], p: Tensor, epsilon: float, delta: float, room: int) -> list[int]:
+    """All paths, written down and sorted: the longest one whose every token passes, then the most probable."""
+    threshold = [min(epsilon, delta * float(torch.exp(torch.special.xlogy(q, q).sum()))) for q in p.double()]
+    found = []
+    for line in tree.paths.tolist():
+        nodes = [node for node in line if node >= 0]
+        steps = list(itertools.pairwise(nodes))
+        passes = all(
+            float(p[above, tokens[node]]) > threshold[above] or tokens[node] == int(p[above].argmax())
+            for above, node in steps
+        )
+        if passes and len(steps) <= room:
+            found.append((len(nodes), sum(float(p[a, tokens[n]].double().log()) for a, n in steps), nodes))
+    return max(found)[2]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_typical_is_the_best_of_all_paths(seed: int) -> None:
+    draft, rng = random_draft(seed)
+    tree, rows = draft.tree, len(draft.ids)
+    p = (torch.randn(rows, tree.num_nodes, 4, generator=torch.Generator().manual_seed(seed)) * 1.5).softmax(-1)
+    epsilon, delta = rng.choice([(0.09, 0.3), (0.3, 0.09), (0.5, 1.0), (0.0, 0.0), (1.0, 1.0)])
+    room = [rng.randint(0, 5) for _ in range(rows)]
+    accepted = accept_typical(draft, lambda row, path: p[row, path[-1]], epsilon, delta, torch.tensor(room))
+    greedy = accept_greedy(draft, p.argmax(-1), torch.tensor(room))
+    for row in range(rows):
+        nodes = line_of(accepted, row)
+        assert nodes == brute_typical(tree, draft.ids[row].tolist(), p[row], epsilon, delta, room[row])
+        assert int(accepted.next_root[row]) == int(p[row, nodes[-1]].argmax())
+        assert int(accepted.length[row]) >= int(greedy.length[row]), "typical is never shorter than greedy"
+
+
+@pytest.mark.parametrize("delta", [0.3, 1.0])
+def test_the_most_probable_token_always_passes(delta: float) -> None:
+    """exp(-H) <= max p; with equality for uniform p, where `>` and rounding would decide by accident."""
+    draft = Draft(torch.tensor([[1, 0]]), Tree.chain(1))
+    for p in (torch.full((5,), 0.2), torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([0.5, 0.5, 0, 0, 0])):
+        accepted = accept_typical(draft, lambda row, path, p=p: p, 1.0, delta)
+        assert accepted.length.tolist() == [2]
+
+
+def test_typical_with_an_impossible_token() -> None:
+    """A token of probability 0 never passes, nor does its logarithm break anything."""
+    draft = Draft(torch.tensor([[1, 2]]), Tree.chain(1))
+    accepted = accept_typical(draft, lambda row, path: torch.tensor([0.6, 0.4, 0.0]), 0.0, 0.0)
+    assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([1], [0])
+
+
+# Sampling as a distribution: all texts of three tokens over six words, against their exact probabilities.
+
+WORDS, TOKENS, DRAWS = 6, 3, 12_000
+FALSE_ALARM = 1e-5  # the chance that a right sampler fails a test here, for a seed chosen blindly
+TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+Walk = Callable[[Draft, Callable[[int, list[int]], int]], Acceptance]
+
+
+class Toy:
+    """A language model as a table: p(. | text) is drawn once per text."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.known = seed, {}  # type: ignore[var-annotated]
+
+    def p(self, text: tuple[int, ...]) -> Tensor:
+        if text not in self.known:
+            generator = torch.Generator().manual_seed(hash((self.seed, *text)) % 2**31)
+            self.known[text] = torch.randn(WORDS, generator=generator).softmax(-1)
+        return self.known[text]
+
+    def draft(self, text: tuple[int, ...]) -> list[int]:
+        """Heads: at each depth a ranking of the words that depends on the text only, right more often than not."""
+        rankings = [self.p((*text, depth)).argsort(descending=True).tolist() for depth in range(2)]
+        rankings[0] = self.p(text).argsort(descending=True).tolist()
+        pairs = zip(TREE.depth.tolist()[1:], TREE.rank.tolist()[1:], strict=True)
+        return [text[-1], *(rankings[depth - 1][rank] for depth, rank in pairs)]
+
+
+def sampled_texts(toy: Toy, walk: Walk) -> list[tuple[int, ...]]:
+    """`DRAWS` texts of `TOKENS` tokens behind token 0, written step by step as the loop does."""
+    texts: list[tuple[int, ...]] = [(0,)] * DRAWS
+    while min(map(len, texts)) <= TOKENS:
+        open_rows = [row for row, text in enumerate(texts) if len(text) <= TOKENS]
+        ids = torch.tensor([toy.draft(texts[row]) for row in open_rows])
+
+        def draw(index: int, path: list[int], open_rows: list[int] = open_rows, ids: Tensor = ids) -> int:
+            text = (*texts[open_rows[index]], *ids[index, path[1:]].tolist())
+            return int(torch.multinomial(toy.p(text), 1))
+
+        accepted = walk(Draft(ids, TREE), draw)
+        written = ids.gather(1, accepted.path.clamp_min(0)).tolist()
+        roots, lengths = accepted.next_root.tolist(), accepted.length.tolist()
+        for index, row in enumerate(open_rows):
+            texts[row] += (*written[index][1 : lengths[index]], roots[index])
+    return [text[1 : TOKENS + 1] for text in texts]
+
+
+def p_value(toy: Toy, texts: list[tuple[int, ...]]) -> float:
+    """Chi-square of the joint frequencies; cells that expect fewer than five are pooled into one."""
+    expected = {(): 1.0}
+    for _ in range(TOKENS):
+        expected = {
+            (*text, word): chance * float(toy.p((0, *text))[word])
+            for text, chance in expected.items()
+            for word in range(WORDS)
+        }
+    counts = Counter(texts)
+    large = [text for text, chance in expected.items() if chance * len(texts) >= 5]
+    observed = [counts[text] for text in large]
+    wanted = [expected[text] * len(texts) for text in large]
+    observed.append(len(texts) - sum(observed))
+    wanted.append(len(texts) - sum(wanted))
+    return float(stats.chisquare(observed, wanted).pvalue)
+
+
+def redraw_on_rejection(draft: Draft, draw: Any) -> Acceptance:
+    """Fault 1 (the original's 'nucleus'): a draw that meets no child is thrown away and the root drawn anew."""
+    accepted = accept_walk(draft, draw)
+    roots = [draw(row, line_of(accepted, row)) for row in range(len(draft.ids))]
+    return accepted._replace(next_root=torch.tensor(roots))
+
+
+def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
+    """Fault 2 (the same, and REST): every leaf's path draws for itself, and the longest is kept."""
+    leaves = [node for node in range(draft.tree.num_nodes) if not children_of(draft.tree, node)]
+    lines = [[node for node in draft.tree.paths[leaf].tolist() if node >= 0] for leaf in leaves]
+    ends, roots = [], []
+    for row, tokens in enumerate(draft.ids.tolist()):
+        tries = []
+        for line in lines:
+            for at in range(1, len(line) + 1):
+                token = draw(row, line[:at])
+                if at == len(line) or token != tokens[line[at]]:
+                    tries.append((at, line[at - 1], token))
+                    break
+        _, end, root = max(tries)
+        ends.append(end)
+        roots.append(root)
+    at = torch.tensor(ends)
+    return Acceptance(draft.tree.paths[at], draft.tree.depth[at] + 1, torch.tensor(roots))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_walk_samples_the_target(seed: int) -> None:
+    """False alarm: 1e-5 per case. The two tests below show that the same check finds known faults."""
+    torch.manual_seed(seed)
+    toy = Toy(seed)
+    assert p_value(toy, sampled_texts(toy, accept_walk)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("fault", [redraw_on_rejection, draw_per_path])
+def test_known_faults_are_found(fault: Walk) -> None:
+    torch.manual_seed(1)
+    toy = Toy(1)
+    assert p_value(toy, sampled_texts(toy, fault)) < FALSE_ALARM / 1000
+
+
+def test_the_walk_accepts_as_much_as_any_lossless_rule_can() -> None:
+    """algorithms E.5: of a text from the target, the accepted part is its longest prefix inside the tree."""
+    toy, rng = Toy(3), random.Random(0)
+    for _ in range(300):
+        text = tuple(rng.randrange(WORDS) for _ in range(3))
+        draft = Draft(torch.tensor([toy.draft((0,))]), TREE)
+        accepted = accept_walk(draft, lambda row, path, text=text: text[len(path) - 1])
+        inside = max(
+            len(line)
+            for line in ([n for n in row if n >= 0] for row in TREE.paths.tolist())
+            if tuple(draft.ids[0, line[1:]].tolist()) == text[: len(line) - 1]
+        )
+        assert accepted.length.tolist() == [inside]

@@ -1,0 +1,185 @@
+"""decode/cache.py: after any number of steps the cache holds what a fresh reading of the same text would."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from decode.cache import GROWTH, TreeCache
+from decode.draft import Draft
+from decode.verify import Verifier
+from medusa import Tree
+from medusa.backbone import Backbone
+from tests.helpers import path_logits, random_ids, random_tree, tiny_model
+
+MODELS = ["llama", "mistral", "qwen2", "gemma3_text", "gpt2", "deepseek_v3"]
+
+
+def cache_of(model: Any, batch: int, capacity: int) -> TreeCache:
+    return TreeCache(model.config, batch, capacity)
+
+
+def append(cache: TreeCache, values: list[list[float]]) -> None:
+    """Append one number per token as key (and its negative as value) of one head of size one, in every layer."""
+    states = torch.tensor(values)[:, None, :, None]
+    for index in range(len(cache.layers)):
+        cache.update(states, -states, index)
+
+
+def test_worked_example() -> None:
+    """The picture in the module's docstring: text t0 t1 t2 is 10 11 12, nodes n0..n3 are 0..3; n0 and n2 are kept."""
+    cache = cache_of(tiny_model("llama"), 1, capacity=8)
+    append(cache, [[10, 11, 12]])
+    cache.commit_prompt([3])
+    append(cache, [[0, 1, 2, 3]])
+    assert cache.lengths == [3]
+    assert cache.layers[0].keys[0, 0, :, 0].tolist() == [10, 11, 12, 0, 1, 2, 3, 0]
+    cache.commit(torch.tensor([[0, 2]]), [2])
+    assert cache.lengths == [5]
+    for layer in cache.layers:
+        assert layer.keys[0, 0, :5, 0].tolist() == [10, 11, 12, 0, 2]
+        assert layer.values[0, 0, :5, 0].tolist() == [-10, -11, -12, -0.0, -2]
+
+
+def test_worked_example_of_ragged_rows() -> None:
+    cache = cache_of(tiny_model("llama"), 2, capacity=9)
+    append(cache, [[10, 11, 12], [20, 99, 99]])  # 99: padding on the right
+    cache.commit_prompt([3, 1])
+    append(cache, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    keys = cache.layers[1].keys[:, 0, :, 0]
+    assert keys[0].tolist() == [10, 11, 12, 0, 1, 2, 3, 0, 0]
+    assert keys[1, :5].tolist() == [20, 4, 5, 6, 7]
+    cache.commit(torch.tensor([[0, 3, -1], [0, 1, 3]]), [2, 3])
+    keys = cache.layers[1].keys[:, 0, :, 0]
+    assert cache.lengths == [5, 4]
+    assert keys[0, :5].tolist() == [10, 11, 12, 0, 3]
+    assert keys[1, :4].tolist() == [20, 4, 5, 7]
+
+
+def test_a_path_that_moves_over_itself() -> None:
+    """Nodes 0 1 3 5 7 land on slots 0..4: each target is also a source. What is written must not be read again."""
+    for batch in (1, 2):
+        cache = cache_of(tiny_model("llama"), batch, capacity=20)
+        append(cache, [[9, 9]] * batch)
+        cache.commit_prompt([2] * batch)
+        append(cache, [list(range(8))] * batch)
+        cache.commit(torch.tensor([[0, 1, 3, 5, 7]] * batch), [5] * batch)
+        assert cache.layers[0].keys[batch - 1, 0, :7, 0].tolist() == [9, 9, 0, 1, 3, 5, 7]
+
+
+def test_commit_needs_a_forward() -> None:
+    with pytest.raises(RuntimeError):
+        cache_of(tiny_model("llama"), 1, 4).commit(torch.tensor([[0]]), [1])
+
+
+def test_memory_is_allocated_once_and_grows_by_copying_all_that_was_written() -> None:
+    """Filled to the last slot before it grows: that slot, too, moves along."""
+    cache = cache_of(tiny_model("llama"), 1, capacity=10)
+    append(cache, [[1, 2]])
+    cache.commit_prompt([2])
+    buffer = cache.arenas[0].buffer.data_ptr()
+    for _ in range(4):
+        append(cache, [[1, 2]])
+        cache.commit(torch.tensor([[0, 1]]), [2])
+    assert cache.arenas[0].buffer.data_ptr() == buffer
+    append(cache, [[3]])
+    assert cache.capacity == 11 + GROWTH
+    for layer in cache.layers:
+        assert layer.keys[0, 0, :12, 0].tolist() == [1, 2] * 5 + [3, 0]
+        assert layer.values[0, 0, :12, 0].tolist() == [-1, -2] * 5 + [-3, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_arenas_hold_no_more_than_keys_and_values_of_every_layer(family: str) -> None:
+    """Where keys and values differ in size (MLA) each kind needs room for one of them per layer, not for both."""
+    model = tiny_model(family)
+    cache = cache_of(model, 1, capacity=10)
+    Backbone(model).forward(torch.tensor([[1, 2, 3]]), cache)
+    needed = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert sum(arena.buffer.numel() for arena in cache.arenas) == needed
+
+
+def require_equal_to_a_fresh_prefill(model: Any, cache: TreeCache, texts: list[list[int]]) -> None:
+    """Text written token by token through trees leaves the keys and values of one plain forward over it."""
+    assert cache.lengths == [len(text) for text in texts]
+    for row, text in enumerate(texts):
+        fresh = DynamicCache()  # without the config: no window drops a key
+        model(input_ids=torch.tensor([text]), past_key_values=fresh)
+        for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+            # float64 throughout, but norms and rotary angles are float32 inside transformers, so 1e-7 relative at
+            # best; a key of the wrong token or position differs by more than 0.1.
+            torch.testing.assert_close(ours.keys[row, :, : len(text)], theirs.keys[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours.values[row, :, : len(text)], theirs.values[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 9], [9, 4, 7]], ids=["one row", "even rows", "ragged rows"])
+@pytest.mark.parametrize("family", MODELS)
+@torch.no_grad()
+def test_after_random_steps_the_cache_is_a_fresh_prefill(family: str, lengths: list[int]) -> None:
+    """Eight steps of random trees and paths, over the end of the first allocation, with a row dropped on the way."""
+    rng = random.Random(len(lengths))
+    model = tiny_model(family, dtype=torch.float64)
+    backbone = Backbone(model)
+    texts = [random_ids(length, seed=row) for row, length in enumerate(lengths)]
+    cache = cache_of(model, len(texts), capacity=16)
+    padded = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts])
+    backbone.forward(padded, cache, position_ids=torch.arange(max(lengths)).expand(len(texts), -1))
+    cache.commit_prompt(lengths)
+    for step in range(8):
+        tree = random_tree(10, seed=step)
+        ids = [random_ids(tree.num_nodes, seed=100 * step + row) for row in range(len(texts))]
+        logits = Verifier(backbone, cache, tree)(Draft(torch.tensor(ids), tree)).logits
+        if step in (0, 7):
+            for row, text in enumerate(texts):
+                # Tolerance as above.
+                torch.testing.assert_close(logits[row], path_logits(model, text, ids[row], tree), rtol=1e-4, atol=1e-4)
+        ends = [rng.randrange(tree.num_nodes) for _ in texts]
+        paths = tree.paths[ends]
+        counts = [int(tree.depth[end]) + 1 for end in ends]
+        cache.commit(paths, counts)
+        for row, text in enumerate(texts):
+            text += [ids[row][node] for node in paths[row].tolist() if node >= 0]
+        if step == 4 and len(texts) == 3:
+            cache.select([2, 0])
+            texts = [texts[2], texts[0]]
+    assert cache.capacity > 16, "the first allocation was never outgrown"
+    require_equal_to_a_fresh_prefill(model, cache, texts)
+
+
+@torch.no_grad()
+def test_rows_do_not_see_each_other() -> None:
+    """A row gives bit for bit what it gives beside other neighbours."""
+    model = tiny_model("llama")
+    backbone, tree = Backbone(model), random_tree(6, seed=0)
+
+    def last_logits(neighbour: list[int]) -> torch.Tensor:
+        cache = cache_of(model, 2, capacity=30)
+        backbone.forward(torch.tensor([[1, 2, 3, 0], neighbour]), cache, position_ids=torch.arange(4).expand(2, -1))
+        cache.commit_prompt([3, 4])
+        ids = torch.tensor([random_ids(7), random_ids(7, seed=sum(neighbour))])
+        return Verifier(backbone, cache, tree)(Draft(ids, tree)).logits[0]
+
+    assert torch.equal(last_logits([5, 6, 7, 8]), last_logits([50, 40, 30, 20]))
+
+
+def test_a_tree_cache_says_what_it_cannot_do() -> None:
+    cache = cache_of(tiny_model("llama"), 1, 4)
+    with pytest.raises(RuntimeError, match="crop"):
+        cache.layers[0].crop(-1)
+
+
+@torch.no_grad()
+def test_a_long_chain_is_read_as_plain_text() -> None:
+    """Prefill in pieces: a chain whose nodes are all kept is just text."""
+    model = tiny_model("llama", dtype=torch.float64)
+    backbone, tree, text = Backbone(model), Tree.chain(6), random_ids(3 + 7)
+    cache = cache_of(model, 1, capacity=4)
+    backbone.forward(torch.tensor([text[:3]]), cache, position_ids=torch.arange(3)[None])
+    cache.commit_prompt([3])
+    Verifier(backbone, cache, tree)(Draft(torch.tensor([text[3:]]), tree))
+    cache.commit(tree.paths[-1:], [7])
+    require_equal_to_a_fresh_prefill(model, cache, [text])

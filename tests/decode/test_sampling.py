@@ -1,0 +1,118 @@
+"""decode/sampling.py: target probabilities are transformers' own, to the bit, and so are the draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decode.sampling import Target, most_probable
+from decode.sequences import Request, Sequences
+
+V = 9
+PROCESSORS = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.6)],
+    "top_k": [TopKLogitsWarper(3)],
+    "top_p": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.7)],
+    "penalty": [RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)],
+}
+
+
+def target_of(processors: LogitsProcessorList, do_sample: bool, keep_scores: bool = False, rows: int = 1) -> Target:
+    return Target(requests_of([[1]] * rows, processors, do_sample, keep_scores))
+
+
+def requests_of(
+    prompts: list[list[int]], processors: LogitsProcessorList, do_sample: bool, keep_scores: bool = False
+) -> list[Request]:
+    config = GenerationConfig(do_sample=do_sample, output_scores=keep_scores)
+    return [Request(prompt, processors, StoppingCriteriaList(), config, 5) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_probabilities_are_those_of_the_processors(name: str) -> None:
+    processors = LogitsProcessorList(PROCESSORS[name])
+    prefix, logits = torch.tensor([[1, 2, 3, 1]]), torch.randn(V) * 3
+    expected = processors(prefix, logits[None].clone()).softmax(-1)[0]
+    target = target_of(processors, do_sample=True)
+    assert torch.equal(target.probabilities(0, prefix, logits), expected)
+    assert target.probabilities(0, prefix, logits).dtype == torch.float32
+
+
+def test_logits_are_not_changed() -> None:
+    """A user's processor may write in place; the same logits are read again for another path."""
+
+    def in_place(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.fill_(0)
+
+    logits = torch.randn(V)
+    before = logits.clone()
+    target_of(LogitsProcessorList([in_place]), do_sample=True).probabilities(0, torch.tensor([[1, 2, 1]]), logits)
+    assert torch.equal(logits, before)
+
+
+def test_draws_are_those_of_transformers_for_one_seed() -> None:
+    processors, prefix = LogitsProcessorList(PROCESSORS["top_p"]), torch.tensor([[1, 2]])
+    target = target_of(processors, do_sample=True)
+    logits = torch.randn(20, V)
+    torch.manual_seed(5)
+    ours = [target.draw(0, prefix, row) for row in logits]
+    torch.manual_seed(5)
+    theirs = [int(torch.multinomial(processors(prefix, row[None].clone()).softmax(-1), 1)) for row in logits]
+    assert ours == theirs
+
+
+def test_without_sampling_the_most_probable_token_after_processing() -> None:
+    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(10.0)])
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    target = target_of(penalty, do_sample=False)
+    assert target.draw(0, torch.tensor([[0]]), logits) == 1
+    assert target.draw(0, torch.tensor([[2]]), logits) == 0
+
+
+def test_one_argmax_says_it_all_only_without_processors_samples_and_scores() -> None:
+    none, some = LogitsProcessorList(), LogitsProcessorList(PROCESSORS["top_k"])
+    assert target_of(none, do_sample=False).is_argmax
+    assert not target_of(none, do_sample=True).is_argmax
+    assert not target_of(some, do_sample=False).is_argmax
+    assert not target_of(none, do_sample=False, keep_scores=True).is_argmax
+
+
+def test_kept_scores_are_in_the_order_of_the_draws() -> None:
+    target = target_of(LogitsProcessorList(), do_sample=False, keep_scores=True, rows=8)
+    logits = torch.randn(3, V)
+    for at in (0, 2, 1):
+        target.draw(7, torch.tensor([[1]]), logits[at])
+    assert target.kept is not None
+    assert torch.equal(torch.cat(target.kept[7]), logits[[0, 2, 1]])
+
+
+def test_float64_is_compared_as_float32() -> None:
+    """transformers casts logits to float32 before argmax: a difference below that is a tie, which the first id wins."""
+    logits = torch.tensor([[0.0, 1.0, 1.0 + 1e-12]], dtype=torch.float64)
+    assert most_probable(logits).tolist() == [1]
+    assert logits.argmax(-1).tolist() == [2]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_next_tokens_follow_each_rows_own_text(do_sample: bool) -> None:
+    """A penalty so strong that a row cannot repeat its prompt."""
+    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1e6)])
+    prompts = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    requests = requests_of(prompts, penalty, do_sample)
+    sequences = Sequences(requests, None, torch.device("cpu"))
+    logits = torch.full((2, 8), 9.0)
+    target = Target(requests)
+    both = target.next([0, 1], sequences, logits)
+    assert all(int(token) not in prompt for token, prompt in zip(both, prompts, strict=True))
+    assert int(target.next([1], sequences, logits[1:])) not in prompts[1]

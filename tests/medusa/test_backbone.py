@@ -1,0 +1,215 @@
+"""medusa/backbone.py: hidden states and logits of stock models, who is refused, and who is recognised."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from medusa import RequestError
+from medusa.backbone import Backbone, differs, fingerprint, load_backbone, load_config, require_tree_support
+from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_ids, refused_model, tiny_model
+
+SPLITS = {family: family not in ("gemma2", "cohere", "llama4_text") for family in FAMILIES}
+IDS = torch.tensor([random_ids(9), random_ids(9, seed=1)])
+
+
+def head_input(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the LM head reads, seen from outside."""
+    seen: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(input_ids=ids, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_fast_and_whole_path_are_the_model(family: str) -> None:
+    """Models that cap or scale in between run whole; either way logits and hidden states are the model's own bits."""
+    model = tiny_model(family)
+    backbone = Backbone(model)
+    assert backbone.splits == SPLITS[family]
+    hidden, logits = backbone.forward(IDS, DynamicCache())
+    assert torch.equal(logits, model(input_ids=IDS, past_key_values=DynamicCache()).logits)
+    assert torch.equal(hidden, head_input(model, IDS))
+    assert torch.equal(backbone.hidden_states(IDS, use_cache=False), hidden)
+    assert (backbone.hidden_size, backbone.vocab_size, backbone.context) == (HIDDEN, VOCAB, 128)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.no_grad()
+def test_only_the_last_position_of_each_row_is_read(family: str) -> None:
+    backbone = Backbone(tiny_model(family))
+    everything = backbone.forward(IDS, DynamicCache())
+    last = backbone.forward(IDS, DynamicCache(), last=torch.tensor([8, 3]))
+    assert last.logits.shape == (2, VOCAB)
+    for row, position in enumerate((8, 3)):
+        assert torch.equal(last.hidden[row], everything.hidden[row, position])
+        # One row instead of nine through the LM head: sums of 32 products in another order.
+        torch.testing.assert_close(last.logits[row], everything.logits[row, position], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere"])
+@torch.no_grad()
+def test_caps_and_scales_keep_the_order_of_the_lm_head(family: str) -> None:
+    """So heads that share the LM head may be read without them."""
+    backbone = Backbone(tiny_model(family))
+    hidden, logits = backbone.forward(IDS, DynamicCache())
+    assert not torch.equal(backbone.lm_head(hidden), logits)
+    assert torch.equal(backbone.lm_head(hidden).argmax(-1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_nothing_is_left_on_the_model(family: str) -> None:
+    model = tiny_model(family)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    backbone = Backbone(model)
+    backbone.forward(IDS, DynamicCache())
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert not model.get_output_embeddings()._forward_pre_hooks
+
+
+def test_the_hook_is_removed_when_the_forward_fails() -> None:
+    backbone = Backbone(tiny_model("gemma2"))
+    with pytest.raises(IndexError):
+        backbone.forward(torch.tensor([[VOCAB]]), DynamicCache())
+    assert not backbone.head._forward_pre_hooks
+
+
+def test_a_model_is_tried_only_once() -> None:
+    """Each request makes a Backbone; the two forwards of the trial belong to the first."""
+    model, forwards = tiny_model("llama"), []
+    model.model.register_forward_hook(lambda *args: forwards.append(1))
+    Backbone(model)
+    assert len(forwards) == 2
+    assert Backbone(model).splits
+    assert len(forwards) == 2
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    """A toolkit that keeps every model it has seen keeps gigabytes."""
+    model = tiny_model("llama")
+    gone = weakref.ref(model)
+    Backbone(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_replaced_lm_head_is_noticed() -> None:
+    """`resize_token_embeddings`, adapters and quantisation put another module in its place."""
+    model = tiny_model("llama")
+    Backbone(model)
+    model.resize_token_embeddings(VOCAB + 8)
+    assert Backbone(model).head is model.get_output_embeddings()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_cannot_hold_a_tree_are_refused_by_name(family: str) -> None:
+    model = refused_model(family)
+    with pytest.raises(RequestError) as error:
+        require_tree_support(model)
+    assert type(model).__name__ in str(error.value)
+    assert family in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention", "paged|eager"])
+def test_attention_that_takes_no_mask_is_refused(attention: str) -> None:
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = attention
+    with pytest.raises(RequestError, match="sdpa"):
+        require_tree_support(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_models_are_not_refused(family: str) -> None:
+    require_tree_support(tiny_model(family))
+
+
+def test_fingerprint_survives_a_change_of_dtype_and_tells_models_apart() -> None:
+    model = tiny_model("llama")
+    known = fingerprint(model)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert not differs(tiny_model("llama").to(dtype), known), dtype
+    assert differs(tiny_model("llama", seed=1), known)
+    assert differs(tiny_model("mistral", num_hidden_layers=3), known)
+    assert not differs(model, {})
+    half = fingerprint(tiny_model("llama").to(torch.bfloat16))
+    assert not differs(model, half)
+    assert half["dtype"] == "bfloat16"
+
+
+def test_fingerprint_is_made_of_plain_json() -> None:
+    import json
+
+    known = fingerprint(tiny_model("llama"), "org/name", "main")
+    assert json.loads(json.dumps(known)) == known
+    assert (known["name"], known["architecture"]) == ("org/name", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("change", [0.02, 0.1])
+def test_a_fine_tuned_relative_is_told_apart(change: float) -> None:
+    """Its weights have moved by a few per cent, more than any rounding (bfloat16: 0.4 %)."""
+    model = tiny_model("llama", initializer_range=0.02)
+    known = fingerprint(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + change * torch.randn_like(parameter))
+    assert differs(model, known)
+
+
+def test_loading(tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    loaded = load_backbone(str(tmp_path))
+    assert loaded.tokenizer is None
+    assert loaded.model.dtype == torch.float32
+    assert torch.equal(loaded.model(IDS).logits, model(IDS).logits)
+    assert load_backbone(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16
+    assert load_backbone(str(tmp_path), attention="eager").model.config._attn_implementation == "eager"
+    assert load_config(str(tmp_path)).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    "request_", [{"dtype": "int4"}, {"device": "toaster"}, {"device": "cuda"}, {"attention": "telepathy"}]
+)
+def test_bad_requests_are_refused_in_one_line(tmp_path: Any, request_: dict) -> None:
+    if request_.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(RequestError) as error:
+        load_backbone(str(tmp_path), **request_)
+    assert next(iter(request_.values())) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"model_type": "llama"}', '{"model_type": "nonsense"}'])
+def test_no_backbone_there(tmp_path: Any, content: str | None) -> None:
+    folder = tmp_path / "absent"
+    if content is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+    with pytest.raises(RequestError) as error:
+        load_backbone(str(folder))
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_weights_are_refused(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(RequestError, match="no backbone at"):
+        load_backbone(str(tmp_path))
+
+
+def test_common_settings_are_not_eos_by_accident() -> None:
+    """No test may end early because a random model hits an id that some default config calls EOS."""
+    assert COMMON["eos_token_id"] is None
+    assert all(tiny_model(family).generation_config.eos_token_id is None for family in FAMILIES)

@@ -1,0 +1,330 @@
+"""Prompts and training text in every form that the interface names, and errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa.errors import RequestError
+from medusa.records import DOCUMENT_SEPARATOR, Record, prompt_ids, read_records
+
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    return str(path)
+
+
+def read(path: Path, content: str | bytes, **kwargs: Any) -> list[Record]:
+    return list(read_records(write(path, content), **kwargs))
+
+
+def only(path: Path, row: Any) -> Record:
+    (record,) = read(path, json.dumps(row))
+    return record
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Path:
+    return tmp_path / "some.jsonl"
+
+
+# --- forms of a line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "is_prompt"),
+    [
+        ({"prompt": "a"}, "a", True),
+        ({"text": "a"}, "a", False),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "x"}, "def f():", True),
+        ({"question": "1 + 1?", "answer": "2"}, "1 + 1?", True),
+    ],
+    ids=["prompt", "text", "HumanEval", "GSM8K"],
+)
+def test_texts(line: Path, row: dict[str, Any], text: str, is_prompt: bool) -> None:
+    record = only(line, row)
+    assert (record.text, record.is_prompt, record.where) == (text, is_prompt, f"{line}:1")
+    assert record.input_ids is None
+    assert record.messages is None
+
+
+def test_ids(line: Path) -> None:
+    record = only(line, {"input_ids": [5, 0, 7]})
+    assert (record.input_ids, record.prompt_tokens) == ([5, 0, 7], 0)
+
+
+def test_ids_of_which_the_first_are_a_prompts(line: Path) -> None:
+    assert only(line, {"input_ids": [5, 0, 7], "prompt_tokens": 2, "answer": "x"}).prompt_tokens == 2
+
+
+def test_messages(line: Path) -> None:
+    assert only(line, {"messages": [USER, ASSISTANT]}).messages == [USER, ASSISTANT]
+
+
+def test_sharegpt(line: Path) -> None:
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    assert only(line, {"conversations": turns}).messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
+
+
+def test_mt_bench_gives_its_first_turn(line: Path) -> None:
+    record = only(line, {"question_id": 81, "category": "writing", "turns": ["hi", "and then?"]})
+    assert (record.messages, record.is_prompt, record.category) == ([USER], True, "writing")
+
+
+def test_a_category_is_kept(line: Path) -> None:
+    assert only(line, {"prompt": "a", "category": 7}).category == "7"
+    assert only(line, {"prompt": "a"}).category is None
+
+
+# --- forms of a file -------------------------------------------------------------------------------------------------
+
+
+def test_blank_lines_count_as_lines_but_hold_nothing(line: Path) -> None:
+    records = read(line, '{"text": "a"}\n\n  \n{"text": "b"}')
+    assert [(record.text, record.where) for record in records] == [("a", f"{line}:1"), ("b", f"{line}:4")]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    content = {"a.jsonl": '{"prompt": "a"}', "a.json": '[{"prompt": "a"}]', "a.txt": "a"}[name]
+    assert [record.text for record in read(tmp_path / name, b"\xef\xbb\xbf" + content.encode())] == ["a"]
+
+
+def test_windows_line_ends(line: Path) -> None:
+    assert [record.text for record in read(line, b'{"text": "a"}\r\n{"text": "b"}\r\n')] == ["a", "b"]
+
+
+@pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
+def test_only_a_newline_ends_a_json_line(line: Path, letter: str) -> None:
+    """JSON may hold Unicode's other line ends as they are, and `medusa distill` writes them so."""
+    records = read(line, json.dumps({"text": f"a{letter}b"}, ensure_ascii=False) + '\n{"text": "c"}\n')
+    assert [record.text for record in records] == [f"a{letter}b", "c"]
+
+
+def test_a_json_file_is_an_array_of_records(tmp_path: Path) -> None:
+    records = read(tmp_path / "a.json", '[{"prompt": "a"},\n {"input_ids": [1]}]')
+    assert [record.where for record in records] == [f"{tmp_path / 'a.json'}, record {n}" for n in (1, 2)]
+    assert (records[0].text, records[1].input_ids) == ("a", [1])
+
+
+def test_a_text_file_of_prompts_holds_one_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    records = read(path, "first\n\nsecond\n")
+    assert [(r.text, r.where, r.is_prompt) for r in records] == [
+        ("first", f"{path}:1", True),
+        ("second", f"{path}:3", True),
+    ]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_text_file_of_documents_is_cut_at_the_separator(tmp_path: Path, end: str) -> None:
+    lines = ["one", "two", DOCUMENT_SEPARATOR, "three", DOCUMENT_SEPARATOR + " ", "", DOCUMENT_SEPARATOR, ""]
+    records = read(tmp_path / "a.txt", end.join(lines).encode(), separator=DOCUMENT_SEPARATOR)
+    assert [record.text for record in records] == ["one\ntwo", "three"]
+    assert not any(record.is_prompt for record in records)
+    assert not any(DOCUMENT_SEPARATOR in (record.text or "") for record in records)
+
+
+def test_any_line_can_separate_documents(tmp_path: Path) -> None:
+    records = read(tmp_path / "a.txt", "a.b\n***\nc *** d\n", separator="***")
+    assert [record.text for record in records] == ["a.b", "c *** d"], "a line of its own, and no regular expression"
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [
+        {"prompt": "a", "input_ids": None, "messages": None, "category": "x"},
+        {"prompt": None, "input_ids": [1, 2], "messages": None, "category": None},
+        {"prompt": None, "input_ids": None, "messages": [USER, ASSISTANT], "category": None},
+    ]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    records = list(read_records(str(path)))
+    assert (records[0].text, records[0].category) == ("a", "x")
+    assert records[1].input_ids == [1, 2]
+    assert records[2].messages == [USER, ASSISTANT]
+    assert [record.where for record in records] == [f"{path}, row {n}" for n in (1, 2, 3)]
+
+
+def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "b.jsonl", '{"text": "b"}')
+    write(tmp_path / "a.json", '[{"text": "a"}]')
+    write(tmp_path / "sub" / "c.txt", "c")
+    write(tmp_path / "notes.md", "not data")
+    assert [record.text for record in read_records(str(tmp_path))] == ["a", "b", "c"]
+
+
+def test_a_folder_that_distill_wrote_is_data(tmp_path: Path) -> None:
+    """Beside `own.jsonl` lies `own.settings.json`, which says how it was made and holds no record."""
+    write(tmp_path / "own.jsonl", '{"input_ids": [1, 2, 3], "prompt_tokens": 1}\n')
+    write(tmp_path / "own.settings.json", '{"max_new_tokens": 2}')
+    assert [record.input_ids for record in read_records(str(tmp_path))] == [[1, 2, 3]]
+
+
+def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def load(name: str, **kwargs: Any) -> Iterator[dict[str, Any]]:
+        asked.update(kwargs, name=name)
+        return iter([{"prompt": "a"}, {"prompt": "b"}])
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    records = read_records("org/questions", split="test")
+    assert next(records).where == "org/questions, row 1"
+    assert asked == {"name": "org/questions", "split": "test", "streaming": True}
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"story": "a"}, "none of prompt"),
+        ({}, "none of prompt"),
+        ([1, 2], "a JSON object, not list"),
+        ("text", "a JSON object, not str"),
+        ({"prompt": 5}, "prompt"),
+        ({"input_ids": "1 2"}, "input_ids"),
+        ({"input_ids": [1.5]}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [1, 2], "prompt_tokens": "two"}, "prompt_tokens"),
+        ({"input_ids": [1, 2], "prompt_tokens": -1}, "prompt_tokens"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages"),
+        ({"conversations": [{"from": "alien", "value": "hi"}]}, "human"),
+        ({"conversations": [{"from": "human"}]}, "value"),
+        ({"conversations": 5}, "conversations"),
+        ({"turns": 5}, "turns"),
+        ({"turns": "hi"}, "turns"),
+    ],
+)
+def test_a_record_of_another_form_is_named_by_line(line: Path, row: Any, said: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(line, '{"text": "fine"}\n' + json.dumps(row) + "\n")
+    assert str(refusal.value).startswith(f"{line}:2: ")
+    assert said in str(refusal.value)
+
+
+def test_broken_json_is_named_by_line(line: Path) -> None:
+    with pytest.raises(RequestError, match=r"some\.jsonl:3: not JSON"):
+        read(line, '{"text": "a"}\n\n{"text": "b"\n')
+
+
+def test_broken_json_in_an_array_is_named_by_line(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"a\.json:3: not JSON"):
+        read(tmp_path / "a.json", '[\n{"text": "a"},\n{"text" "b"}\n]')
+
+
+def test_a_json_file_without_an_array_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"a\.json must hold a JSON array"):
+        read(tmp_path / "a.json", '{"text": "a"}')
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_text_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError, match=rf"{name} is not UTF-8 \(byte 3\)"):
+        read(tmp_path / name, "abcé".encode("latin-1"))
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(RequestError, match=r"a\.parquet"):
+        read(tmp_path / "a.parquet", b"PAR1 and then nothing")
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.txt", "\n \n"), ("a.json", "[]")])
+def test_an_empty_file_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    with pytest.raises(RequestError, match=rf"{name} is empty"):
+        read(tmp_path / name, content)
+
+
+def test_a_folder_without_data_is_refused_with_the_known_kinds(tmp_path: Path) -> None:
+    write(tmp_path / "notes.md", "x")
+    with pytest.raises(RequestError, match=r"holds no data; files end in \.jsonl"):
+        list(read_records(str(tmp_path)))
+
+
+def test_a_file_of_another_kind_is_refused_with_the_known_kinds(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"a\.csv: files end in \.jsonl"):
+        read(tmp_path / "a.csv", "x")
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent", "no/such/folder/absent.txt"])
+def test_a_missing_file_is_refused_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: pytest.fail("the Hub was asked"))
+    with pytest.raises(RequestError, match="absent"):
+        list(read_records(str(tmp_path / name)))
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no network\nand more")
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(RequestError, match=r"org/absent: neither a file nor a dataset on the Hub .*no network"):
+        list(read_records("org/absent"))
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompts_ids(tokenizer: Any) -> None:
+    assert prompt_ids(Record("here", text="abc"), tokenizer) == [0, 1, 2]
+    assert prompt_ids(Record("here", input_ids=[9, 8]), None) == [9, 8]
+
+
+def test_of_distilled_text_only_the_prompt_is_continued() -> None:
+    assert prompt_ids(Record("here", input_ids=[9, 8, 7], prompt_tokens=2), None) == [9, 8]
+
+
+def test_a_conversation_goes_on_where_the_assistant_speaks_next(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
+    )
+    for messages in ([USER], [USER, ASSISTANT]):
+        assert tokenizer.decode(prompt_ids(Record("here", messages=messages), tokenizer)) == "uhia"
+    longer = [USER, ASSISTANT, {"role": "user", "content": "so"}]
+    assert tokenizer.decode(prompt_ids(Record("here", messages=longer), tokenizer)) == "uhiahellousoa"
+
+
+def test_a_question_to_a_base_model_is_its_text(tokenizer: Any) -> None:
+    assert tokenizer.decode(prompt_ids(Record("here", messages=[USER], is_prompt=True), tokenizer)) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (Record("f.jsonl:3", text=""), "empty"),
+        (Record("f.jsonl:3", input_ids=[]), "empty"),
+        (Record("f.jsonl:3", messages=[USER, ASSISTANT]), "chat template"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_named_by_line(tokenizer: Any, record: Record, said: str) -> None:
+    with pytest.raises(RequestError, match=rf"f\.jsonl:3: .*{said}"):
+        prompt_ids(record, tokenizer)
+
+
+def test_a_text_without_a_tokenizer_is_named_by_line() -> None:
+    with pytest.raises(RequestError, match=r"f\.jsonl:3: .*no tokenizer"):
+        prompt_ids(Record("f.jsonl:3", text="a"), None)
+
+
+def test_a_template_that_refuses_a_prompt_is_named_by_line(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
+    with pytest.raises(RequestError, match=r"f\.jsonl:3: .*only two roles"):
+        prompt_ids(Record("f.jsonl:3", messages=[USER]), tokenizer)

@@ -1,0 +1,548 @@
+"""Decoding with trees changes nothing: the text is that of `model.generate`, token for token, in the steps foreseen.
+
+Drafts come from random heads, or from a `ScriptedDrafter` that is right about as many tokens as its script says: no
+trained weights are needed to take every path through the loop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from decode import generate, steps
+from medusa import Tree
+from tests.helpers import (
+    FAMILIES,
+    LETTERS,
+    VOCAB,
+    ScriptedDrafter,
+    decode_with,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    tiny_model,
+)
+
+TREES = {
+    "random": random_tree(15, seed=1),
+    "chain": Tree.chain(4),
+    "wide": Tree.top_k([20, 2]),
+    "deep": Tree.from_paths([[0] * d for d in range(1, 6)] + [[0] * d + [1] for d in range(5)]),
+    "root alone": Tree.chain(0),
+}
+NEW = 24
+
+
+def scripted(
+    model: Any, prompt: list[int], tree: Tree, script: Any, new: int = NEW, seed: int = 0, **kwargs: Any
+) -> tuple[Any, list[Any], list[int]]:
+    """Decode one prompt with a drafter that knows the plain text; returns session, steps and the plain text."""
+    text = plain(model, prompt, max_new_tokens=new, **kwargs)
+    drafter = ScriptedDrafter(tree, [text], script, seed=seed)
+    session, taken = decode_with(model, drafter, [prompt], max_new_tokens=new, **{"do_sample": False} | kwargs)
+    return session, taken, text
+
+
+def ids_of(taken: list[Any], row: int = 0) -> list[int]:
+    return [token for step in taken for token in step.ids.get(row, [])]
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
+    """Right about a random number of tokens in every step, at random places of the tree."""
+    model, tree, rng = tiny_model(family, dtype=dtype), TREES[name], random.Random(0)
+    session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=40)
+    assert session.sequences.new_ids[0] == text
+    assert ids_of(taken) == text
+    if tree.max_depth > 1:
+        assert len({step.lengths[0] for step in taken}) > 1, "all steps were alike: no power"
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_with_random_heads(llama: Any, seed: int, block: str, lm_head: str) -> None:
+    heads = random_heads(llama, 5, seed, block=block, lm_head=lm_head)
+    prompt = random_ids(5 + 3 * seed, seed)
+    ids = torch.tensor([prompt])
+    for tree in (*TREES.values(), random_tree(20, seed + 10)):
+        out = generate(llama, heads, ids, tree=tree, max_new_tokens=NEW, do_sample=False)
+        assert out[0, len(prompt) :].tolist() == plain(llama, prompt, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("right", range(5))
+def test_a_drafter_right_n_times_takes_exactly_the_steps_foreseen(llama: Any, right: int) -> None:
+    """Each step writes the root and n drafted tokens, so 24 tokens need ceil(24 / (n + 1)) of them."""
+    session, taken, text = scripted(llama, random_ids(6), TREES["chain"], lambda step: right)
+    assert ids_of(taken) == text
+    assert len(taken) == -(-NEW // (right + 1))
+    assert all(step.lengths[0] == right + 1 for step in taken[:-1])
+    assert session.sequences.finish_reason == ["length"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
+    """Random trees, a random script: every uncut length is 1 + what the drafter was right about."""
+    rng, tree = random.Random(seed), random_tree(12, seed)
+    script = [rng.randint(0, tree.max_depth) for _ in range(NEW)]
+    _, taken, text = scripted(llama, random_ids(4, seed), tree, script.__getitem__, seed=seed)
+    written = 0
+    for step, right in zip(taken, script, strict=False):
+        left = NEW - written
+        # The drafter knows no token beyond the text's end; a last root needs no forward.
+        assert step.lengths[0] == (1 if left == 1 else 1 + min(right, left - 1))
+        assert len(step.ids[0]) == min(1 + right, left)
+        written += len(step.ids[0])
+    assert written == NEW == len(text)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_relabelled_vocabulary_gives_the_relabelled_text(seed: int) -> None:
+    """Token ids mean nothing to a model: with permuted embedding and LM head rows the text is the permuted one.
+
+    The original failed here wherever token 0 was an ordinary word (docs/original D1), so 0 is in the text on purpose.
+    """
+    model, other = tiny_model("llama"), tiny_model("llama")
+    prompt = random_ids(6, seed)
+    often = Counter(plain(model, prompt, max_new_tokens=NEW)).most_common(1)[0][0]
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).tolist()
+    at = order.index(0)  # `often` becomes 0
+    order[at], order[often] = order[often], order[at]
+    new_of = torch.tensor(order)
+    assert order[often] == 0
+    with torch.no_grad():
+        other.get_input_embeddings().weight[new_of] = model.get_input_embeddings().weight
+        other.get_output_embeddings().weight[new_of] = model.get_output_embeddings().weight
+    for name, tree in TREES.items():
+        rng = random.Random(seed)
+        script = [rng.randint(0, tree.max_depth) for _ in range(NEW)]
+        _, plain_steps, text = scripted(model, prompt, tree, script.__getitem__)
+        _, taken, relabelled = scripted(other, new_of[prompt].tolist(), tree, script.__getitem__, seed=1)
+        assert relabelled == new_of[text].tolist()
+        assert 0 in relabelled
+        assert ids_of(taken) == relabelled, name
+        assert [step.lengths for step in taken] == [step.lengths for step in plain_steps], name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[3], [9, 36]]},
+        {"min_new_tokens": 12, "eos_token_id": 9},
+        {"forced_eos_token_id": 5, "eos_token_id": 5},
+        {"suppress_tokens": [9, 36], "begin_suppress_tokens": [1]},
+        {"exponential_decay_length_penalty": (4, 1.2), "eos_token_id": 7},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_greedy_with_processors(llama: Any, options: dict) -> None:
+    """Each node is judged with its own path as the prefix, as in plain decoding."""
+    for seed in range(3):
+        prompt = random_ids(8, seed)
+        session, taken, text = scripted(llama, prompt, TREES["random"], lambda step: step % 4, **options)
+        assert session.sequences.new_ids[0] == text == ids_of(taken)
+
+
+# Sampling
+
+SAMPLING = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 2.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "repetition": {"repetition_penalty": 1.6},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 10, "eos_token_id": list(range(20))},
+    "bad_words": {"bad_words_ids": [[3], [9, 36]]},
+    "all": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
+def test_one_seed_gives_the_text_of_plain_sampling(llama: Any, options: dict) -> None:
+    """One draw per token, in order: not only the distribution but the very sample is that of `model.generate`."""
+    options = {"do_sample": True, "top_k": 0} | options
+    for seed in range(4):
+        prompt = random_ids(6, seed)
+        torch.manual_seed(seed)
+        text = plain(llama, prompt, max_new_tokens=NEW, **options)
+        drafter = ScriptedDrafter(TREES["random"], [text], lambda step: step % 4, seed=seed)
+        torch.manual_seed(seed)
+        session, taken = decode_with(llama, drafter, [prompt], max_new_tokens=NEW, **options)
+        assert ids_of(taken) == text == session.sequences.new_ids[0]
+        assert len(taken) < len(text) or len(text) == 1, "nothing was accepted: no power"
+
+
+def test_one_seed_through_the_front_door(llama: Any) -> None:
+    heads, ids = random_heads(llama), torch.tensor([random_ids(5)])
+    options = {"do_sample": True, "temperature": 0.5, "max_new_tokens": NEW}
+    torch.manual_seed(11)
+    theirs = llama.generate(ids, **options)
+    torch.manual_seed(11)
+    assert torch.equal(generate(llama, heads, ids, tree=TREES["wide"], **options), theirs)
+
+
+def test_sampled_texts_have_the_models_distribution() -> None:
+    """End to end: all texts of three tokens over seven words against the products of the model's probabilities.
+
+    5000 rows of one batch; chi-square, cells that expect fewer than five pooled; a right sampler fails with
+    probability 1e-5.
+    """
+    words, rows, prompt = 7, 5000, [1, 2, 3]
+    model = tiny_model("llama", vocab_size=words, initializer_range=0.15)
+    heads = random_heads(model, 2)
+
+    def p(texts: list[list[int]]) -> torch.Tensor:
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor(texts)).logits[:, -1].double() / 0.8
+        return scores.masked_fill(scores < scores.topk(5).values[:, -1:], -torch.inf).softmax(-1)
+
+    expected = {(): 1.0}
+    for _ in range(3):
+        table = p([prompt + list(text) for text in expected])
+        expected = {
+            (*text, word): chance * float(table[index, word])
+            for index, (text, chance) in enumerate(expected.items())
+            for word in range(words)
+            if table[index, word] > 0
+        }
+    torch.manual_seed(0)
+    out = generate(
+        model,
+        heads,
+        torch.tensor([prompt]),
+        tree=Tree.top_k([3, 2]),
+        num_return_sequences=rows,
+        do_sample=True,
+        temperature=0.8,
+        top_k=5,
+        max_new_tokens=3,
+    )
+    counts = Counter(map(tuple, out[:, len(prompt) :].tolist()))
+    assert set(counts) <= set(expected)
+    large = [text for text, chance in expected.items() if chance * rows >= 5]
+    observed, wanted = [counts[text] for text in large], [expected[text] * rows for text in large]
+    observed.append(rows - sum(observed))
+    wanted.append(rows - sum(wanted))
+    assert len(large) > 40
+    assert stats.chisquare(observed, wanted).pvalue > 1e-5
+
+
+# Batches
+
+PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(6, seed=3)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"])
+def test_each_row_of_a_ragged_batch_gives_what_it_gives_alone(family: str) -> None:
+    model, tree, rng = tiny_model(family), TREES["random"], random.Random(0)
+    texts = [plain(model, prompt, max_new_tokens=30) for prompt in PROMPTS]
+    drafter = ScriptedDrafter(tree, texts, lambda step: rng.randint(0, 4))
+    session, taken = decode_with(model, drafter, max_new_tokens=30, do_sample=False, **left_padded(PROMPTS))
+    assert session.sequences.new_ids == texts
+    assert [ids_of(taken, row) for row in range(3)] == texts
+
+
+def test_rows_end_for_reasons_of_their_own(llama: Any) -> None:
+    """One row meets an EOS, later another does, the third runs to the end; ended rows take part in no step."""
+    texts = [plain(llama, prompt, max_new_tokens=30) for prompt in PROMPTS]
+    eos = [texts[0][4], texts[1][13]]
+    texts = [plain(llama, prompt, max_new_tokens=30, eos_token_id=eos) for prompt in PROMPTS]
+    assert len(set(map(len, texts))) > 1
+    drafter = ScriptedDrafter(TREES["random"], texts, lambda step: step % 4)
+    session, taken = decode_with(
+        llama, drafter, max_new_tokens=30, do_sample=False, eos_token_id=eos, **left_padded(PROMPTS)
+    )
+    assert session.sequences.new_ids == texts
+    for row, text in enumerate(texts):
+        assert session.sequences.finish_reason[row] == ("eos" if text[-1] in eos else "length")
+        took_part = [row in step.ids for step in taken]
+        assert took_part == sorted(took_part, reverse=True), "a row that has ended came back"
+        assert all(step.ids[row] for step in taken if row in step.ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 2, "eos_token_id": list(range(0, 61, 2))},
+        {"min_length": 12, "eos_token_id": list(range(0, 61, 2))},
+        {"forced_eos_token_id": 5, "eos_token_id": 5},
+        {"begin_suppress_tokens": list(range(40))},
+        {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 7},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_processors_see_each_row_of_a_ragged_batch_as_if_alone(llama: Any, options: dict) -> None:
+    """Some processors count from the prompt's end, which in a padded batch lies elsewhere than in the row itself."""
+    heads = random_heads(llama)
+    options = options | {"do_sample": False, "max_new_tokens": 20}
+    taken = list(steps(llama, heads, tree=TREES["wide"], **left_padded(PROMPTS), **options))
+    for row, prompt in enumerate(PROMPTS):
+        assert ids_of(taken, row) == plain(llama, prompt, **options), f"row {row} of {len(prompt)} tokens"
+
+
+def test_a_padded_row_alone_is_penalised_for_its_whole_prompt(llama: Any) -> None:
+    """transformers tells the repetition penalty where the padding ends; without padding that place is the text's."""
+    options = {"repetition_penalty": 3.0, "do_sample": False, "max_new_tokens": 12}
+    for seed in range(4):
+        prompt = random_ids(6, seed)
+        padded = {"input_ids": torch.tensor([[0] * 5 + prompt]), "attention_mask": torch.tensor([[0] * 5 + [1] * 6])}
+        taken = list(steps(llama, random_heads(llama), tree=TREES["wide"], **padded, **options))
+        assert ids_of(taken) == plain(llama, prompt, **options)
+
+
+def test_a_constraint_is_told_its_row(llama: Any) -> None:
+    """`prefix_allowed_tokens_fn(batch_id, ids)` may allow each prompt something else."""
+
+    def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
+        return list(range(20 * batch_id, 20 * batch_id + 20))
+
+    batch = torch.tensor([random_ids(5, seed=row) for row in range(3)])
+    options = {"prefix_allowed_tokens_fn": allowed, "do_sample": False, "max_new_tokens": 8}
+    expected = llama.generate(batch, **options)
+    assert torch.equal(generate(llama, random_heads(llama), batch, **options), expected)
+
+
+@torch.no_grad()
+def test_the_drafter_is_given_the_hidden_state_before_each_root() -> None:
+    """Heads read where the path ended (algorithms E.9.5). Another node's state changes no text, only wastes drafts, so
+    nothing else here would notice. Ragged rows, of which one ends early.
+    """
+    model = tiny_model("llama", dtype=torch.float64)
+    texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    seen: list[tuple[int, int, torch.Tensor]] = []
+
+    class Watching(ScriptedDrafter):
+        def propose(self, frontier: Any) -> Any:
+            live = [row for row, reason in enumerate(self.sequences.finish_reason) if reason is None]
+            for index, row in enumerate(live):
+                seen.append((row, len(self.sequences.new_ids[row]), frontier.hidden[index].clone()))
+            return super().propose(frontier)
+
+    drafter = Watching(TREES["random"], texts, lambda step: step % 4)
+    eos = next(token for token in texts[1][5:] if token not in texts[0] + texts[2])
+    decode_with(model, drafter, max_new_tokens=NEW, eos_token_id=eos, do_sample=False, **left_padded(PROMPTS))
+    hidden = [model.model(torch.tensor([p + t])).last_hidden_state[0] for p, t in zip(PROMPTS, texts, strict=True)]
+    assert len(seen) > 15
+    for row, written, state in seen:
+        # float64, but norms are float32 inside transformers: 1e-6; another position's state differs by order 1.
+        before_root = len(PROMPTS[row]) + written - 2
+        torch.testing.assert_close(state, hidden[row][before_root], rtol=1e-4, atol=1e-4)
+
+
+# Ends
+
+
+def first_at(text: list[int], at: int) -> bool:
+    """Whether the token at `at` has not been there before."""
+    return text[at] not in text[:at]
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 4])
+def test_eos_anywhere_in_a_path_ends_the_text_there(llama: Any, right: int) -> None:
+    """The original kept up to four tokens behind it (D7). EOS is the last token given; lengths stay uncut."""
+    prompt = random_ids(6)
+    free = plain(llama, prompt, max_new_tokens=NEW)
+    places = [at for at in range(NEW) if first_at(free, at)]
+    assert {0, 1, 2} <= set(places)
+    assert len({at % 5 for at in places}) == 5, "an EOS at every place of a step of five"
+    for at in places:
+        eos = [free[at], *({free[-1]} - set(free[:at]))]
+        text = plain(llama, prompt, max_new_tokens=NEW, eos_token_id=eos)
+        assert text == free[: at + 1]
+        drafter = ScriptedDrafter(TREES["chain"], [free], lambda step: right)
+        session, taken = decode_with(llama, drafter, [prompt], max_new_tokens=NEW, do_sample=False, eos_token_id=eos)
+        assert session.sequences.new_ids[0] == ids_of(taken) == text
+        assert session.sequences.finish_reason == ["eos"]
+        assert len(taken) == -(-len(text) // (right + 1))
+
+
+def test_several_eos_of_the_models_own_generation_config(llama: Any) -> None:
+    prompt = random_ids(6)
+    free = plain(llama, prompt, max_new_tokens=NEW)
+    late, early = [at for at in range(3, NEW) if first_at(free, at)][:2][::-1]
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig(eos_token_id=[free[late], free[early]], max_new_tokens=20)
+    out = generate(model, random_heads(model), torch.tensor([prompt]), do_sample=False)
+    assert out[0, len(prompt) :].tolist() == free[: early + 1]
+    assert torch.equal(out, model.generate(torch.tensor([prompt]), do_sample=False))
+
+
+@pytest.mark.parametrize("new", range(1, 12))
+def test_max_new_tokens_anywhere_in_a_path(llama: Any, new: int) -> None:
+    prompt = random_ids(6)
+    free = plain(llama, prompt, max_new_tokens=NEW)
+    drafter = ScriptedDrafter(TREES["chain"], [free], lambda step: 4)  # always right about 4
+    session, taken = decode_with(llama, drafter, [prompt], max_new_tokens=new, do_sample=False)
+    assert session.sequences.new_ids[0] == ids_of(taken) == free[:new]
+    assert len(taken) == -(-new // 5)
+    assert [step.lengths[0] for step in taken[:-1]] == [5] * (len(taken) - 1)
+    assert taken[-1].lengths[0] == (1 if new % 5 == 1 else 5), "uncut, unless a last root needed no forward"
+
+
+@pytest.mark.parametrize("right", [0, 1, 4])
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_stop_strings_over_one_or_several_tokens(llama: Any, tokenizer: Any, words: int, right: int) -> None:
+    prompt = random_ids(6)
+    free = plain(llama, prompt, max_new_tokens=NEW)
+    for at in (2, 7, 11):
+        stop = "".join(LETTERS[token] for token in free[at : at + words])
+        options = {"stop_strings": [stop, "nowhere"], "tokenizer": tokenizer, "max_new_tokens": NEW}
+        text = plain(llama, prompt, **options)
+        assert len(text) < NEW
+        drafter = ScriptedDrafter(TREES["chain"], [free], lambda step: right)
+        session, taken = decode_with(llama, drafter, [prompt], do_sample=False, **options)
+        assert session.sequences.new_ids[0] == ids_of(taken) == text
+        assert session.sequences.finish_reason == ["stop"]
+
+
+def test_a_users_own_criterion_sees_one_token_more_at_a_time(llama: Any) -> None:
+    seen: list[int] = []
+
+    def criterion(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(ids.shape[1])
+        return torch.tensor([ids.shape[1] >= 6 + 13])
+
+    prompt = random_ids(6)
+    free = plain(llama, prompt, max_new_tokens=NEW)
+    drafter = ScriptedDrafter(TREES["chain"], [free], lambda step: 3)
+    options = {"max_new_tokens": NEW, "stopping_criteria": StoppingCriteriaList([criterion])}
+    session, _ = decode_with(llama, drafter, [prompt], do_sample=False, **options)
+    assert session.sequences.new_ids[0] == free[:13]
+    assert seen == list(range(7, 20))
+
+
+# The end of the context
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "opt"])
+def test_the_context_is_filled_to_its_last_position(family: str, name: str) -> None:
+    """Trees reach beyond the end before the text does; learned positions (gpt2, opt) have no row there."""
+    context, tree = 32, TREES[name]
+    model = tiny_model(family, max_position_embeddings=context)
+    for length in (20, 27, 30, 31):
+        prompt, rng = random_ids(length), random.Random(length)
+        room = context - length
+        text = plain(model, prompt, max_new_tokens=room)
+        assert len(text) == room
+        drafter = ScriptedDrafter(tree, [text], lambda step, rng=rng: rng.randint(0, tree.max_depth))
+        session, taken = decode_with(model, drafter, [prompt], max_new_tokens=room + 50, do_sample=False)
+        assert session.sequences.new_ids[0] == ids_of(taken) == text
+        assert session.sequences.finish_reason == ["length"]
+
+
+def test_a_ragged_batch_at_the_end_of_the_context() -> None:
+    model = tiny_model("gpt2", max_position_embeddings=32)
+    prompts = [random_ids(31, seed=1), random_ids(25, seed=2), random_ids(10, seed=3)]
+    texts = [plain(model, prompt, max_new_tokens=32 - len(prompt)) for prompt in prompts]
+    drafter = ScriptedDrafter(TREES["random"], texts, lambda step: step % 4)
+    session, _ = decode_with(model, drafter, max_new_tokens=40, do_sample=False, **left_padded(prompts))
+    assert session.sequences.new_ids == texts
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_prompt_that_is_the_whole_context_gives_nothing(family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=16)
+    prompt = torch.tensor([random_ids(16)])
+    heads = random_heads(model)
+    assert list(steps(model, heads, prompt, max_new_tokens=5, do_sample=False)) == []
+    assert torch.equal(generate(model, heads, prompt, max_new_tokens=5, do_sample=False), prompt)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [6.0] * 4,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("scaling", [DYNAMIC, LONGROPE], ids=lambda scaling: scaling["rope_type"])
+def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> None:
+    """`longrope` chooses its frequencies by the deepest position of a forward: a tree that crosses the boundary (here
+    16) turns all its nodes, those before it too, another way than plain decoding does (docs/transformers 1.5).
+    """
+    model = tiny_model("llama", rope_parameters=scaling, max_position_embeddings=32)
+    for seed in range(8):
+        _, taken, text = scripted(model, random_ids(10, seed), TREES["chain"], lambda step: step % 3, new=22)
+        assert ids_of(taken) == text, f"prompt {seed}"
+
+
+# Side effects
+
+
+def test_two_generators_on_one_model_do_not_disturb_each_other(llama: Any) -> None:
+    """The original kept one cache and one mask on the model (D6)."""
+    heads, prompts = random_heads(llama), PROMPTS[:2]
+    alone = [
+        [step.ids[0] for step in steps(llama, heads, torch.tensor([p]), max_new_tokens=NEW, do_sample=False)]
+        for p in prompts
+    ]
+    running = [steps(llama, heads, torch.tensor([p]), max_new_tokens=NEW, do_sample=False) for p in prompts]
+    together: list[list[list[int]]] = [[], []]
+    while running != [None, None]:
+        for index, generator in enumerate(running):
+            step = next(generator, None) if generator is not None else None
+            if step is None:
+                running[index] = None  # type: ignore[call-overload]
+            else:
+                together[index].append(step.ids[0])
+    assert together == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_plain_forward_afterwards_is_bit_for_bit_the_one_before(family: str) -> None:
+    model = tiny_model(family)
+    heads, ids = random_heads(model), torch.tensor([random_ids(12)])
+    before = model(input_ids=ids).logits
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    list(steps(model, heads, ids, max_new_tokens=NEW, do_sample=False))
+    next(steps(model, heads, ids, max_new_tokens=NEW, do_sample=False))  # and one that is left half done
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert model.config.to_dict() == config
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_consumers_grad_mode_is_its_own(llama: Any, enabled: bool) -> None:
+    """A generator that switches gradients off must not do so between its steps."""
+    weight = torch.ones(2, requires_grad=True)
+    with torch.set_grad_enabled(enabled):
+        for _ in steps(llama, random_heads(llama), torch.tensor([PROMPTS[0]]), max_new_tokens=6, do_sample=False):
+            assert torch.is_grad_enabled() == enabled
+            assert not torch.is_inference_mode_enabled()
+            assert (weight * 2).requires_grad == enabled
+        assert torch.is_grad_enabled() == enabled
+
+
+@pytest.mark.parametrize("options", [{}, {"rope_parameters": LONGROPE}], ids=["llama", "longrope"])
+def test_the_model_can_be_trained_afterwards(options: dict) -> None:
+    """Tensors made in inference mode that stay on a module (rotary caches) would break a later backward."""
+    model = tiny_model("llama", **options)
+    ids = torch.tensor([PROMPTS[0]])
+    list(steps(model, random_heads(model), ids, max_new_tokens=6, do_sample=False))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.get_output_embeddings().weight.grad.abs().sum() > 0

@@ -1,0 +1,61 @@
+"""The same text in the same steps as the original Medusa code (commit e2a5d20), whose outputs lie in ../shared.
+
+24 prompts, 4 trees, five trained heads in the original's file format; greedy, float32, EOS ignored, 128 new tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import steps
+from medusa import MedusaHeads, Tree
+from medusa.backbone import load_backbone
+
+NEW = 128
+TREES = ["mc_sim_7b_63", "vicuna_7b_stage2", "small_11_nodes", "chain_5"]
+
+
+@pytest.fixture(scope="module")
+def original(shared: Path) -> dict[str, Any]:
+    return json.loads((shared / "data/original_medusa/stories260K_greedy.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def pair(shared: Path) -> tuple[Any, MedusaHeads]:
+    model = load_backbone(str(shared / "models/stories260K"), dtype="float32", device="cpu").model
+    return model, MedusaHeads.from_pretrained(shared / "models/stories260K-medusa5-original")
+
+
+def cut(lengths: list[int], total: int) -> list[int]:
+    """Step lengths up to `total` tokens, the last one cut there: the original overshoots."""
+    out: list[int] = []
+    for length in lengths:
+        if sum(out) < total:
+            out.append(min(length, total - sum(out)))
+    return out
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_ids_and_steps_are_the_originals(name: str, original: dict[str, Any], pair: tuple[Any, MedusaHeads]) -> None:
+    assert set(original["runs"]) == set(TREES)
+    run = original["runs"][name]
+    tree = Tree.from_paths(run["tree_paths"])
+    for index, prompt in enumerate(original["prompts"]):
+        taken = list(
+            steps(*pair, torch.tensor([prompt]), tree=tree, max_new_tokens=NEW, eos_token_id=None, do_sample=False)
+        )
+        new_ids = [token for step in taken for token in step.ids[0]]
+        assert new_ids == run["new_ids"][index][:NEW], f"prompt {index}"
+        assert cut([step.lengths[0] for step in taken], NEW) == cut(run["step_lengths"][index], NEW), f"prompt {index}"
+
+
+def test_published_trees_are_the_trees_of_these_runs(original: dict[str, Any]) -> None:
+    from medusa.tree import published_trees
+
+    for name in ("mc_sim_7b_63", "vicuna_7b_stage2"):
+        assert published_trees()[name] == original["runs"][name]["tree_paths"]

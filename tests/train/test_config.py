@@ -1,0 +1,203 @@
+"""A training YAML and its overrides: what is understood, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from medusa.errors import RequestError
+from train.architecture import choose
+from train.config import HeadsConfig, TrainConfig, load_config, parse_config
+from train.trainer import MedusaTrainingArguments
+
+LEAST = {"backbone": "b", "data": "d.jsonl", "output_dir": "o"}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Write a YAML file (a mapping, or its text) and load it with overrides."""
+
+    def run(content: Any, *overrides: str) -> TrainConfig:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+        return load_config(path, list(overrides))
+
+    return run
+
+
+def test_three_keys_are_enough(read: Any) -> None:
+    config = read(LEAST)
+    assert (config.backbone, config.data.path, config.output_dir) == ("b", "d.jsonl", "o")
+    assert config.heads == HeadsConfig()
+    assert config.training == {}
+
+
+def test_everything_can_be_said(read: Any) -> None:
+    config = read(
+        LEAST
+        | {
+            "data": {"path": "d", "sequence_length": 64, "max_examples": 10, "exclude": "e.jsonl"},
+            "heads": {"num": 5, "kind": "medusa", "block": "mlp", "expansion": 2, "layers": 3, "lm_head": "own"},
+            "training": {"max_steps": 7, "objective": "text"},
+            "dtype": "bfloat16",
+        }
+    )
+    assert (config.data.sequence_length, config.data.max_examples, config.data.exclude) == (64, 10, "e.jsonl")
+    assert (config.heads.num, config.heads.layers, config.heads.expansion) == (5, 3, 2)
+    assert config.training == {"max_steps": 7, "objective": "text"}
+    assert config.dtype == "bfloat16"
+
+
+def test_every_key_can_be_overridden(read: Any) -> None:
+    config = read(
+        LEAST | {"heads": {"num": 4}},
+        "backbone=other",
+        "heads.num=2",
+        "heads.block=square",
+        "training.learning_rate=2.0e-4",
+        "trust_remote_code=true",
+    )
+    assert (config.backbone, config.heads.num, config.heads.block) == ("other", 2, "square")
+    assert config.training == {"learning_rate": 2e-4}
+    assert config.trust_remote_code is True
+
+
+def test_a_section_given_as_a_string_can_be_overridden_within(read: Any) -> None:
+    config = read(LEAST, "data.sequence_length=32")
+    assert (config.data.path, config.data.sequence_length) == ("d.jsonl", 32)
+
+
+def test_a_value_may_hold_an_equals_sign(read: Any) -> None:
+    assert read(LEAST, "data.path=a=b.jsonl").data.path == "a=b.jsonl"
+
+
+@pytest.mark.parametrize("written", ["1e-3", "1.0e-3", "0.001"])
+def test_a_learning_rate_is_a_number_however_it_is_written(read: Any, written: str) -> None:
+    in_file = read(f"backbone: b\ndata: d\noutput_dir: o\ntraining:\n  learning_rate: {written}\n")
+    on_the_command_line = read(LEAST, f"training.learning_rate={written}")
+    assert in_file.training["learning_rate"] == on_the_command_line.training["learning_rate"] == 1e-3
+
+
+def test_no_is_a_strategy_and_not_a_truth_value(read: Any) -> None:
+    """YAML 1.1 reads `no` as false, and `save_strategy: no` is what people write."""
+    assert read(LEAST, "training.save_strategy=no").training["save_strategy"] == "no"
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(read: Any) -> None:
+    value = read(LEAST, "training.max_steps=1e3").training["max_steps"]
+    assert (value, type(value)) == (1000, int)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"bakbone": "b"}, "unknown key bakbone; did you mean backbone?"),
+        ({"heads": {"number": 5}}, "unknown key heads.number; did you mean heads.num?"),
+        ({"data": {"path": "d", "seqence_length": 5}}, "did you mean data.sequence_length?"),
+        ({"training": {"learning_rte": 1}}, "did you mean training.learning_rate?"),
+        ({"training": {"xyzzy": 1}}, "unknown key training.xyzzy; known:"),
+    ],
+)
+def test_unknown_keys_are_refused_with_a_suggestion(read: Any, content: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=r"recipe\.yaml") as refusal:
+        read(LEAST | content)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "heads.num=four",
+        "heads.num=2.5",
+        "heads.num=true",
+        "heads.num=",
+        "heads.expansion=wide",
+        "heads.block=5",
+        "heads=5",
+        "data.sequence_length=long",
+        "data.max_examples=many",
+        "training=fast",
+        "backbone=[1, 2]",
+        "output_dir=2026",
+        "output_dir=2026-11-20",
+        "trust_remote_code=perhaps",
+        "training.learning_rate=fast",
+        "training.max_steps=some",
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) -> None:
+    with pytest.raises(RequestError, match=override.partition("=")[0].rpartition(".")[2]):
+        read(LEAST, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("heads.kind=hydra", "medusa"),
+        ("heads.block=round", "square, mlp"),
+        ("heads.lm_head=rented", "own, shared"),
+        ("heads.num=0", "at least 1"),
+        ("heads.layers=0", "layers"),
+        ("heads.expansion=0", "expansion"),
+        ("heads.expansion=-1", "expansion"),
+        ("data.sequence_length=0", "sequence_length"),
+        ("data.exclude_window=0", "exclude_window"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_with_what_is_allowed(read: Any, override: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read(LEAST, override)
+
+
+@pytest.mark.parametrize("name", list(LEAST))
+def test_a_missing_key_is_named(read: Any, name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        read({key: value for key, value in LEAST.items() if key != name})
+
+
+def test_data_without_a_path_is_named_as_the_key_that_is_missing(read: Any) -> None:
+    with pytest.raises(RequestError, match="path") as refusal:
+        read(LEAST | {"data": {"sequence_length": 8}})
+    assert "__init__" not in str(refusal.value), "users know keys, not constructors"
+
+
+@pytest.mark.parametrize("override", ["heads.num", "=5", "backbone.name=5", "heads.num=[1"])
+def test_what_is_no_override_is_refused(read: Any, override: str) -> None:
+    with pytest.raises(RequestError):
+        read(LEAST, override)
+
+
+@pytest.mark.parametrize("text", ["", "just words", "- a\n- list", "a: [1", "a: b: c"])
+def test_what_is_no_mapping_is_refused_with_the_files_name(read: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=r"recipe\.yaml"):
+        read(text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml", [])
+
+
+def test_a_recipe_from_python_is_checked_the_same() -> None:
+    with pytest.raises(RequestError, match="here: unknown key headz"):
+        parse_config(LEAST | {"headz": {}}, "here")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"objective": "both"}, {"max_minutes": 0}, {"max_minutes": -1}, {"head_decay": 0}, {"head_decay": 1.1}]
+)
+def test_training_fields_of_ours_are_checked(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"training.{next(iter(settings))}"):
+        MedusaTrainingArguments(output_dir=str(tmp_path), **settings)
+
+
+def test_what_was_asked_of_the_heads_stands_and_the_rest_is_chosen() -> None:
+    free = choose(64, 1000, 10**6, HeadsConfig())
+    assert free.keys() == {"block", "num_layers", "expansion", "lm_head"}
+    asked = choose(64, 1000, 10**6, HeadsConfig(block="square", layers=3, lm_head="own"))
+    assert asked == {"block": "square", "num_layers": 3, "expansion": 1.0, "lm_head": "own"}
+    asked = choose(64, 1000, 10**6, HeadsConfig(block="mlp", layers=3, expansion=2.0, lm_head="shared"))
+    assert asked == {"block": "mlp", "num_layers": 3, "expansion": 2.0, "lm_head": "shared"}

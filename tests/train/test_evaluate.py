@@ -1,0 +1,132 @@
+"""How often heads are right, against a loop that looks at one position at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.results import plain_method
+from decode.settings import Settings
+from medusa.backbone import Backbone
+from tests.helpers import VOCAB, random_heads, random_ids
+from train.evaluate import TOPS, OwnText, guess_ranks, head_accuracy
+
+HEADS = 3
+
+
+@pytest.fixture(scope="module")
+def texts(llama: Any) -> list[OwnText]:
+    prompts = [random_ids(length, seed=length) for length in (3, 1, 6)]
+    results = plain_method(llama, Settings(max_new_tokens=20))(prompts, None)
+    return [OwnText(result.input_ids + result.new_ids, len(result.input_ids)) for result in results]
+
+
+class Scripted:
+    """Heads that know the texts: head k finds the truth at the rank that `ranks[k]` says."""
+
+    def __init__(self, texts: list[OwnText], ranks: list[int]) -> None:
+        self.texts, self.ranks = iter(texts), ranks
+        self.config = type("Config", (), {"num_heads": len(ranks)})
+
+    def __call__(self, hidden: Tensor, lm_head: Any) -> Tensor:
+        ids, prompt_tokens = next(self.texts)
+        start = prompt_tokens - 1
+        logits = torch.zeros(len(self.ranks), len(hidden), VOCAB)
+        for head, rank in enumerate(self.ranks):
+            for place in range(len(hidden)):
+                truth = ids[start + place + head + 2]
+                others = [token for token in range(VOCAB) if token != truth]
+                for position, token in enumerate([*others[:rank], truth, *others[rank:]]):
+                    logits[head, place, token] = -position
+        return logits
+
+
+def by_hand(model: Any, heads: Any, texts: list[OwnText]) -> tuple[list[dict[str, Any]], int]:
+    """One position, one head and one guess at a time."""
+    hits = [dict.fromkeys(TOPS, 0) for _ in range(HEADS)]
+    chained, given, positions = [0] * HEADS, [0] * HEADS, 0
+    for ids, prompt_tokens in texts:
+        for place in range(prompt_tokens - 1, len(ids) - HEADS - 1):
+            positions += 1
+            with torch.no_grad():
+                hidden = model.model(input_ids=torch.tensor([ids[: place + 1]]), use_cache=False).last_hidden_state[
+                    0, -1
+                ]
+                logits = heads(hidden, model.lm_head)
+            all_right = True
+            for head in range(HEADS):
+                guesses = logits[head].argsort(descending=True).tolist()
+                truth = ids[place + head + 2]
+                for top in TOPS:
+                    hits[head][top] += truth in guesses[:top]
+                given[head] += all_right
+                all_right = all_right and guesses[0] == truth
+                chained[head] += all_right
+    shares = [
+        {
+            "head": head + 1,
+            "top": {str(top): hits[head][top] / positions for top in TOPS},
+            "conditional_top1": chained[head] / max(given[head], 1),
+        }
+        for head in range(HEADS)
+    ]
+    return shares, positions
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_accuracy_is_what_a_loop_counts(llama: Any, texts: list[OwnText], lm_head: str) -> None:
+    heads = random_heads(llama, HEADS, lm_head=lm_head)
+    for layer in heads.blocks:
+        for parameter in layer.parameters():
+            parameter.data *= 0.2  # near the backbone's own guess, so that some of theirs are right
+    figures = head_accuracy(Backbone(llama), heads, texts)
+    expected, positions = by_hand(llama, heads, texts)
+    assert figures["tokens"] == positions
+    for ours, theirs in zip(figures["heads"], expected, strict=True):
+        assert ours["head"] == theirs["head"]
+        assert ours["top"] == pytest.approx(theirs["top"], abs=5e-5), "rounded to four digits"
+        assert ours["conditional_top1"] == pytest.approx(theirs["conditional_top1"], abs=5e-5)
+    assert any(0 < share["top"]["10"] < 1 for share in figures["heads"]), "or nothing was compared"
+
+
+def test_heads_that_are_always_right(llama: Any, texts: list[OwnText]) -> None:
+    figures = head_accuracy(Backbone(llama), Scripted(texts, [0, 0, 0]), texts)  # type: ignore[arg-type]
+    for head in figures["heads"]:
+        assert head["top"] == {"1": 1.0, "5": 1.0, "10": 1.0}
+        assert head["conditional_top1"] == 1.0
+
+
+def test_every_rank_counts_where_it_belongs(llama: Any, texts: list[OwnText]) -> None:
+    figures = head_accuracy(Backbone(llama), Scripted(texts, [4, 0, 10]), texts)  # type: ignore[arg-type]
+    assert [head["top"] for head in figures["heads"]] == [
+        {"1": 0.0, "5": 1.0, "10": 1.0},
+        {"1": 1.0, "5": 1.0, "10": 1.0},
+        {"1": 0.0, "5": 0.0, "10": 0.0},
+    ]
+    assert [head["conditional_top1"] for head in figures["heads"]] == [0.0, 0.0, 0.0], "the first is always wrong"
+
+
+def test_ranks_begin_where_a_step_can_start(llama: Any, texts: list[OwnText]) -> None:
+    """The first step drafts from the prompt's last position, and all heads count at the same positions."""
+    (ids, prompt_tokens) = texts[0]
+    heads = Scripted(texts, [2, 0, 11])
+    ranks = guess_ranks(Backbone(llama), heads, torch.tensor([ids]), prompt_tokens)  # type: ignore[arg-type]
+    assert ranks.shape == (HEADS, len(ids) - HEADS - 1 - (prompt_tokens - 1))
+    assert [set(row) for row in ranks.tolist()] == [{2}, {0}, {max(TOPS)}]
+
+
+def test_text_that_ends_before_the_heads_reach_counts_nothing(llama: Any) -> None:
+    figures = head_accuracy(Backbone(llama), random_heads(llama, HEADS), [OwnText([1, 2, 3], 2)])
+    assert figures["tokens"] == 0
+    assert figures["heads"][0]["top"] == {"1": 0.0, "5": 0.0, "10": 0.0}
+
+
+def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
+    from tests.helpers import tiny_model
+
+    model = tiny_model("llama", vocab_size=7)
+    figures = head_accuracy(Backbone(model), random_heads(model, 2), [OwnText([1, 2, 3, 4, 5, 6, 0, 1], 1)])
+    assert figures["heads"][0]["top"]["10"] == 1.0

@@ -1,0 +1,55 @@
+"""Labels drawn by hand: letters are ids, a dot is nothing to teach."""
+
+from __future__ import annotations
+
+import torch
+
+from train.labels import FIRST_OFFSET, IGNORE, head_labels
+
+
+def drawn(ids: str, documents: str, mask: str | None = None, num_heads: int = 2) -> list[str]:
+    """The labels of each head as a string; `mask` holds `x` where a token may be taught."""
+    rows = head_labels(
+        torch.tensor([[ord(letter) for letter in ids]]),
+        torch.tensor([[letter == "x" for letter in mask or "x" * len(ids)]]),
+        torch.tensor([[int(number) for number in documents]]),
+        num_heads,
+    )
+    return ["".join("." if label == IGNORE else chr(label) for label in row) for row in rows[:, 0].tolist()]
+
+
+def test_the_docstrings_example() -> None:
+    assert drawn("abcdefg", "1111122") == ["cde....", "de....."]
+
+
+def test_the_first_head_is_taught_the_token_after_the_next() -> None:
+    assert FIRST_OFFSET == 2
+    assert drawn("abcdef", "111111", num_heads=4) == ["cdef..", "def...", "ef....", "f....."]
+
+
+def test_no_label_lies_in_another_document() -> None:
+    assert drawn("abcdefgh", "11112222") == ["cd..gh..", "d...h..."]
+
+
+def test_documents_of_one_token_have_no_labels() -> None:
+    assert drawn("abcdef", "123456") == ["......", "......"]
+
+
+def test_padding_is_never_taught() -> None:
+    assert drawn("abcd00", "111133", mask="xxxx..") == ["cd....", "d....."]
+
+
+def test_the_loss_mask_is_looked_up_where_the_label_stands() -> None:
+    """A question (abc) and its answer (de): the question's last tokens are places to learn from, not to be learnt."""
+    assert drawn("abcde", "11111", mask="...xx") == [".de..", "de..."]
+
+
+def test_heads_that_reach_beyond_the_row_have_no_labels() -> None:
+    assert drawn("abc", "111", num_heads=4) == ["c..", "...", "...", "..."]
+    assert drawn("a", "1", num_heads=2) == [".", "."]
+
+
+def test_rows_of_a_batch_do_not_touch() -> None:
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), 1)
+    assert labels.tolist() == [[[3, IGNORE, IGNORE], [6, IGNORE, IGNORE]]]

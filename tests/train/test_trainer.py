@@ -1,0 +1,386 @@
+"""Training runs on a tiny backbone: what they learn, what they leave alone, and how they stop and go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decode.results import medusa_method, plain_method, tau
+from decode.settings import Settings
+from medusa.backbone import Backbone, differs, fingerprint
+from medusa.checkpoint import load_heads
+from medusa.errors import RequestError
+from medusa.heads import MedusaHeads
+from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
+from train import MedusaTrainer, MedusaTrainingArguments
+from train.config import HeadsConfig, parse_config
+from train.data import Example, PackedDataset
+from train.evaluate import OwnText, head_accuracy
+from train.run import new_heads, train
+from train.trainer import TimeBudget, checkpoints
+
+PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
+
+
+@pytest.fixture
+def model() -> Any:
+    """A backbone of the test's own: training freezes it."""
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[OwnText]:
+    """What the backbone writes, greedily."""
+    backbone = tiny_model("llama")
+    prompts = [random_ids(4, seed=seed) for seed in range(PROMPTS)]
+    results = plain_method(backbone, Settings(max_new_tokens=NEW_TOKENS))(prompts, None)
+    return [OwnText(result.input_ids + result.new_ids, 4) for result in results]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same backbone on disk, without a tokenizer."""
+    path = tmp_path_factory.mktemp("backbone")
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def recipe(folder: Path, texts: list[OwnText], tmp_path: Path) -> Callable[..., Any]:
+    """A run of `medusa train`, from its recipe."""
+    data = tmp_path / "own.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": text.input_ids}) + "\n" for text in texts), encoding="utf-8")
+
+    def run(output: str = "out", heads: dict[str, Any] | None = None, train_with: Any = None, **training: Any) -> Any:
+        content = {
+            "backbone": str(folder),
+            "data": {"path": str(data), "sequence_length": 52},
+            "output_dir": str(tmp_path / output),
+            "heads": heads or {"num": HEADS},
+            "device": "cpu",
+            "training": {"max_steps": 4, "logging_steps": 2, "save_steps": 2, "use_cpu": True} | training,
+        }
+        return train(parse_config(content, "test"), quiet=True, **(train_with or {}))
+
+    return run
+
+
+def trainer(
+    model: Any, texts: list[OwnText], output: Path, heads: HeadsConfig | None = None, **settings: Any
+) -> MedusaTrainer:
+    dataset = PackedDataset([Example(t.input_ids, [True] * len(t.input_ids)) for t in texts], sequence_length=52)
+    given = {"max_steps": 4, "logging_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    arguments = MedusaTrainingArguments(output_dir=str(output), **given | settings)
+    torch.manual_seed(0)
+    fresh = new_heads(model, heads or HeadsConfig(num=HEADS), "tiny")
+    return MedusaTrainer(model, fresh, arguments, train_dataset=dataset)
+
+
+def same_weights(left: MedusaHeads, right: MedusaHeads) -> bool:
+    ours, theirs = left.state_dict(), right.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- heads alone are trained (original D9) ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_the_backbone_stays_as_it_is_to_the_last_bit(
+    model: Any, texts: list[OwnText], tmp_path: Path, lm_head: str
+) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run = trainer(model, texts, tmp_path, HeadsConfig(num=HEADS, lm_head=lm_head), learning_rate=1e-2, weight_decay=0.1)
+    start = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
+    run.train()
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in run.heads.state_dict().items()), "all learn"
+
+
+def test_optimizer_and_files_hold_heads_only(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    run = trainer(
+        model, texts, tmp_path, HeadsConfig(num=2, block="square", lm_head="own"), save_strategy="steps", save_steps=4
+    )
+    run.train()
+    held = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in held} == {id(parameter) for parameter in run.heads.parameters()}
+    published = {f"{head}.{name}" for head in range(2) for name in ("0.linear.weight", "0.linear.bias", "1.weight")}
+    assert load_file(tmp_path / "checkpoint-4" / "medusa_lm_head.safetensors").keys() == published
+    assert not list(tmp_path.rglob("model*.safetensors"))
+    optimizer = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert len(optimizer["state"]) == len(list(run.heads.parameters()))
+
+
+def test_saved_heads_are_the_trained_ones(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    run = trainer(model, texts, tmp_path)
+    run.train()
+    run.save_model()
+    loaded = load_heads(tmp_path)
+    assert same_weights(loaded, run.heads)
+    assert loaded.config == run.heads.config
+
+
+def test_new_heads_begin_as_the_backbones_own_guess(model: Any) -> None:
+    """Own LM heads are copies of the backbone's, and residual blocks add nothing (paper, 2.2.1; original D13)."""
+    hidden = torch.randn(5, HIDDEN)
+    for block in ("square", "mlp"):
+        for lm_head in ("own", "shared"):
+            heads = new_heads(model, HeadsConfig(num=2, block=block, lm_head=lm_head), "tiny")
+            for logits in heads(hidden, model.lm_head):
+                torch.testing.assert_close(logits, model.lm_head(hidden), atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_of_a_head_are_not_one_block(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """`[block] * n` was one shared block (original D12), and saving it failed at the very end."""
+    run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3))
+    run.train()
+    run.save_model()
+    tensors = load_file(tmp_path / "medusa_lm_head.safetensors")
+    first, second = tensors["0.0.linear.weight"], tensors["0.1.linear.weight"]
+    assert first.any()
+    assert not torch.equal(first, second)
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_heads_learn_what_the_backbone_says_and_decoding_gets_shorter(
+    model: Any, texts: list[OwnText], tmp_path: Path
+) -> None:
+    run = trainer(model, texts, tmp_path, max_steps=60, logging_steps=10, learning_rate=5e-3, seed=1)
+    backbone = Backbone(model)
+    before = head_accuracy(backbone, run.heads, texts)
+    run.train()
+    after = head_accuracy(backbone, run.heads.eval(), texts)
+    for untrained, trained in zip(before["heads"], after["heads"], strict=True):
+        assert trained["top"]["1"] > untrained["top"]["1"] + 0.3
+    losses = [line["loss"] for line in run.state.log_history if "loss" in line]
+    assert losses[-1] < 0.5 * losses[0]
+    prompts = [text.input_ids[:4] for text in texts]
+    settings = Settings(max_new_tokens=NEW_TOKENS)
+    results = medusa_method(model, run.heads, settings, tree="chain")(prompts, None)
+    assert tau(results) > 1.3
+    assert [result.input_ids + result.new_ids for result in results] == [text.input_ids for text in texts]
+
+
+def test_the_log_tells_every_heads_loss_and_top1(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    run = trainer(model, texts, tmp_path, logging_steps=1, max_steps=2, head_decay=0.5, learning_rate=0.0)
+    run.train()
+    lines = [line for line in run.state.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        weighted = sum(0.5**head * line[f"head{head + 1}_loss"] for head in range(HEADS))
+        assert line["loss"] == pytest.approx(weighted, abs=2e-3), "both are rounded to four digits"
+        assert all(0 <= line[f"head{head + 1}_top1"] <= 1 for head in range(HEADS))
+
+
+def test_evaluation_during_training_is_logged_apart(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    run = trainer(model, texts, tmp_path)
+    run.eval_dataset = run.train_dataset
+    figures = run.evaluate()
+    assert figures["eval_loss"] > 0
+    line = next(line for line in run.state.log_history if "eval_loss" in line)
+    assert {f"eval_head{head}_{name}" for head in range(1, HEADS + 1) for name in ("loss", "top1")} <= line.keys()
+    assert not any(parameter.grad is not None for parameter in run.heads.parameters())
+
+
+def test_gradient_accumulation_is_the_larger_batch(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """Rows are full, so the mean of two batches' losses is the loss of both (up to labels at the rows' ends)."""
+    whole = trainer(model, texts, tmp_path, max_steps=2, per_device_train_batch_size=4, seed=3)
+    halves = trainer(
+        model, texts, tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, seed=3
+    )
+    for run in (whole, halves):
+        run.train()
+    losses = [[line["loss"] for line in run.state.log_history if "loss" in line] for run in (whole, halves)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_objective_says_whose_token_is_the_label(model: Any, tmp_path: Path) -> None:
+    """On its own greedy text both are one; on foreign text `argmax` is what the backbone would have said there."""
+    foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
+    batch_of = trainer(model, foreign, tmp_path).train_dataset
+    batch = {name: torch.stack([row[name] for row in batch_of]) for name in batch_of[0]}
+    seen = {}
+    for objective in ("text", "argmax"):
+        run = trainer(model, foreign, tmp_path, objective=objective)
+        seen[objective] = run.model(**batch).loss
+    assert not torch.allclose(seen["text"], seen["argmax"])
+    with torch.no_grad():
+        choices = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.argmax(-1)
+    batch["input_ids"], said = batch["input_ids"].clone(), batch["input_ids"]
+    said[:, 1:], hidden_of = choices[:, :-1], batch["input_ids"]
+    run = trainer(model, foreign, tmp_path, objective="text")
+    with torch.no_grad():
+        hidden = Backbone(model).hidden_states(hidden_of, position_ids=batch["position_ids"], use_cache=False)
+        logits = run.heads(hidden, model.lm_head)
+    for head in range(HEADS):
+        offset = head + 2
+        expected = torch.nn.functional.cross_entropy(
+            logits[head, :, :-offset].flatten(0, 1), said[:, offset:].flatten()
+        )
+        torch.testing.assert_close(seen["argmax"][head], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_without_any_label_do_no_harm(model: Any, tmp_path: Path) -> None:
+    texts = [OwnText([1] * 2 + [VOCAB - 1] * 50, 4)]
+    run = trainer(model, texts, tmp_path, max_steps=2, logging_steps=1)
+    run.train_dataset.loss_mask[:] = False
+    run.train()
+    assert all(torch.isfinite(parameter).all() for parameter in run.heads.parameters())
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_a_bfloat16_backbone_can_be_trained_on(recipe: Any, folder: Path, tmp_path: Path, lm_head: str) -> None:
+    """On a GPU that is the default: the checkpoint's own dtype."""
+    content = {
+        "backbone": str(folder),
+        "data": {"path": str(tmp_path / "own.jsonl"), "sequence_length": 52},
+        "output_dir": str(tmp_path / "out"),
+        "heads": {"num": 2, "lm_head": lm_head},
+        "dtype": "bfloat16",
+        "training": {"max_steps": 2, "use_cpu": True, "logging_steps": 1},
+    }
+    figures = train(parse_config(content, "test"), quiet=True)
+    assert 0 < figures["head1_loss"] < 20
+
+
+# --- stopping and going on -------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(recipe: Any, tmp_path: Path) -> None:
+    whole = recipe("whole", max_steps=6, save_steps=3, seed=5)
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    resumed = recipe("resumed", max_steps=6, save_steps=3, seed=5, train_with={"resume": True})
+    assert resumed["steps"] == whole["steps"] == 6
+    assert same_weights(load_heads(tmp_path / "whole"), load_heads(tmp_path / "resumed"))
+
+
+def test_an_old_checkpoint_is_never_resumed_or_replaced_silently(recipe: Any, tmp_path: Path) -> None:
+    recipe()
+    with pytest.raises(RequestError, match=r"holds a checkpoint.*--resume.*--overwrite"):
+        recipe()
+    assert recipe(train_with={"overwrite": True})["steps"] == 4
+
+
+def test_finished_heads_are_not_replaced_silently(recipe: Any, tmp_path: Path) -> None:
+    recipe(save_strategy="no")
+    with pytest.raises(RequestError, match="--overwrite"):
+        recipe()
+
+
+def test_nothing_to_resume_is_said(recipe: Any) -> None:
+    with pytest.raises(RequestError, match="nothing to resume"):
+        recipe(train_with={"resume": True})
+
+
+def test_overwriting_leaves_no_old_checkpoint_to_resume_from(recipe: Any, tmp_path: Path) -> None:
+    """An old run's checkpoint-6 would be newer, by its number, than the new run's checkpoint-4."""
+    recipe(max_steps=6)
+    recipe(max_steps=4, train_with={"overwrite": True})
+    assert checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-4"
+
+
+def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(recipe: Any, tmp_path: Path) -> None:
+    recipe(max_steps=4)
+    (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").unlink()
+    assert checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-2"
+
+
+def test_a_time_budget_ends_the_run_with_a_learning_rate_of_almost_nothing(
+    model: Any, texts: list[OwnText], tmp_path: Path
+) -> None:
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=1.5 / 60, logging_steps=1, learning_rate=1e-3)
+    before = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
+    run.fit_budget()
+    assert run.args.max_steps > 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.heads.state_dict().items()), "only timed"
+    start = time.monotonic()
+    run.train()
+    assert time.monotonic() - start < 6, "the budget is 1.5 s; a busy machine may add a step or two"
+    rates = [line["learning_rate"] for line in run.state.log_history if "learning_rate" in line]
+    assert max(rates) > 5e-4
+    assert run.lr_scheduler.get_last_lr()[0] < 1e-4
+
+
+def test_the_learning_rate_follows_steps_or_the_clock_whichever_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("train.trainer.time.monotonic", lambda: now)
+    for spent, factor, where in [
+        (0.5, 0.5, "half of the warm-up"),
+        (5.5, 0.5, "half of the fall"),
+        (8.2, 0.2, "most of the fall"),
+        (20.0, 0.0, "never below nothing"),
+    ]:
+        assert TimeBudget(10.0, spent).learning_rate_factor(warmup=0.1) == pytest.approx(factor), where
+    assert TimeBudget(10.0, 1.0).learning_rate_factor(warmup=0.0) == pytest.approx(0.9)
+    assert TimeBudget(10.0).learning_rate_factor(warmup=0.1) > 0, "the first step counts too"
+
+
+def test_a_resumed_budget_has_the_time_left_that_it_had(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer(model, texts, tmp_path, **settings).train()
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    spent = state["stateful_callbacks"]["TimeBudget"]["attributes"]["elapsed"]
+    assert spent > 0
+    resumed = trainer(model, texts, tmp_path, **settings | {"max_steps": 3})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.budget in resumed.callback_handler.callbacks, "the clock that stops the run also lowers the rate"
+    assert resumed.budget.spent() > spent
+
+
+# --- provenance and refusals -----------------------------------------------------------------------------------------
+
+
+def test_heads_say_where_they_come_from(
+    recipe: Any, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["medusa", "train", "recipe.yaml", "heads.num=3"])
+    figures = recipe()
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert told["command"] == "medusa train recipe.yaml heads.num=3"
+    assert (
+        told["versions"]["torch"] == torch.__version__.split("+")[0] or told["versions"]["torch"] == torch.__version__
+    )
+    assert told["versions"].keys() >= {"torch", "transformers", "accelerate"}
+    assert told["backbone"] == fingerprint(model, str(folder))
+    assert not differs(model, told["backbone"])
+    assert told["config"]["heads"]["num"] == HEADS
+    assert told["data"]["documents"] == PROMPTS
+    assert told["result"] == figures
+    assert load_heads(tmp_path / "out").config.base_model_name_or_path == str(folder)
+
+
+def test_a_run_gives_its_figures(recipe: Any) -> None:
+    figures = recipe(max_steps=4, logging_steps=2)
+    assert figures["steps"] == 4
+    assert {"loss", "seconds", "head1_loss", "head1_top1", f"head{HEADS}_top1"} <= figures.keys()
+
+
+def test_a_run_shorter_than_a_line_of_the_log_gives_its_figures_too(recipe: Any) -> None:
+    assert "head1_top1" in recipe(max_steps=2, logging_steps=20)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"lr_scheduler_type": "bogus"},
+        {"save_strategy": "sometimes"},
+        {"eval_strategy": "steps"},
+        {"learning_rate": "fast"},
+        {"output_dir": "elsewhere"},
+    ],
+)
+def test_training_fields_that_cannot_be_had_are_refused(recipe: Any, training: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        recipe(**training)

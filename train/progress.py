@@ -1,0 +1,87 @@
+"""How training goes, on standard error: a bar, and a line of figures now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class Budget(Protocol):
+    """A time budget, as far as a bar is concerned."""
+
+    seconds: float
+
+    def spent(self) -> float: ...
+
+
+class ProgressBar(TrainerCallback):
+    """A bar of steps, with every logged line printed above it or the latest figures beside it."""
+
+    def __init__(self, lines: bool = True, budget: Callable[[], Budget | None] = lambda: None) -> None:
+        """`lines`: print every logged line above the bar, instead of the latest figures beside it.
+
+        Where there is a time `budget` the bar counts its seconds, not steps.
+        """
+        self.lines, self._budget = lines, budget
+        self.progress: Progress | None = None
+        self.task: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_local_process_zero:
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True))
+        budget = self._budget()
+        self.task = self.progress.add_task("", total=round(budget.seconds) if budget else state.max_steps)
+        self.progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.progress is not None:
+            budget = self._budget()
+            done = round(budget.spent()) if budget else state.global_step
+            self.progress.update(self.task, completed=done)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.progress is None or not logs or not ("loss" in logs or "eval_loss" in logs):
+            return
+        summary = summarize(logs)
+        if not self.lines:
+            self.progress.update(self.task, description=summary)
+        else:
+            rate = f"  lr {logs['learning_rate']:.1e}" if "learning_rate" in logs else ""
+            self.progress.console.print(f"step {state.global_step:>6}  {summary}{rate}", highlight=False)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+def summarize(logs: dict[str, Any]) -> str:
+    """One line of the log: the weighted loss, and how often each head's best guess is right."""
+    prefix = "eval_" if "eval_loss" in logs else ""
+    shares: list[str] = []
+    while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
+        shares.append(f"{share:.3f}")
+    return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}"
