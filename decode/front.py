@@ -39,7 +39,7 @@ def medusa_session(
     Raises:
         RequestError: heads of another shape, a tree that they cannot fill, or scores asked of a lossy rule."""
     if not isinstance(heads, MedusaHeads):
-        raise RequestError(f"the heads are {heads!r}; pass MedusaHeads, as MedusaHeads.from_pretrained gives them")
+        raise RequestError(f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
     if acceptor.rule == "typical" and requests[0].config.output_scores:
         raise RequestError("output_scores cannot be had with acceptance 'typical'; use 'rejection'")
     backbone = Backbone(model)
