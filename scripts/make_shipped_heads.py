@@ -21,7 +21,7 @@ from typing import Any
 
 SENTENCE = re.compile(r'.*?[.!?]["”]?(?=\s|$)', re.DOTALL)
 GREEDY, WARM, HELD_OUT = 3200, 1024, 200
-TREE_NODES = 12
+TREE_NODES = 8
 SWEEPS = 4  # the positions where steps start depend on the tree: count, build, count again
 
 
@@ -72,11 +72,11 @@ def training(text: Path, output: Path, minutes: float) -> dict[str, Any]:
         "backbone": "demo",
         "data": {"path": str(text), "sequence_length": 256},
         "output_dir": str(output),
-        "heads": {"num": 4, "block": "mlp", "layers": 2, "expansion": 4, "lm_head": "shared"},
+        "heads": {"num": 4},
         "training": {
             "max_minutes": minutes,
             "per_device_train_batch_size": 4,
-            "learning_rate": 3e-3,
+            "learning_rate": 4e-3,
             "seed": 0,
             "save_strategy": "no",
             "logging_steps": 100,
