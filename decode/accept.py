@@ -51,7 +51,9 @@ def _deepest(draft: Draft, match: Tensor, best: Tensor, room: Tensor | None) -> 
     if room is not None:
         accepted &= tree.depth <= room[:, None]
     end = torch.where(accepted, tree.depth, -1).argmax(-1)  # [B]
-    return Acceptance(tree.paths[end], tree.depth[end] + 1, best.gather(1, end[:, None])[:, 0])
+    return Acceptance(
+        tree.paths.index_select(0, end), tree.depth.index_select(0, end) + 1, best.gather(1, end[:, None])[:, 0]
+    )
 
 
 def accept_walk(draft: Draft, draw: Draw, room: Tensor | None = None) -> Acceptance:

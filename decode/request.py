@@ -206,12 +206,12 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Tree:
 
 
 def default_tree(heads: MedusaHeads) -> Tree:
-    """A tree for heads about which nothing was measured: a dozen nodes on a CPU, the published 64 on a GPU.
+    """A tree for heads about which nothing was measured: eight nodes on a CPU, the published 64 on a GPU.
 
     Where reading the weights once is most of a step, nodes are nearly free; a CPU computes them one by one.
     """
     on_cpu = next(heads.parameters()).device.type == "cpu"
-    return load_tree("dozen" if on_cpu else "mc_sim_7b_63", heads.config.num_heads).clip(heads.config.num_heads)
+    return load_tree("eight" if on_cpu else "mc_sim_7b_63", heads.config.num_heads).clip(heads.config.num_heads)
 
 
 def resolve_acceptance(rule: str | None, do_sample: bool, epsilon: float = 0.09, delta: float = 0.3) -> Acceptor:

@@ -159,7 +159,7 @@ def published_trees() -> dict[str, list[list[int]]]:
 
 
 def named_trees() -> dict[str, list[list[int]]]:
-    """All trees that have a name: the published ones, and `dozen`, ours for a CPU."""
+    """All trees that have a name: the published ones, and `eight`, ours for a CPU."""
     return _shipped()["trees"] | _shipped()["ours"]
 
 

@@ -104,6 +104,8 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
     heads.config.tree = [list(path) for path in paths]
     provenance = read_json(folder / PROVENANCE)
     provenance["command"] = "python scripts/make_shipped_heads.py"
+    config = provenance["config"]  # folders of the machine that it ran on mean nothing elsewhere
+    config["data"]["path"], config["output_dir"] = Path(config["data"]["path"]).name, Path(config["output_dir"]).name
     provenance["tree"] = {"nodes": nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
     save_heads(heads.to(torch.bfloat16), folder, provenance)
     print(f"{nodes}-node tree, expected tau {tau:.3f}: {heads.config.tree}")

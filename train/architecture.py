@@ -16,7 +16,7 @@ from typing import Any
 
 from train.config import HeadsConfig
 
-TREE = 1.6  # T(n) / T(1) for the tree sizes that pay: a dozen nodes on a CPU, some dozens on a GPU
+TREE = 1.6  # T(n) / T(1) for the tree sizes that pay: eight nodes on a CPU, some dozens on a GPU
 OVERHEAD = 5e6  # what a forward costs before it reads a weight (1.3 ms on a CPU for 6 layers), in weights
 LOSS = 2.4  # fitted to tau at inner widths of 256 and 512 with H = 64; less is lost at H = 256
 OWN_GAIN = 1.03  # tau of MLP heads with LM heads of their own over the shared one

@@ -91,7 +91,7 @@ def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Pa
         1,
         "The backbone writes its own training text",
         f"medusa distill --backbone demo --self-talk {args.texts} --temperature {TEMPERATURE} "
-        f"--max-new-tokens {TEXT_TOKENS} --batch-size 64 --ignore-eos --output {text}",
+        f"--max-new-tokens {TEXT_TOKENS} --batch-size 64 --ignore-eos --overwrite --output {text}",
     )
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
     text.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, 
         console,
         2,
         f"Heads are trained on it for {args.minutes:g} minute(s); the backbone stays as it is",
-        f"medusa train {recipe} data.path={text} output_dir={folder} training.max_minutes={args.minutes:g}",
+        f"medusa train {recipe} data.path={text} output_dir={folder} training.max_minutes={args.minutes:g} --overwrite",
     )
     import yaml
 

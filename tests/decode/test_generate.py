@@ -114,9 +114,9 @@ def test_the_tree_saved_with_the_heads_is_the_default(llama: Any) -> None:
     assert resolve_tree("chain:1", heads).rank_paths == [(0,)]
 
 
-def test_the_default_tree_on_a_cpu_is_a_dozen_nodes_as_deep_as_there_are_heads(llama: Any) -> None:
-    paths = named_trees()["dozen"]
-    assert len(paths) == 11
+def test_the_default_tree_on_a_cpu_is_eight_nodes_as_deep_as_there_are_heads(llama: Any) -> None:
+    paths = named_trees()["eight"]
+    assert len(paths) == 7
     assert sorted(default_tree(random_heads(llama, 9)).rank_paths) == sorted(map(tuple, paths))
     assert sorted(default_tree(random_heads(llama, 2)).rank_paths) == sorted(tuple(p) for p in paths if len(p) <= 2)
 

@@ -1,0 +1,35 @@
+"""scripts/plot_benchmark.py: the figures of a benchmark, as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def test_the_figures_of_the_json_stand_in_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = Path(__file__).parents[2] / "scripts" / "plot_benchmark.py"
+    spec = importlib.util.spec_from_file_location("plot_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rate = {"median": 100.0, "min": 90.0, "max": 110.0}
+    method = {"tokens_per_second": rate, "speedup_vs_generate": 1.0, "tau": 1.0}
+    step_ms = {"propose": 0.5, "verify": 2.0, "accept": 0.25, "compact": 0.25, "other": 0.25}
+    medusa = method | {"speedup_vs_generate": 1.75, "tau": 2.5, "accepted_by_depth": [0.8, 0.5], "step_ms": step_ms}
+    figure = module.draw(
+        {
+            "machine": {"gpu": None, "processor": "a machine", "threads": 1, "dtype": "float32", "torch": "2"},
+            "settings": {"prompts": 3, "max_new_tokens": 8, "temperature": 0.0, "tree": [[0], [1]]},
+            "methods": {"plain": method, "transformers": method, "medusa": medusa},
+        }
+    )
+    speed, depth, stages = figure.axes
+    assert [bar.get_width() for bar in speed.patches] == [100.0] * 3
+    assert any("1.75 x generate" in text.get_text() for text in speed.texts)
+    assert [bar.get_height() for bar in depth.patches] == [0.8, 0.5]
+    assert "2.50" in depth.get_title()
+    assert "3.25 ms" in stages.get_title()
