@@ -104,22 +104,25 @@ def measure(
 
 def show(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     """The table for people."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     settings, machine = outcome["settings"], outcome["machine"]
     console = common.output_console(args)
     table = Table(
         title=f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, temperature "
-        f"{settings['temperature']:g}, {1 + len(settings['tree'])}-node tree, acceptance {settings['acceptance']}"
+        f"{settings['temperature']:g}, {1 + len(settings['tree'])}-node tree, acceptance {settings['acceptance']}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for name in ("method", "tokens/s", "min to max", "tau", "x plain", "x generate", "equal to plain"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    for name in ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for name, figures in outcome["methods"].items():
         rate = figures["tokens_per_second"]
         table.add_row(
             name,
             f"{rate['median']:.0f}",
-            f"{rate['min']:.0f} to {rate['max']:.0f}",
+            f"{rate['min']:.0f}-{rate['max']:.0f}",
             f"{figures['tau']:.2f}",
             f"{figures['speedup']:.2f}",
             f"{figures['speedup_vs_generate']:.2f}",
