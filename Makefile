@@ -1,7 +1,7 @@
 # make demo     set everything up and tell the whole story: train heads, decode with them, measure (6 minutes)
 # make test     set everything up and run the tests
 # make lint     ruff and mypy
-# PYTHON=python3.12 make test    with another interpreter (3.10 or newer)
+# PYTHON=python3.12 make test    with another interpreter (3.11 or newer)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv

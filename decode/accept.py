@@ -1,7 +1,7 @@
 """Which drafted tokens stay: from a draft and the backbone's opinion to an accepted path and the next root.
 
 Every rule walks from the root to deeper nodes and never looks at padding: a node is accepted when it and all nodes
-above it are (docs/algorithms). Shapes: B rows, N nodes, V vocabulary, D the tree's depth.
+above it are (docs/decoding.md). Shapes: B rows, N nodes, V vocabulary, D the tree's depth.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def accept_walk(draft: Draft, draw: Draw, room: Tensor | None = None) -> Accepta
 
     At each node reached the target's token is drawn once; a child that holds it is accepted, and otherwise it is the
     next root: drawn tokens are never thrown away, so the text has exactly the target's distribution whatever the
-    draft (algorithms E.5). Being the longest prefix of the target's text inside the tree, the accepted path cannot be
+    draft (docs/decoding.md). Being the longest prefix of the target's text inside the tree, the accepted path cannot be
     beaten by any lossless rule on a tree that does not depend on the draws. With a `draw` that takes the most
     probable token it is greedy decoding, and processors see every node with its own prefix.
     """

@@ -196,6 +196,8 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Tree:
     """
     if isinstance(tree, Tree):
         return tree
+    if tree == "auto":  # until trees are calibrated: what suits the device
+        return default_tree(heads)
     if isinstance(tree, str):
         return load_tree(tree, heads.config.num_heads)
     if tree is None:

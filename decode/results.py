@@ -28,7 +28,7 @@ Method = Callable[[Sequence[Sequence[int]], OnStep | None], "list[Result]"]
 
 @dataclass
 class Result:
-    """One finished text; `interface.md` fixes the JSON names."""
+    """One finished text; `to_dict` gives it the names of the JSON."""
 
     input_ids: list[int]
     new_ids: list[int] = field(default_factory=list)

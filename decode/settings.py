@@ -44,7 +44,7 @@ class Settings:
         return self.temperature > 0
 
     def generate_kwargs(self, tokenizer: Any = None) -> dict[str, Any]:
-        """The same for `model.generate`. Everything is said, so that no default of a model changes the meaning."""
+        """The same for `model.generate`; what is not named here is as the model's generation config says."""
         kwargs: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.do_sample,

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from medusa import __version__
 from medusa.errors import RequestError
@@ -28,7 +29,7 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; only the options of `command` are filled in, as only its module is imported."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="medusa",
         description="Train Medusa heads on a frozen language model, decode with them, measure the speedup.",
         epilog=EPILOG,
@@ -48,12 +49,23 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, with wrong words answered like every other wrong request: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `medusa` with `argv`; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if not word.startswith("-")), None)
     parser = build_parser(command if command in COMMANDS else None)
-    args = parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
+    if rest and hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
+        args.overrides += rest  # argparse takes key=value behind an option for a stranger
+    elif rest:
+        parser.error(f"unknown words: {' '.join(rest)}")
     try:
         return args.run(args) or 0
     except RequestError as error:

@@ -23,7 +23,7 @@ from medusa.files import read_json
 DEMO = Path(__file__).parent / "assets" / "backbone"
 TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 MASK_BLIND = {
-    # model_type: why a tree mask does not reach, or does not suffice for, its attention (measured; docs/algorithms)
+    # model_type: why a tree mask does not reach, or does not suffice for, its attention (measured)
     "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
     "mpt": "its ALiBi biases follow slot indices, not positions",
     "bloom": "its ALiBi biases follow slot indices, not positions",
@@ -204,8 +204,9 @@ def load_backbone(
     """
     path = str(DEMO) if name_or_path == "demo" else name_or_path
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require_placement(dtype, device)
-    chosen = DTYPES[dtype] if dtype else ("auto" if device != "cpu" else torch.float32)
+    require_placement(dtype, device, attention)
+    on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
+    chosen = DTYPES[dtype] if dtype else (torch.float32 if on_cpu else "auto")
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     placed = {"device_map": "auto"} if device == "auto" else {}
     try:
@@ -249,19 +250,25 @@ def _tokenizer(places: Sequence[str], common: dict[str, Any]) -> PreTrainedToken
     return None  # ids in, ids out: whoever needs text says so
 
 
-def require_placement(dtype: str | None, device: str | None) -> None:
+def require_placement(dtype: str | None, device: str | None, attention: str | None = None) -> None:
     """Raises:
-    RequestError: no such dtype, or no such device here."""
+    RequestError: no such dtype or kind of attention, or no such device here."""
     if dtype is not None and dtype not in DTYPES:
         raise RequestError(f"--dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    if attention not in (None, "sdpa", "eager"):
+        raise RequestError(f"--attention is {attention!r}; choose sdpa or eager, which take a tree mask")
     if device in (None, "auto"):
         return
     try:
-        kind = torch.device(device).type
+        asked = torch.device(device)
     except RuntimeError:
         raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise RequestError(f"--device is {device!r} but PyTorch sees no CUDA device; choose cpu")
+    if asked.type == "cuda" and (asked.index or 0) >= torch.cuda.device_count():
+        raise RequestError(
+            f"--device is {device!r}, and PyTorch sees {torch.cuda.device_count()} CUDA device(s); choose cpu"
+        )
+    if asked.type == "mps" and not torch.backends.mps.is_available():
+        raise RequestError(f"--device is {device!r} but PyTorch sees no Apple GPU; choose cpu")
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def read_json(path: Path) -> Any:
         raise RequestError(f"{path} is not JSON ({error})") from None
 
 
-def require_absent(path: Path, overwrite: bool, is_taken: Callable[[Path], bool] = Path.exists) -> None:
+def require_absent(path: Path, overwrite: bool) -> None:
     """Raises:
     RequestError: the output is there already and may not be replaced."""
-    if is_taken(path) and not overwrite:
+    if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")

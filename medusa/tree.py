@@ -189,7 +189,7 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     if Path(spec).is_file():
         return Tree.from_paths(_read_paths(Path(spec)))
     raise RequestError(
-        f"no tree {spec!r}: give a file, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(named))}"
+        f"no tree {spec!r}: give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(named))}"
     )
 
 

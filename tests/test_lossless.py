@@ -323,7 +323,7 @@ def test_a_constraint_is_told_its_row(llama: Any) -> None:
 
 @torch.no_grad()
 def test_the_drafter_is_given_the_hidden_state_before_each_root() -> None:
-    """Heads read where the path ended (algorithms E.9.5). Another node's state changes no text, only wastes drafts, so
+    """Heads read where the path ended (docs/decoding.md). Another node's state changes no text, only wastes drafts, so
     nothing else here would notice. Ragged rows, of which one ends early.
     """
     model = tiny_model("llama", dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -228,6 +229,13 @@ def _windows(ids: list[int], size: int) -> Iterator[tuple[int, ...]]:
 def _windows_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
     if config.exclude is None:
         return set()
-    records = read_records(config.exclude, separator=config.document_separator)
+    records = read_records(config.exclude, split=config.split, separator=config.document_separator)
     texts = (prompt_ids(r, tokenizer) if r.is_prompt else to_example(r, tokenizer).input_ids for r in records)
-    return {window for ids in texts for window in _windows(ids, config.exclude_window)}
+    windows: set[tuple[int, ...]] = set()
+    for ids in texts:
+        if len(ids) < config.exclude_window:
+            warnings.warn(
+                f"{config.exclude} holds a text shorter than exclude_window; it excludes nothing", stacklevel=2
+            )
+        windows.update(_windows(ids, config.exclude_window))
+    return windows

@@ -28,7 +28,7 @@ class OwnText(NamedTuple):
 
 @torch.no_grad()
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> dict[str, Any]:
-    """The `evaluate` JSON of the interface: per head top-1, 5 and 10, and top-1 given that all heads before were right.
+    """What `medusa evaluate --json` writes: per head top-1, 5 and 10, and top-1 given that all heads before were right.
 
     Positions from the prompt's last on count: where a step can start. For every head the same positions count, those
     from which the text goes on for as long as the heads reach.

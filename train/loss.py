@@ -16,7 +16,7 @@ from medusa.backbone import Backbone
 from medusa.heads import LMHead, MedusaHeads
 from train.labels import IGNORE
 
-CHUNK = 256  # rows of logits at a time: 4 MB at V = 4096 stays in a core's cache; measured in docs/log.md
+CHUNK = 256  # rows of logits at a time: 4 MB at V = 4096 stays in a core's cache
 
 
 class HeadLosses(NamedTuple):

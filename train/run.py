@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, set_seed
 
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, fingerprint
@@ -18,7 +19,7 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import require_absent
 from medusa.heads import MedusaHeads
-from train.architecture import choose
+from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
 from train.data import PackedDataset, load_dataset, require_data
 from train.trainer import MedusaTrainer, MedusaTrainingArguments, checkpoints
@@ -35,7 +36,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     output = Path(config.output_dir)
     checkpoint = _checkpoint(output, resume, overwrite)
     require_data(config.data)
-    backbones.require_placement(config.dtype, config.device)
+    backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
     arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     loaded = backbones.load_backbone(
@@ -48,12 +49,12 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     )
     backbone = Backbone(loaded.model)
     dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
     if overwrite:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
-    trainer.fit_budget()
     trainer.provenance = provenance(config, dataset, trainer)
     if not quiet:
         _say(f"data: {dataset.counts}")
@@ -68,6 +69,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
     found = checkpoints(output)
+    if resume and overwrite:
+        raise RequestError("--resume goes on from a checkpoint and --overwrite deletes it; give one of them")
     if resume:
         if not found:
             raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
@@ -84,6 +87,7 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         "save_steps": 500,
         "dataloader_pin_memory": config.device not in (None, "cpu"),
     }
+    given["learning_rate"] = learning_rate(hidden_size)
     given["use_cpu"] = (config.device or "").startswith("cpu")
     given["disable_tqdm"] = quiet  # by default it follows the level of transformers' own log
     try:
@@ -98,6 +102,9 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
 def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None) -> MedusaHeads:
     """Fresh heads for `model`: what was asked for, and the rest chosen for its sizes; the identity at the start."""
     backbone = Backbone(model)
+    if not isinstance(backbone.head, nn.Linear):
+        kind = type(backbone.head).__name__
+        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
     chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
     heads = MedusaHeads(
         MedusaConfig(
@@ -129,7 +136,7 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
 def provenance(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
     """Where a set of heads comes from."""
     return {
-        "command": " ".join(sys.argv),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": asdict(config),
         "data": {
             "documents": dataset.counts.documents,

@@ -201,6 +201,7 @@ class MedusaTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; a run that is shorter than a line of the log gives one at its end."""
+        self.fit_budget()
         outcome = super().train(*args, **kwargs)
         if self._seen.get("train"):
             self.log({"loss": outcome.training_loss})

@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> None:
         args, loaded, heads, tree, settings, prompts, [record.category for record in records], args.rounds
     )
     show(args, outcome)
+    figures = outcome["methods"]["medusa"]
+    common.warn_if_useless(figures["new_tokens"], figures["tau"])
     common.write_results(args, outcome)
 
 
@@ -60,7 +62,7 @@ def measure(
     categories: list[str | None],
     rounds: int,
 ) -> dict[str, Any]:
-    """The benchmark JSON of the interface."""
+    """Take turns, and sum up: what `--json` writes."""
     import torch
     from rich.progress import Progress
 

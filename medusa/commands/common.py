@@ -38,7 +38,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--device", help="cpu, cuda, cuda:1, mps, or auto to spread layers over all (default: a GPU if any)"
     )
     group.add_argument("--attention", help="sdpa (default where the model offers it) or eager")
-    group.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    group.add_argument("--seed", type=seed, default=0, help="of everything random (default: 0)")
     group.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice); fewer can be faster")
     group.add_argument("--json", metavar="FILE", help="write machine-readable results")
     group.add_argument("--quiet", action="store_true", help="no progress, no table")
@@ -75,7 +75,7 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
         group.add_argument(
             "--tree",
             metavar="FILE|NAME",
-            help="chain, topk:3,3,2, a published name or a file (default: the heads' own)",
+            help="auto, chain, topk:3,3,2, a name or a file (default: the heads' own, else auto)",
         )
 
 
@@ -88,6 +88,13 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
+
+
+def seed(text: str) -> int:
+    """A seed that every generator takes, for argparse."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+    return int(text)
 
 
 def console(args: argparse.Namespace) -> Console:
@@ -154,7 +161,7 @@ def check_models(args: argparse.Namespace) -> None:
     from medusa.backbone import load_config, require_placement
     from medusa.checkpoint import load_heads
 
-    require_placement(args.dtype, args.device)
+    require_placement(args.dtype, args.device, args.attention)
     config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
     if getattr(args, "heads", None) is None:
         return
@@ -196,9 +203,8 @@ def read_prompts(args: argparse.Namespace) -> list[Record]:
             raise RequestError("the prompt is empty; give at least one token")
     records = [Record(f"--prompt {number}", text=text, is_prompt=True) for number, text in enumerate(given, 1)]
     if args.prompts:
-        limit = None if args.max_prompts is None else args.max_prompts
         separator = getattr(args, "document_separator", None)
-        records += list(islice(read_records(args.prompts, split=args.split, separator=separator), limit))
+        records += list(islice(read_records(args.prompts, split=args.split, separator=separator), args.max_prompts))
     if not records:
         raise RequestError("no prompts: give --prompts FILE" + (" or --prompt TEXT" if hasattr(args, "prompt") else ""))
     return records
@@ -210,6 +216,12 @@ def batches(items: list[Any], size: int) -> list[list[Any]]:
 
 def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
+
+
+def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
+    """Say in words what a tau near 1 means."""
+    if tokens > 64 and tokens_per_step < 1.15:
+        warn("hardly any guess was right: these heads do not fit this backbone (another one, or another dtype?)")
 
 
 def write_results(args: argparse.Namespace, content: Any) -> None:

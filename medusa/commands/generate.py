@@ -56,15 +56,17 @@ def run(args: argparse.Namespace) -> None:
     )
     streams = tokenizer is not None and args.batch_size == 1 and not settings.stop
     results: list[Result] = []
+    seconds = 0.0
     for batch in common.batches(prompts, args.batch_size):
         streamer = _Printer(tokenizer, TextStreamer) if streams and not args.quiet else None
         results += method(batch, streamer)
+        seconds += results[-1].seconds  # of the whole batch
         if streamer is not None:
             streamer.end()
         elif not args.quiet:
             for result in results[-len(batch) :]:
                 print(result.to_dict(tokenizer, settings.stop)["text"] if tokenizer else result.new_ids)
-    _say_how_it_went(args, results, tau(results))
+    _say_how_it_went(args, sum(len(result.new_ids) for result in results), seconds, tau(results))
     about = settings.to_dict() | {
         "backbone": args.backbone,
         "heads": args.heads,
@@ -89,11 +91,9 @@ class _Printer:
         self.streamer.end()
 
 
-def _say_how_it_went(args: argparse.Namespace, results: list, tokens_per_step: float) -> None:
+def _say_how_it_went(args: argparse.Namespace, tokens: int, seconds: float, tokens_per_step: float) -> None:
     if args.quiet:
         return
-    tokens = sum(len(result.new_ids) for result in results)
-    seconds = sum(result.seconds for result in results) / (args.batch_size if args.batch_size > 1 else 1)
     print(f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step", file=sys.stderr)
-    if not args.plain and tokens > 64 and tokens_per_step < 1.15:
-        common.warn("hardly any guess was right: these heads do not fit this backbone (another one, or another dtype?)")
+    if not args.plain:
+        common.warn_if_useless(tokens, tokens_per_step)

@@ -1,6 +1,6 @@
 """Fit heads on a frozen backbone, as a YAML file says; `key=value` overrides any of it.
 
-  medusa train configs/demo.yaml
+  medusa train configs/medusa1.yaml
   medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl training.learning_rate=1e-3
 
 Only heads are trained and saved. An interrupted run goes on with --resume.

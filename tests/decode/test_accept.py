@@ -254,7 +254,7 @@ def test_known_faults_are_found(fault: Walk) -> None:
 
 
 def test_the_walk_accepts_as_much_as_any_lossless_rule_can() -> None:
-    """algorithms E.5: of a text from the target, the accepted part is its longest prefix inside the tree."""
+    """Of a text from the target, the accepted part is its longest prefix inside the tree."""
     toy, rng = Toy(3), random.Random(0)
     for _ in range(300):
         text = tuple(rng.randrange(WORDS) for _ in range(3))

@@ -218,7 +218,7 @@ def test_stop_strings_of_a_generation_config(llama: Any, heads: MedusaHeads, tok
 
 
 def test_typical_is_deterministic_whatever_the_seed(llama: Any, heads: MedusaHeads) -> None:
-    """Every root is the most probable token, the first one too (algorithms E.2)."""
+    """Every root is the most probable token, the first one too."""
     texts = set()
     for seed in range(6):
         torch.manual_seed(seed)
