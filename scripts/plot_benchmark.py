@@ -43,7 +43,7 @@ def draw(outcome: dict[str, Any]) -> Any:
             for n, rate in zip(names, rates, strict=True)
         ],
     )
-    speed.set(title="tokens per second", xlim=(0, 1.6 * max(rates)))
+    speed.set(title="tokens per second", xlim=(0, 2.1 * max(rates)))
     speed.invert_yaxis()
     accepted = medusa["accepted_by_depth"]
     depth.bar(range(1, len(accepted) + 1), accepted, color=COLORS["medusa"])
@@ -59,7 +59,7 @@ def draw(outcome: dict[str, Any]) -> Any:
     machine, settings = outcome["machine"], outcome["settings"]
     figure.text(
         0.5,
-        -0.16,
+        -0.3,
         f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, temperature "
         f"{settings['temperature']:g}, {1 + len(settings['tree'])} nodes; {machine['gpu'] or machine['processor']}, "
         f"{machine['threads']} thread(s), {machine['dtype']}, torch {machine['torch']}",

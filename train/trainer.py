@@ -201,7 +201,8 @@ class MedusaTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; a run that is shorter than a line of the log gives one at its end."""
-        self.fit_budget()
+        if self.args.max_steps < 0:  # a limit that was asked for stands beside the budget
+            self.fit_budget()
         outcome = super().train(*args, **kwargs)
         if self._seen.get("train"):
             self.log({"loss": outcome.training_loss})
