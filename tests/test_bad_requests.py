@@ -70,7 +70,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "empty prompt": (("--prompt", ""), "prompt is empty"),
     "missing prompts": (("--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
     "missing folder for results": (("--json", "/no/such/folder/out.json"), "/no/such/folder/out.json"),
-    "a folder for results": (("--json", "/tmp"), "/tmp"),
+    "a folder for results": (("--json", "tests"), "tests"),
     "unknown dtype": (("--dtype", "float8"), "float32, bfloat16"),
     "unknown device": (("--device", "abacus"), "cpu, cuda"),
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
