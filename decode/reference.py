@@ -7,32 +7,17 @@ difference in text or time is the tree's; transformers' own `generate` is the th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.clock import Clock
-from decode.front import unpadded
 from decode.loop import Session, Step
-from decode.request import prepare
 from decode.sequences import Request
 from decode.verify import TreeMasks
 from medusa.backbone import Backbone
 from medusa.tree import Tree
-
-
-def plain_steps(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    clock: Clock | None = None,
-    **kwargs: Any,
-) -> Iterator[Step]:
-    """Decode `input_ids` [B, T] one token a step; `kwargs` are those of `model.generate`."""
-    yield from plain_session(model, prepare(model, unpadded(input_ids, attention_mask), **kwargs), clock)[1]
 
 
 def plain_session(

@@ -61,6 +61,8 @@ def prepare(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **kwargs: 
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
         raise RequestError("a streamer belongs to decode.generate; decode.steps hands out the tokens itself")
+    if kwargs.get("assistant_model") is not None:
+        raise RequestError("an assistant_model cannot be combined with heads; leave it out")
     kwargs = with_stop_strings(model, kwargs)
     allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
     copies = kwargs.pop("num_return_sequences", None)

@@ -128,8 +128,8 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
     return results
 
 
-def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **extra: Any) -> Method:
-    """`model.generate`; `extra` goes to it (`prompt_lookup_num_tokens`, `assistant_model`, ...)."""
+def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None) -> Method:
+    """transformers' own `model.generate`."""
     backbone = Backbone(model)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop else None
 
@@ -151,7 +151,7 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
         kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit}
         inputs = left_padded([result.input_ids for result in group], backbone.device)
         longest = inputs["input_ids"].shape[1]
-        out = model.generate(**inputs, **kwargs, **extra)[:, longest:].tolist()  # type: ignore[operator]
+        out = model.generate(**inputs, **kwargs)[:, longest:].tolist()  # type: ignore[operator]
         eos = None if settings.ignore_eos else model.generation_config.eos_token_id
         ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         for result, ids in zip(group, out, strict=True):
