@@ -1,24 +1,43 @@
 """Which drafted tokens stay: from a draft and the backbone's opinion to an accepted path and the next root.
 
 Every rule walks from the root to deeper nodes and never looks at padding: a node is accepted when it and all nodes
-above it are (docs/decoding.md). Shapes: B rows, N nodes, V vocabulary, D the tree's depth.
+above it are (docs/exactness.md has the proofs). The walks ask for the target only where they come by, all rows at one
+depth at a time. Rows may share contexts, so that a million rows can walk over one forward of the backbone.
+
+Shapes: B rows, R of them still walking, N nodes, M distributions that these R rows share, V vocabulary, D the depth.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from decode.draft import Draft
 
-Draw = Callable[[int, list[int]], int]
-"""(row, path of nodes from the root) -> the token that the target decides on after that path."""
-TargetProbabilities = Callable[[int, list[int]], Tensor]
-"""(row, path of nodes from the root) -> the target probabilities [V] after that path."""
+Scores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(rows [R], nodes [R]) -> the target's scores [M, V], whose softmax it is, and which of them each row takes [R]."""
+Decide = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows [R], scores [M, V], index [R]) -> the token that the target decides on in each row [R]."""
+
+
+class Draws(Protocol):
+    """Random numbers, every row from a stream of its own or all from one."""
+
+    def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
+        """rows [R], probabilities [M, V], which of them each row takes [R] -> one draw a row [R]."""
+        ...
+
+    def uniform(self, rows: Tensor) -> Tensor:
+        """rows [R] -> numbers in [0, 1), float64 [R]."""
+        ...
+
+    def uniforms(self, rows: Tensor, count: int) -> Tensor:
+        """rows [R] -> `count` numbers each [R, count]."""
+        ...
 
 
 class Acceptance(NamedTuple):
@@ -42,86 +61,211 @@ def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acc
     tree = draft.tree
     match = draft.ids == best.index_select(1, tree.parent)
     match[:, 0] = True
-    return _deepest(draft, match, best, room)
-
-
-def _deepest(draft: Draft, match: Tensor, best: Tensor, room: Tensor | None) -> Acceptance:
-    tree = draft.tree
     accepted = (match[:, None, :] | ~tree.ancestors).all(-1)  # [B, N]: itself and everything above it matches
     if room is not None:
         accepted &= tree.depth <= room[:, None]
     end = torch.where(accepted, tree.depth, -1).argmax(-1)  # [B]
-    return Acceptance(
-        tree.paths.index_select(0, end), tree.depth.index_select(0, end) + 1, best.gather(1, end[:, None])[:, 0]
-    )
+    return _acceptance(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
-def accept_walk(draft: Draft, draw: Draw, room: Tensor | None = None) -> Acceptance:
+def accept_walk(draft: Draft, target: Scores, decide: Decide, room: Tensor | None = None) -> Acceptance:
     """Let the target write, one token at a time, and follow it down the tree as far as the draft foresaw it.
 
-    At each node reached the target's token is drawn once; a child that holds it is accepted, and otherwise it is the
-    next root: drawn tokens are never thrown away, so the text has exactly the target's distribution whatever the
-    draft (docs/decoding.md). Being the longest prefix of the target's text inside the tree, the accepted path cannot be
-    beaten by any lossless rule on a tree that does not depend on the draws. With a `draw` that takes the most
-    probable token it is greedy decoding, and processors see every node with its own prefix.
+    At each node reached the target's token is decided once; a child that holds it is accepted, and otherwise it is the
+    next root: decided tokens are never thrown away, so the text has exactly the target's distribution whatever the
+    draft. Being the longest prefix of the target's text inside the tree, the accepted path cannot be beaten by any
+    lossless rule on a tree that does not depend on the draws. With a `decide` that takes the most probable token it is
+    greedy decoding, and processors see every node with its own prefix.
     """
-    ids, parent = draft.ids.tolist(), draft.tree.parent.tolist()
-    children = _children(parent)
-    limits = [draft.tree.max_depth] * len(ids) if room is None else room.tolist()
-    paths, roots = [], []
-    for row, tokens in enumerate(ids):
-        path, child = [0], 0
-        while True:
-            token = draw(row, path)
-            child = next((node for node in children[path[-1]] if tokens[node] == token), -1)
-            if child < 0 or len(path) > limits[row]:
-                break
-            path.append(child)
-        paths.append(path)
-        roots.append(token)
-    return _acceptance(draft, paths, roots)
+    walk = _Walk(draft, room)
+    while len(walk.rows):
+        scores, index = target(walk.rows, walk.nodes)
+        token = decide(walk.rows, scores, index)
+        child = walk.child_that_holds(token)
+        walk.go_on(child, token[child < 0])
+    return walk.ended()
+
+
+def accept_sampled(draft: Draft, target: Scores, draws: Draws, room: Tensor | None = None) -> Acceptance:
+    """Rejection sampling of a tree that was itself sampled (Leviathan et al. 2023; siblings: SpecInfer, RRSw).
+
+    At each node reached, its children are tried in the order in which they were drawn. A child x is accepted with
+    probability min(1, p(x) / q(x)). When it is rejected, p becomes its residual max(0, p - q), normalised, and q loses
+    x, because the next sibling was drawn without it. When no child is left, the next root is drawn from what p has
+    become. The text then has exactly the target's distribution.
+
+    Only for drafts with a `proposal`: for chosen tokens p / q is wrong, whatever q is taken.
+    """
+    assert draft.proposal is not None, "only a draft that was drawn can be rejected by p / q"
+    walk = _Walk(draft, room)
+    while len(walk.rows):
+        scores, index = target(walk.rows, walk.nodes)
+        child, left = _first_accepted(draft, walk, _Pairs.of(draft, walk, scores, index), draws)
+        ends = child < 0
+        walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.own[ends]))
+    return walk.ended()
+
+
+def _first_accepted(draft: Draft, walk: _Walk, pairs: _Pairs, draws: Draws) -> tuple[Tensor, _Pairs]:
+    """The child that each walking row accepts, or -1, [R]; and what p and q have become by the rejections."""
+    accepted = torch.full_like(walk.rows, -1)
+    for child in walk.children().T:  # [R]: each row's first child, then each row's second, ...
+        trying = ((child >= 0) & (accepted < 0)).nonzero()[:, 0]
+        if not len(trying):
+            continue
+        token = draft.ids[walk.rows[trying], child[trying]]
+        p, q = pairs.p[pairs.own[trying], token].double(), pairs.q[pairs.own[trying], token].double()
+        passes = passes_ratio(draws.uniform(walk.rows[trying]), p, q)
+        # q = 0: the draft ran out of words and drew nothing here, so there is nothing to accept or reject.
+        drawn = q > 0
+        accepted[trying[passes & drawn]] = child[trying[passes & drawn]]
+        pairs = pairs.after_rejection(trying[~passes & drawn], token[~passes & drawn])
+    return accepted, pairs
+
+
+class _Pairs(NamedTuple):
+    """Target and draft distributions of the walking rows; rows with the same past share them."""
+
+    p: Tensor
+    """[M, V] what the next token is still to be drawn from."""
+    q: Tensor
+    """[M, V] what the next sibling was drawn from."""
+    own: Tensor
+    """[R] which of the M pairs each row has."""
+    shared: bool
+    """Whether rows with the same past are to be found; with few rows a pair for each is less work."""
+
+    @classmethod
+    def of(cls, draft: Draft, walk: _Walk, scores: Tensor, index: Tensor) -> _Pairs:
+        assert draft.proposal is not None
+        q, count = draft.proposal.q.flatten(0, 1), draft.proposal.q.shape[1]
+        q_index = draft.proposal.context[walk.rows] * count + draft.proposal.of_children[walk.nodes]
+        shared = len(scores) < len(index)
+        key, own = _distinct(index * len(q) + q_index, shared)
+        return cls(scores.softmax(-1)[key // len(q)], q[key % len(q)].to(scores.device), own, shared)
+
+    def after_rejection(self, rows: Tensor, token: Tensor) -> _Pairs:
+        """rows [X] of the R whose `token` [X] was rejected: they get the residual, all others keep what they have."""
+        if not len(rows):
+            return self
+        size = self.p.shape[-1]
+        key, new = _distinct(self.own[rows] * size + token, self.shared)
+        was, rejected = key // size, key % size
+        p, q = residual(self.p[was], self.q[was]), without(self.q[was], rejected)
+        own = self.own.clone()
+        own[rows] = len(self.p) + new
+        return _Pairs(torch.cat([self.p, p]), torch.cat([self.q, q]), own, self.shared)
+
+
+def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """u < p / q for numbers u in [0, 1): true with probability min(1, p / q)."""
+    return u * q < p
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """p, q [M, V] -> max(0, p - q), normalised [M, V]: what the next token follows once a draw from q was rejected."""
+    rest = (p - q).clamp_min(0)
+    total = rest.sum(-1, keepdim=True)
+    # No mass left is a rejection by rounding: p = q there, and a draw from either is right.
+    return torch.where(total > 0, rest / total, p)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """q [M, V] and tokens [M] -> q without its token, normalised [M, V]; zeros where nothing is left."""
+    rest = q.scatter(1, token[:, None], 0)
+    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+
+
+def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
+    """keys [R] -> the distinct ones [M] and where each stands [R]; unless `shared`, each row is taken for its own."""
+    if shared:
+        return key.unique(return_inverse=True)
+    return key, torch.arange(len(key), device=key.device)
 
 
 def accept_typical(
-    draft: Draft, target: TargetProbabilities, epsilon: float, delta: float, room: Tensor | None = None
+    draft: Draft, target: Scores, epsilon: float, delta: float, room: Tensor | None = None
 ) -> Acceptance:
-    """Typical acceptance (paper section 2.3.1). Lossy: the text is neither greedy nor a sample.
+    """Typical acceptance, the paper's deterministic form (section 2.3.1). Lossy: neither greedy nor a sample.
 
     A token x is accepted after c where p(x | c) > min(epsilon, delta exp(-H(p(. | c)))). The longest accepted path is
     kept, among equally long ones the most probable, and the next root is the target's most probable token there. As
     exp(-H) never exceeds max p, that token always passes, and no step is shorter than a greedy one.
     """
-    ids, children = draft.ids.tolist(), _children(draft.tree.parent.tolist())
-    limits = [draft.tree.max_depth] * len(ids) if room is None else room.tolist()
-    paths, roots = [], []
-    for row, tokens in enumerate(ids):
-        found: list[tuple[int, float, list[int], int]] = []  # length, log probability, path, next root
-        open_paths: list[tuple[list[int], float]] = [([0], 0.0)]
-        while open_paths:
-            path, log_p = open_paths.pop()
-            p = target(row, path).double()
-            best = int(p.argmax())
-            found.append((len(path), log_p, path, best))
-            threshold = min(epsilon, delta * float(torch.exp(torch.special.entr(p).sum().neg())))
-            for child in children[path[-1]] if len(path) <= limits[row] else []:
-                p_child = float(p[tokens[child]])
-                # The argmax passes by the paper's inequality; rounding must not overrule it where delta is 1.
-                if p_child > threshold or tokens[child] == best:
-                    open_paths.append(([*path, child], log_p + math.log(p_child)))
-        _, _, path, root = max(found, key=lambda entry: entry[:2])
-        paths.append(path)
+    tree, end, roots = draft.tree, [], []
+    children = [[node for node in line if node >= 0] for line in tree.children.tolist()]
+    limits = [tree.max_depth] * len(draft.ids) if room is None else room.tolist()
+    for row, tokens in enumerate(draft.ids.tolist()):
+        found: list[tuple[int, float, int, int]] = []  # length, log probability, node, next root
+        open_nodes = [(0, 0, 0.0)]  # node, depth, log probability
+        while open_nodes:
+            node, depth, log_p = open_nodes.pop()
+            scores, index = target(torch.tensor([row], device=tree.depth.device), tree.depth.new_tensor([node]))
+            p = scores[index[0]].softmax(-1)
+            best, passes = int(p.argmax()), typical(p, epsilon, delta)
+            found.append((depth, log_p, node, best))
+            for child in children[node] if depth < limits[row] else []:
+                if passes[tokens[child]]:
+                    open_nodes.append((child, depth + 1, log_p + math.log(float(p[tokens[child]]))))
+        _, _, node, root = max(found, key=lambda entry: entry[:2])
+        end.append(node)
         roots.append(root)
-    return _acceptance(draft, paths, roots)
+    return _acceptance(draft, torch.tensor(end, device=draft.ids.device), draft.ids.new_tensor(roots))
 
 
-def _children(parent: list[int]) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in parent]
-    for node in range(1, len(parent)):
-        children[parent[node]].append(node)
-    return children
+def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
+    """probabilities [..., V] -> which tokens are typical [..., V]: p > min(epsilon, delta exp(-H(p))), paper 2.3.1.
+
+    The most probable one always is, by the inequality above; rounding must not overrule it where delta is 1.
+    """
+    p = p.double()
+    entropy = torch.special.entr(p).sum(-1, keepdim=True)
+    threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
+    return (p > threshold).scatter(-1, p.argmax(-1, keepdim=True), True)
 
 
-def _acceptance(draft: Draft, paths: list[list[int]], roots: list[int]) -> Acceptance:
-    device = draft.ids.device
-    ends = torch.tensor([path[-1] for path in paths], device=device)
-    return Acceptance(draft.tree.paths[ends], draft.tree.depth[ends] + 1, torch.tensor(roots, device=device))
+class _Walk:
+    """B rows on their way down one tree; those still walking all stand at one depth."""
+
+    def __init__(self, draft: Draft, room: Tensor | None) -> None:
+        self.draft, self.room = draft, room
+        self.end = draft.ids.new_zeros(len(draft.ids))  # [B] the node where each row stands
+        self.root = draft.ids.new_zeros(len(draft.ids))  # [B] the token that was decided on behind it
+        self.rows = torch.arange(len(draft.ids), device=draft.ids.device)  # [R]
+        self.depth = 0
+
+    @property
+    def nodes(self) -> Tensor:
+        """[R] where the walking rows stand."""
+        return self.end[self.rows]
+
+    def children(self) -> Tensor:
+        """[R, C] the children of the walking rows' nodes that they may step to, in order, padded with -1."""
+        children = self.draft.tree.children[self.nodes]
+        if self.room is None:
+            return children
+        return torch.where(self.room[self.rows, None] > self.depth, children, -1)
+
+    def child_that_holds(self, token: Tensor) -> Tensor:
+        """token [R] -> the child that holds it, or -1 [R]."""
+        children = self.children()
+        held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
+        match = (held == token[:, None].to(held.device)) & (children >= 0)
+        return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
+
+    def go_on(self, child: Tensor, token: Tensor) -> None:
+        """Step to `child` [R]; rows without one (-1) end here, and their tokens [number of them] are the next roots."""
+        ends = child < 0
+        self.root[self.rows[ends]] = token.to(self.root.device)
+        self.rows = self.rows[~ends]
+        self.end[self.rows] = child[~ends]
+        self.depth += 1
+
+    def ended(self) -> Acceptance:
+        return _acceptance(self.draft, self.end, self.root)
+
+
+def _acceptance(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
+    """end [B] and next_root [B] -> all that a step decided."""
+    tree = draft.tree
+    return Acceptance(tree.paths.index_select(0, end), tree.depth.index_select(0, end) + 1, next_root)

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from decode.clock import STAGES, StageClock
-from decode.results import Method, Result, tau
+from decode.results import Method, Result, prompt_seeds, tau
 
 
 @dataclass
@@ -46,19 +46,25 @@ def run_rounds(
     batches: Sequence[Sequence[Sequence[int]]],
     rounds: int,
     on_progress: Callable[[], None] = lambda: None,
+    seed: int = 0,
 ) -> None:
-    """Decode `batches` of prompts with every contender, `rounds` times after a warm-up of one batch each."""
+    """Decode `batches` of prompts with every contender, `rounds` times after a warm-up of one batch each.
+
+    A prompt's samples come from one seed, whoever draws them and in whatever batch."""
     for contender in contenders:
-        contender.method(batches[0], None)
+        contender.method(batches[0])
         if contender.clock is not None:
             contender.clock.seconds = dict.fromkeys(STAGES, 0.0)
     for number in range(rounds):
         finished: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
+        first = 0
         for index, batch in enumerate(batches):
+            seeds = prompt_seeds(seed, range(first, first + len(batch)))
+            first += len(batch)
             # Whoever goes first may find colder caches, so turns rotate.
             turn = (number + index) % len(contenders)
             for contender in [*contenders[turn:], *contenders[:turn]]:
-                results = contender.method(batch, None)
+                results = contender.method(batch, seeds=seeds)
                 for result in results:
                     result.seconds /= len(batch)
                 finished[contender.name] += results

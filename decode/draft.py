@@ -19,6 +19,22 @@ class Frontier(NamedTuple):
     """[B] the decided token."""
     hidden: Tensor
     """[B, H] the hidden state of the token before it."""
+    rows: list[int]
+    """B numbers: which rows of the session these are; finished ones have left."""
+
+
+class Proposal(NamedTuple):
+    """The distributions that a sampled draft was drawn from: siblings in order, without replacement.
+
+    C contexts, Q distributions in each. Rows that share a context share its distributions.
+    """
+
+    q: Tensor
+    """[C, Q, V] draft probabilities."""
+    of_children: Tensor
+    """[N] which of the Q distributions the children of each node were drawn from."""
+    context: Tensor
+    """[B] the context of each row."""
 
 
 class Draft(NamedTuple):
@@ -28,6 +44,8 @@ class Draft(NamedTuple):
     """[B, N] the token of each node."""
     tree: Tree
     """How the N nodes hang together, on the device of `ids`."""
+    proposal: Proposal | None = None
+    """What the ids were drawn from; `None` where they were chosen and not drawn, as the heads' best guesses are."""
 
 
 class Drafter(Protocol):

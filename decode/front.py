@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decode.clock import Clock
 from decode.drafters.heads import HeadsDrafter
 from decode.loop import Acceptor, Session, Step
-from decode.request import TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree
+from decode.request import TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree, with_generators
 from decode.sequences import Request
 from decode.verify import Verifier
 from medusa.backbone import Backbone
@@ -40,11 +40,12 @@ def medusa_session(
         RequestError: heads of another shape, a tree that they cannot fill, or scores asked of a lossy rule."""
     if not isinstance(heads, MedusaHeads):
         raise RequestError(f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
-    if acceptor.rule == "typical" and requests[0].config.output_scores:
-        raise RequestError("output_scores cannot be had with acceptance 'typical'; use 'rejection'")
-    backbone = Backbone(model)
-    drafter = HeadsDrafter(heads, backbone, resolve_tree(tree, heads))
-    session = Session(model, requests, slack=drafter.tree.num_nodes)
+    config = requests[0].config
+    if acceptor.rule == "typical" and (config.output_scores or config.output_logits):
+        raise RequestError("output_scores and output_logits cannot be had with acceptance 'typical'; use 'rejection'")
+    backbone, resolved = Backbone(model), resolve_tree(tree, heads)
+    session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
+    drafter = HeadsDrafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, drafter.tree)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
 
@@ -66,6 +67,7 @@ def steps(
     acceptance: str | None = None,
     epsilon: float = 0.09,
     delta: float = 0.3,
+    draft: str | None = None,
     clock: Clock | None = None,
     **kwargs: Any,
 ) -> Iterator[Step]:
@@ -74,7 +76,7 @@ def steps(
     `kwargs` are those of `model.generate`. See `generate` for the rest.
     """
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta)
+    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft)
     yield from medusa_session(model, heads, requests, tree, acceptor, clock)[1]
 
 
@@ -89,6 +91,7 @@ def generate(
     acceptance: str | None = None,
     epsilon: float = 0.09,
     delta: float = 0.3,
+    draft: str | None = None,
     streamer: Any = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -99,8 +102,13 @@ def generate(
         heads: Medusa heads made for it.
         inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer gives them.
         tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
-        acceptance: `greedy` or `rejection` (lossless, the defaults without and with sampling) or `typical` (lossy).
+        acceptance: `greedy` or `rejection` (lossless, the defaults without and with sampling), `typical` or
+            `typical-sampled` (lossy).
         epsilon, delta: constants of typical acceptance (paper section 2.3.1).
+        draft: `topk` (the default: the heads' best guesses) or `sample` (draws from the heads' distributions).
+        seeds (in `kwargs`): one a row, copies by `num_return_sequences` counted; a row's text then depends on its
+            prompt and seed alone. Without them one row draws from PyTorch's generator as `model.generate` does, and the
+            rows of a batch are seeded from it.
         streamer, and all others (tokenizer, stop_strings, ...): as in `model.generate`.
 
     Raises:
@@ -111,7 +119,7 @@ def generate(
     if ids is None:
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta)
+    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft)
     session = _run(model, heads, requests, tree, acceptor, streamer)
     return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
@@ -127,6 +135,7 @@ def medusa_generate(
     medusa_acceptance: str | None = None,
     medusa_epsilon: float = 0.09,
     medusa_delta: float = 0.3,
+    medusa_draft: str | None = None,
     medusa_streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -136,7 +145,8 @@ def medusa_generate(
     the padded batch: pass `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches.
     """
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-    acceptor = resolve_acceptance(medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta)
+    requests = with_generators(model, requests)
+    acceptor = resolve_acceptance(medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft)
     session = _run(model, medusa_heads, requests, medusa_tree, acceptor, medusa_streamer)
     return _output(session, input_ids, generation_config)
 
@@ -174,5 +184,9 @@ def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Te
     sequences = torch.cat([input_ids, padded.to(input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    scores = session.target.scores_by_position(new_ids, width) if config.output_scores else None
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)  # type: ignore[arg-type]
+    kept = {"scores": session.target.kept_scores, "logits": session.target.kept_logits}
+    by_position = {
+        name: None if of_rows is None else session.target.by_position(of_rows, new_ids, width)
+        for name, of_rows in kept.items()
+    }
+    return GenerateDecoderOnlyOutput(sequences=sequences, **by_position)  # type: ignore[arg-type]

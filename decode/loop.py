@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, accept_greedy, accept_typical, accept_walk
+from decode.accept import Acceptance, accept_greedy, accept_sampled, accept_typical, accept_walk
 from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
-from decode.sampling import Target, most_probable
+from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
 from decode.verify import Verifier
 from medusa.backbone import Backbone, Readout
@@ -34,20 +34,32 @@ class Step:
 
 
 class Acceptor(NamedTuple):
-    """An acceptance rule with its constants (paper section 2.3.1)."""
+    """An acceptance rule, with typical acceptance's constants (paper section 2.3.1) and the kind of draft it judges."""
 
     rule: str
     epsilon: float = 0.09
     delta: float = 0.3
+    draft: str = "topk"
+    """topk: the drafter's best guesses; sample: draws from its distributions."""
+
+    @property
+    def truncation(self) -> Truncation | None:
+        return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
 
 class Session:
     """Rows being decoded: the backbone, what is written, and what the text is to follow; `run` is the loop."""
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], slack: int = 0) -> None:
-        """`slack`: nodes of a tree, for which cache and prefixes keep room."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[Request],
+        slack: int = 0,
+        truncation: Truncation | None = None,
+    ) -> None:
+        """`slack`: nodes of a tree, for which cache and prefixes keep room; `truncation`: of the target, if any."""
         self.backbone = Backbone(model)
-        self.target = Target(requests)
+        self.target = Target(requests, truncation)
         self.sequences = Sequences(requests, self.backbone.context, self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         ahead = min(max(request.max_new_tokens for request in requests), 1024)  # more is added as the text grows
@@ -64,8 +76,8 @@ class Session:
         last = torch.tensor(lengths, device=device) - 1
         hidden, logits = self.backbone.forward(ids, self.cache, last=last, position_ids=positions)
         self.cache.commit_prompt(lengths)
-        rows = range(len(prompts))
-        return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden)
+        rows = list(range(len(prompts)))
+        return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden, rows)
 
     @torch.inference_mode()
     def run(self, drafter: Drafter, verifier: Verifier, acceptor: Acceptor, clock: Clock) -> Iterator[Step]:
@@ -73,15 +85,15 @@ class Session:
         sequences, cache = self.sequences, self.cache
         # Typical acceptance decides on every root by argmax, so on the first one too.
         frontier = self.prefill(most_probable_first=acceptor.rule == "typical")
-        rows = list(range(len(sequences)))
         clock.start()
-        while rows:
+        while frontier.rows:
             step = Step()
-            for row, root in zip(rows, frontier.root.tolist(), strict=True):
+            for row, root in zip(frontier.rows, frontier.root.tolist(), strict=True):
                 written = sequences.extend(row, [root])
                 if written:
                     step.ids[row], step.lengths[row] = written, 1
-            rows, frontier = self._unfinished(rows, frontier)
+            frontier = self._unfinished(frontier)
+            rows = frontier.rows
             if not rows:
                 if step.ids:
                     yield step
@@ -95,45 +107,48 @@ class Session:
             written_ids, lengths = _to_host(draft, accepted)
             clock.lap("accept")
             cache.commit(accepted.path, lengths)
-            frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted))
+            frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted), rows)
             clock.lap("compact")
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):
                 step.ids[row] += sequences.extend(row, ids[1:length])
                 step.lengths[row] = length
-            rows, frontier = self._unfinished(rows, frontier)
+            frontier = self._unfinished(frontier)
             clock.lap("other")
             yield step
             clock.start()
 
-    def _unfinished(self, rows: list[int], frontier: Frontier) -> tuple[list[int], Frontier]:
+    def _unfinished(self, frontier: Frontier) -> Frontier:
         """Drop the rows that have ended from the batch, so that no forward is spent on them."""
+        root, hidden, rows = frontier
         left = [index for index, row in enumerate(rows) if self.sequences.finish_reason[row] is None]
         if left and len(left) < len(rows):
             self.cache.select(left)
-            index = torch.tensor(left, device=frontier.root.device)
-            frontier = Frontier(frontier.root[index], frontier.hidden[index.to(frontier.hidden.device)])
-        return [rows[index] for index in left], frontier
+            index = torch.tensor(left, device=root.device)
+            root, hidden = root[index], hidden[index.to(hidden.device)]
+        return Frontier(root, hidden, [rows[index] for index in left])
 
     def _accept(
         self, draft: Draft, readout: Readout, rows: list[int], acceptor: Acceptor, room: Tensor | None
     ) -> Acceptance:
-        logits = readout.logits
-        if self.target.is_argmax and acceptor.rule != "typical":
+        logits, target = readout.logits, self.target
+        if target.is_argmax:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), room)
 
-        def after(index: int, path: list[int]) -> tuple[int, Tensor, Tensor]:
-            more = draft.ids[index, path[1:]] if len(path) > 1 else None  # the root is written already
-            return rows[index], self.sequences.prefix(rows[index], more), logits[index, path[-1]]
+        def scores_after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+            """Rows are numbered within the batch here, and within the session for whatever belongs to a text."""
+            found = []
+            for index, node in zip(walking.tolist(), nodes.tolist(), strict=True):
+                path = draft.tree.paths[node, 1:]  # the root is written already
+                prefix = self.sequences.prefix(rows[index], draft.ids[index, path[path >= 0]])
+                found.append(target.scores(rows[index], prefix, logits[index, node]))
+            return torch.cat(found).to(walking.device), torch.arange(len(found), device=walking.device)
 
         if acceptor.rule == "typical":
-            return accept_typical(
-                draft,
-                lambda index, path: self.target.probabilities(*after(index, path)),
-                acceptor.epsilon,
-                acceptor.delta,
-                room,
-            )
-        return accept_walk(draft, lambda index, path: self.target.draw(*after(index, path)), room)
+            return accept_typical(draft, scores_after, acceptor.epsilon, acceptor.delta, room)
+        draws = target.draws.of(rows)
+        if draft.proposal is not None:
+            return accept_sampled(draft, scores_after, draws, room)
+        return accept_walk(draft, scores_after, lambda *asked: target.decide(draws, *asked), room)
 
 
 def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[list[int]], list[int]]:

@@ -16,44 +16,31 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from decode.loop import Acceptor
+from decode.sampling import POSITION_FREE
 from decode.sequences import Request
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import Tree, load_tree
 
-ACCEPTANCES = ("greedy", "typical", "rejection")
+LOSSLESS = ("greedy", "rejection")
+LOSSY = ("typical", "typical-sampled")
+ACCEPTANCES = LOSSLESS + LOSSY
+DRAFTS = ("topk", "sample")
 TreeLike = Tree | str | Sequence[Sequence[int]] | None
-# Processors that look at scores alone; all others may depend on the prompt's length or on the row.
-POSITION_FREE = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 # What `generate` itself hands over besides ids; anything else would change the text, and is not passed on by us.
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 
-def prepare(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Request]:
+def prepare(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **kwargs: Any
+) -> list[Request]:
     """One request per prompt (times `num_return_sequences`): defaults, processors and criteria as alone.
 
     Each row is prepared by itself, from its ids without padding: penalties, minimal lengths and the like count from
-    the row's own prompt. `kwargs` are those of `model.generate`.
+    the row's own prompt. `kwargs` are those of `model.generate`; for `seeds` see `with_generators`.
 
     Raises:
         RequestError: an option that cannot be had with trees, an empty prompt, or one that does not fit.
@@ -76,7 +63,31 @@ def prepare(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **kwargs: 
             own = {} if allowed is None else {"prefix_allowed_tokens_fn": lambda _, ids, row=row: allowed(row, ids)}
             requests += _prepare_row(model, prompt, kwargs | own)
     _require_longrope_alone(model, requests)
-    return requests
+    return with_generators(model, requests, seeds)
+
+
+def with_generators(
+    model: PreTrainedModel, requests: list[Request], seeds: Sequence[int] | None = None
+) -> list[Request]:
+    """Give every row a stream of random numbers of its own, so that its sample does not depend on the others.
+
+    `seeds`: one a row. Without them one row alone draws from PyTorch's global generator, as `model.generate` does, and
+    the rows of a batch are seeded from it.
+
+    Raises:
+        RequestError: not one seed a row.
+    """
+    if not requests[0].do_sample or (seeds is None and len(requests) == 1):
+        return requests
+    if seeds is None:
+        seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
+    if len(seeds) != len(requests):
+        raise RequestError(f"{len(seeds)} seeds were given for {len(requests)} rows; give one a row, copies counted")
+    device = Backbone(model).device
+    return [
+        request._replace(generator=torch.Generator(device).manual_seed(seed))
+        for request, seed in zip(requests, seeds, strict=True)
+    ]
 
 
 def _prepare_row(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
@@ -129,7 +140,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
         raise RequestError(
             f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave {' and '.join(asked) or 'it'} out"
         )
-    for name in ("output_attentions", "output_hidden_states", "output_logits"):
+    for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise RequestError(f"{name} is not available from tree decoding; run the model on the finished text")
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
@@ -218,19 +229,31 @@ def default_tree(heads: MedusaHeads) -> Tree:
     return load_tree("eight" if on_cpu else "mc_sim_7b_63", heads.config.num_heads).clip(heads.config.num_heads)
 
 
-def resolve_acceptance(rule: str | None, do_sample: bool, epsilon: float = 0.09, delta: float = 0.3) -> Acceptor:
+def resolve_acceptance(
+    rule: str | None, do_sample: bool, epsilon: float = 0.09, delta: float = 0.3, draft: str | None = None
+) -> Acceptor:
     """The rule to use: by default the lossless one, greedy without sampling and rejection with it.
 
     Raises:
-        RequestError: no such rule, constants out of range, or a rule that does not fit the sampling mode.
+        RequestError: no such rule or draft, constants out of range, or what does not fit the sampling mode.
     """
     if rule not in (None, *ACCEPTANCES):
         raise RequestError(f"acceptance is {rule!r}; choose one of {', '.join(ACCEPTANCES)}")
+    if draft not in (None, *DRAFTS):
+        raise RequestError(f"draft is {draft!r}; choose one of {', '.join(DRAFTS)}")
+    rule = rule or ("rejection" if do_sample else "greedy")
     if rule == "greedy" and do_sample:
         raise RequestError("acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'")
-    if rule == "typical" and not do_sample:
-        raise RequestError("acceptance 'typical' needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
+    if rule in LOSSY and not do_sample:
+        raise RequestError(f"acceptance {rule!r} needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
+    if draft == "sample" and rule not in ("rejection", "typical-sampled"):
+        raise RequestError(
+            "draft 'sample' needs a temperature above 0 and acceptance 'rejection' or 'typical-sampled'; "
+            f"with {rule!r} use draft 'topk'"
+        )
+    if draft == "sample" and not do_sample:
+        raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if not 0 <= value <= 1:
             raise RequestError(f"{name} is {value}; it must lie between 0 and 1")
-    return Acceptor(rule or ("rejection" if do_sample else "greedy"), epsilon, delta)
+    return Acceptor(rule, epsilon, delta, draft or "topk")

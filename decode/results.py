@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
@@ -14,7 +15,7 @@ from decode.clock import Clock
 from decode.front import medusa_session
 from decode.loop import Session, Step
 from decode.reference import plain_session
-from decode.request import prepare, resolve_acceptance, resolve_tree
+from decode.request import prepare, resolve_tree
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
@@ -22,8 +23,21 @@ from medusa.tree import Tree
 
 OnStep = Callable[[int, list[int]], None]
 """Called with a prompt's index and the tokens that a step gave it."""
-Method = Callable[[Sequence[Sequence[int]], OnStep | None], "list[Result]"]
-"""Decodes a batch of prompts."""
+
+
+class Method(Protocol):
+    """Decodes a batch of prompts."""
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
+    ) -> list[Result]:
+        """`seeds`: one a prompt, so that a sample does not depend on the batch it is drawn in."""
+        ...
+
+
+def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
+    """Seeds of the prompts with these indices in a file; the first one's is `seed` itself, as for a prompt alone."""
+    return [seed if index == 0 else random.Random(f"{seed} {index}").getrandbits(63) for index in indices]
 
 
 @dataclass
@@ -83,9 +97,11 @@ def plain_method(
 ) -> Method:
     """Our own autoregressive loop."""
 
-    def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
+    def decode(
+        prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
+    ) -> list[Result]:
         start = perf_counter()
-        requests = prepare(model, prompts, **settings.generate_kwargs(tokenizer))
+        requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
         return _collect(plain_session(model, requests, clock), start, on_step)
 
     return decode
@@ -101,12 +117,13 @@ def medusa_method(
 ) -> Method:
     """Heads and a tree."""
     resolved = resolve_tree(tree, heads)
-    acceptor = resolve_acceptance(settings.acceptance, settings.do_sample, settings.epsilon, settings.delta)
 
-    def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
+    def decode(
+        prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
+    ) -> list[Result]:
         start = perf_counter()
-        requests = prepare(model, prompts, **settings.generate_kwargs(tokenizer))
-        return _collect(medusa_session(model, heads, requests, resolved, acceptor, clock), start, on_step)
+        requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
+        return _collect(medusa_session(model, heads, requests, resolved, settings.acceptor, clock), start, on_step)
 
     return decode
 
@@ -129,12 +146,16 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
 
 
 def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None) -> Method:
-    """transformers' own `model.generate`."""
+    """transformers' own `model.generate`; it has one stream of random numbers, seeded by a batch's first seed."""
     backbone = Backbone(model)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop else None
 
-    def decode(prompts: Sequence[Sequence[int]], on_step: OnStep | None = None) -> list[Result]:
+    def decode(
+        prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
+    ) -> list[Result]:
         start = perf_counter()
+        if seeds:
+            torch.manual_seed(seeds[0])
         results = [Result(list(prompt)) for prompt in prompts]
         groups: dict[int, list[Result]] = {}
         for result in results:  # like ours, a text ends where the context does; one batch has one length

@@ -19,6 +19,8 @@ class Request(NamedTuple):
     criteria: StoppingCriteriaList
     config: GenerationConfig
     max_new_tokens: int
+    generator: torch.Generator | None = None
+    """What this row's random numbers come from; `None` is PyTorch's global generator, as in `model.generate`."""
 
     @property
     def do_sample(self) -> bool:

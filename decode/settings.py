@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from decode.loop import Acceptor
 from decode.request import resolve_acceptance
 from medusa.errors import RequestError
 
@@ -20,13 +21,17 @@ class Settings:
     """0 is off."""
     top_p: float = 1.0
     """1 is off."""
+    min_p: float = 0.0
+    """0 is off."""
     repetition_penalty: float = 1.0
     """1 is off."""
     stop: tuple[str, ...] = ()
     acceptance: str | None = None
-    """greedy, typical or rejection; `None`: the lossless one for this temperature."""
+    """greedy, rejection, typical or typical-sampled; `None`: the lossless one for this temperature."""
     epsilon: float = 0.09
     delta: float = 0.3
+    draft: str = "topk"
+    """topk, the heads' best guesses, or sample, draws from their distributions."""
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -34,10 +39,15 @@ class Settings:
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
         _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or above")
         _require(0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1 (off)")
+        _require(0 <= self.min_p <= 1, "min-p", self.min_p, "between 0 (off) and 1")
         _require(self.repetition_penalty > 0, "repetition-penalty", self.repetition_penalty, "above 0; 1 is off")
         if any(not stop for stop in self.stop):
             raise RequestError("a stop string is empty; give at least one character")
-        resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta)
+        _ = self.acceptor
+
+    @property
+    def acceptor(self) -> Acceptor:
+        return resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta, self.draft)
 
     @property
     def do_sample(self) -> bool:
@@ -51,6 +61,7 @@ class Settings:
             "temperature": self.temperature if self.do_sample else None,
             "top_k": self.top_k if self.do_sample else None,
             "top_p": self.top_p if self.do_sample else None,
+            "min_p": self.min_p if self.do_sample and self.min_p else None,
             "repetition_penalty": self.repetition_penalty,
         }
         if self.stop:
@@ -60,8 +71,7 @@ class Settings:
         return kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        acceptance = resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta).rule
-        return asdict(self) | {"acceptance": acceptance}
+        return asdict(self) | {"acceptance": self.acceptor.rule}
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
@@ -115,6 +116,24 @@ class Tree:
         """The paths that `from_paths` takes, in node order."""
         rank, paths = self.rank.tolist(), self.paths.tolist()
         return [tuple(rank[n] for n in line[1:] if n >= 0) for line in paths[1:]]
+
+    @cached_property
+    def children(self) -> Tensor:
+        """[N, C] the children of each node in the order of their ranks, padded with -1; C is the most that one has."""
+        lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for node, parent in enumerate(self.parent.tolist()[1:], 1):
+            lists[parent].append(node)
+        width = max(map(len, lists))
+        table = [nodes + [-1] * (width - len(nodes)) for nodes in lists]
+        return torch.tensor(table, dtype=torch.long, device=self.parent.device).reshape(self.num_nodes, width)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[N] the place of each node among its siblings, from 0; 0 for the root. Ranks may have gaps, this has none."""
+        order = torch.zeros_like(self.parent)
+        place = torch.arange(self.children.shape[1], device=order.device).expand_as(self.children)
+        order[self.children[self.children >= 0]] = place[self.children >= 0]
+        return order
 
     @property
     def num_nodes(self) -> int:

@@ -198,11 +198,12 @@ def test_one_seed_through_the_front_door(llama: Any) -> None:
     assert torch.equal(generate(llama, heads, ids, tree=TREES["wide"], **options), theirs)
 
 
-def test_sampled_texts_have_the_models_distribution() -> None:
-    """End to end: all texts of three tokens over seven words against the products of the model's probabilities.
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_sampled_texts_have_the_models_distribution(draft: str) -> None:
+    """End to end, with both forms of rejection: all texts of three tokens over seven words.
 
-    5000 rows of one batch; chi-square, cells that expect fewer than five pooled; a right sampler fails with
-    probability 1e-5.
+    Counts against the products of the model's probabilities. 5000 rows of one batch; chi-square, cells that expect
+    fewer than five pooled; a right sampler fails with probability 1e-5.
     """
     words, rows, prompt = 7, 5000, [1, 2, 3]
     model = tiny_model("llama", vocab_size=words, initializer_range=0.15)
@@ -228,6 +229,7 @@ def test_sampled_texts_have_the_models_distribution() -> None:
         heads,
         torch.tensor([prompt]),
         tree=Tree.top_k([3, 2]),
+        draft=draft,
         num_return_sequences=rows,
         do_sample=True,
         temperature=0.8,
@@ -257,6 +259,43 @@ def test_each_row_of_a_ragged_batch_gives_what_it_gives_alone(family: str) -> No
     session, taken = decode_with(model, drafter, max_new_tokens=30, do_sample=False, **left_padded(PROMPTS))
     assert session.sequences.new_ids == texts
     assert [ids_of(taken, row) for row in range(3)] == texts
+
+
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_a_seed_gives_a_row_its_text_in_whatever_batch_it_is_drawn(llama: Any, draft: str) -> None:
+    """Rows draw from streams of their own: batches of 1, 3 and 8, in another order, with rows that end early."""
+    heads, prompts = random_heads(llama), [random_ids(3 + 2 * i, seed=i) for i in range(8)]
+    options = {"tree": "topk:3,2", "draft": draft, "do_sample": True, "top_k": 20, "max_new_tokens": 12}
+    options |= {"eos_token_id": [3, 14, 15], "pad_token_id": 0}
+
+    def texts(rows: list[int]) -> list[list[int]]:
+        inputs = left_padded([prompts[row] for row in rows])
+        out = generate(llama, heads, **inputs, seeds=[100 + row for row in rows], **options)
+        return [line[inputs["input_ids"].shape[1] :].tolist() for line in out]
+
+    def cut(ids: list[int]) -> list[int]:
+        return next((ids[: at + 1] for at, token in enumerate(ids) if token in (3, 14, 15)), ids)
+
+    alone = [cut(texts([row])[0]) for row in range(8)]
+    assert len({len(text) for text in alone}) > 2, "all rows end together: no power"
+    for rows in ([0, 1, 2], [5, 3, 7], list(range(8)), list(reversed(range(8)))):
+        assert [cut(text) for text in texts(rows)] == [alone[row] for row in rows]
+    if draft == "topk":  # one draw a token, in order: the sample is that of `model.generate`
+        torch.manual_seed(104)
+        kwargs = {name: value for name, value in options.items() if name not in ("tree", "draft")}
+        assert cut(plain(llama, prompts[4], **kwargs)) == alone[4]
+
+
+def test_a_batch_is_seeded_by_the_global_generator(llama: Any) -> None:
+    heads, inputs = random_heads(llama), left_padded([random_ids(5)] * 3)
+    options = {"do_sample": True, "max_new_tokens": 12}
+    torch.manual_seed(1)
+    first = generate(llama, heads, **inputs, **options)
+    second = generate(llama, heads, **inputs, **options)
+    torch.manual_seed(1)
+    assert torch.equal(generate(llama, heads, **inputs, **options), first)
+    assert not torch.equal(first, second)
+    assert len({tuple(row) for row in first.tolist()}) == 3, "rows with one prompt are different samples"
 
 
 def test_rows_end_for_reasons_of_their_own(llama: Any) -> None:

@@ -88,7 +88,7 @@ def measure(
     batches = common.batches(prompts, args.batch_size)
     with Progress(console=common.console(args), disable=args.quiet, transient=True) as progress:
         task = progress.add_task("measuring", total=rounds * len(batches))
-        benchmark.run_rounds(contenders, batches, rounds, lambda: progress.advance(task))
+        benchmark.run_rounds(contenders, batches, rounds, lambda: progress.advance(task), args.seed)
     return {
         "machine": benchmark.machine() | {"dtype": str(model.dtype).removeprefix("torch.")},
         "settings": settings.to_dict()

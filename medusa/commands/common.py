@@ -61,6 +61,7 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K most probable; 0 is off")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample within this mass; 1 is off")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="sample above P of the best; 0 is off")
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 avoids repeats")
     group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
@@ -68,7 +69,11 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
     if tree:
         group.add_argument(
             "--acceptance",
-            help="greedy (default at temperature 0) and rejection (default above) lose nothing; typical is lossy",
+            help="greedy (default at temperature 0) and rejection (default above) lose nothing; "
+            "typical and typical-sampled are lossy",
+        )
+        group.add_argument(
+            "--draft", default="topk", help="topk (default), the heads' best guesses, or sample, draws from the heads"
         )
         group.add_argument("--epsilon", type=float, default=0.09, help="of typical acceptance (default: 0.09)")
         group.add_argument("--delta", type=float, default=0.3, help="of typical acceptance (default: 0.3)")
@@ -120,11 +125,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
+        min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
         stop=tuple(args.stop),
         acceptance=getattr(args, "acceptance", None),
         epsilon=getattr(args, "epsilon", 0.09),
         delta=getattr(args, "delta", 0.3),
+        draft=getattr(args, "draft", "topk"),
         ignore_eos=args.ignore_eos,
     )
 

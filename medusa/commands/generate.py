@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_models(args)
 
     from decode.request import require_fitting, resolve_tree
-    from decode.results import Result, medusa_method, plain_method, tau
+    from decode.results import Result, medusa_method, plain_method, prompt_seeds, tau
     from medusa.backbone import Backbone, require_tree_support
     from medusa.records import prompt_ids
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     seconds = 0.0
     for batch in common.batches(prompts, args.batch_size):
         streamer = _Printer(tokenizer, TextStreamer) if streams and not args.quiet else None
-        results += method(batch, streamer)
+        results += method(batch, streamer, prompt_seeds(args.seed, range(len(results), len(results) + len(batch))))
         seconds += results[-1].seconds  # of the whole batch
         if streamer is not None:
             streamer.end()

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_typical, accept_walk
+from decode.accept import Acceptance, Scores, accept_greedy, accept_typical, accept_walk
 from decode.draft import Draft
 from medusa import Tree
 from tests.helpers import random_tree
@@ -31,6 +31,29 @@ def slow_walk(tree: Tree, tokens: list[int], best: list[int], room: int, node: i
         if tokens[child] == best[node] and int(tree.depth[child]) <= room
     ]
     return [node, *max(lines, key=len, default=[])]
+
+
+def walked(draft: Draft, draw: Callable[[int, list[int]], int], room: Tensor | None = None) -> Acceptance:
+    """`accept_walk` with a target that is asked row by row: `draw(row, path)` is the token after that path."""
+
+    def target(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        return nodes, torch.arange(len(rows))  # "scores" that say where each row stands
+
+    def decide(rows: Tensor, nodes: Tensor, index: Tensor) -> Tensor:
+        paths = draft.tree.paths[nodes[index]].tolist()
+        pairs = zip(rows.tolist(), paths, strict=True)
+        return torch.tensor([draw(row, [node for node in path if node >= 0]) for row, path in pairs])
+
+    return accept_walk(draft, target, decide, room)
+
+
+def table(p: Tensor) -> Scores:
+    """A target that is a table of probabilities [B, N, V]."""
+
+    def scores(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        return p[rows, nodes].log(), torch.arange(len(rows))
+
+    return scores
 
 
 def random_draft(seed: int, rows: int = 3, vocab: int = 4) -> tuple[Draft, random.Random]:
@@ -59,7 +82,7 @@ def test_worked_example() -> None:
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0]])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
     draft = Draft(torch.tensor([[7, 3, 4, 0, 0]]), tree)
     best = torch.tensor([[3, 0, 1, 5, 2]])  # what follows each node
-    for accepted in (accept_greedy(draft, best), accept_walk(draft, lambda row, path: int(best[row, path[-1]]))):
+    for accepted in (accept_greedy(draft, best), walked(draft, lambda row, path: int(best[row, path[-1]]))):
         assert accepted.path.tolist() == [[0, 1, 3]]
         assert accepted.length.tolist() == [3]
         assert accepted.next_root.tolist() == [5]
@@ -70,7 +93,7 @@ def test_token_zero_after_a_short_leaf_is_no_match() -> None:
     tree = Tree.from_paths([[0], [1], [1, 0]])  # the leaf [0] is shorter than the leaf [1, 0]
     draft = Draft(torch.tensor([[7, 3, 4, 9]]), tree)
     best = torch.tensor([[3, 0, 9, 9]])  # after the short leaf comes token 0
-    for accepted in (accept_greedy(draft, best), accept_walk(draft, lambda row, path: int(best[row, path[-1]]))):
+    for accepted in (accept_greedy(draft, best), walked(draft, lambda row, path: int(best[row, path[-1]]))):
         assert accepted.path.tolist() == [[0, 1, -1]]
         assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([2], [0])
 
@@ -89,7 +112,7 @@ def test_greedy_and_walk_are_the_slow_walk(seed: int, with_room: bool) -> None:
         visited[row].append(path[-1])
         return int(best[row, path[-1]])
 
-    greedy, walk = accept_greedy(draft, best, limit), accept_walk(draft, draw, limit)
+    greedy, walk = accept_greedy(draft, best, limit), walked(draft, draw, limit)
     for row in range(rows):
         expected = slow_walk(tree, draft.ids[row].tolist(), best[row].tolist(), room[row])
         assert line_of(greedy, row) == expected
@@ -121,7 +144,7 @@ def test_typical_is_the_best_of_all_paths(seed: int) -> None:
     p = (torch.randn(rows, tree.num_nodes, 4, generator=torch.Generator().manual_seed(seed)) * 1.5).softmax(-1)
     epsilon, delta = rng.choice([(0.09, 0.3), (0.3, 0.09), (0.5, 1.0), (0.0, 0.0), (1.0, 1.0)])
     room = [rng.randint(0, 5) for _ in range(rows)]
-    accepted = accept_typical(draft, lambda row, path: p[row, path[-1]], epsilon, delta, torch.tensor(room))
+    accepted = accept_typical(draft, table(p), epsilon, delta, torch.tensor(room))
     greedy = accept_greedy(draft, p.argmax(-1), torch.tensor(room))
     for row in range(rows):
         nodes = line_of(accepted, row)
@@ -135,14 +158,14 @@ def test_the_most_probable_token_always_passes(delta: float) -> None:
     """exp(-H) <= max p; with equality for uniform p, where `>` and rounding would decide by accident."""
     draft = Draft(torch.tensor([[1, 0]]), Tree.chain(1))
     for p in (torch.full((5,), 0.2), torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([0.5, 0.5, 0, 0, 0])):
-        accepted = accept_typical(draft, lambda row, path, p=p: p, 1.0, delta)
+        accepted = accept_typical(draft, table(p.expand(1, 2, -1)), 1.0, delta)
         assert accepted.length.tolist() == [2]
 
 
 def test_typical_with_an_impossible_token() -> None:
     """A token of probability 0 never passes, nor does its logarithm break anything."""
     draft = Draft(torch.tensor([[1, 2]]), Tree.chain(1))
-    accepted = accept_typical(draft, lambda row, path: torch.tensor([0.6, 0.4, 0.0]), 0.0, 0.0)
+    accepted = accept_typical(draft, table(torch.tensor([0.6, 0.4, 0.0]).expand(1, 2, -1)), 0.0, 0.0)
     assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([1], [0])
 
 
@@ -213,7 +236,7 @@ def p_value(toy: Toy, texts: list[tuple[int, ...]]) -> float:
 
 def redraw_on_rejection(draft: Draft, draw: Any) -> Acceptance:
     """Fault 1 (the original's 'nucleus'): a draw that meets no child is thrown away and the root drawn anew."""
-    accepted = accept_walk(draft, draw)
+    accepted = walked(draft, draw)
     roots = [draw(row, line_of(accepted, row)) for row in range(len(draft.ids))]
     return accepted._replace(next_root=torch.tensor(roots))
 
@@ -243,7 +266,7 @@ def test_the_walk_samples_the_target(seed: int) -> None:
     """False alarm: 1e-5 per case. The two tests below show that the same check finds known faults."""
     torch.manual_seed(seed)
     toy = Toy(seed)
-    assert p_value(toy, sampled_texts(toy, accept_walk)) > FALSE_ALARM
+    assert p_value(toy, sampled_texts(toy, walked)) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("fault", [redraw_on_rejection, draw_per_path])
@@ -259,7 +282,7 @@ def test_the_walk_accepts_as_much_as_any_lossless_rule_can() -> None:
     for _ in range(300):
         text = tuple(rng.randrange(WORDS) for _ in range(3))
         draft = Draft(torch.tensor([toy.draft((0,))]), TREE)
-        accepted = accept_walk(draft, lambda row, path, text=text: text[len(path) - 1])
+        accepted = walked(draft, lambda row, path, text=text: text[len(path) - 1])
         inside = max(
             len(line)
             for line in ([n for n in row if n >= 0] for row in TREE.paths.tolist())

@@ -20,7 +20,7 @@ class Fake:
     def __init__(self, name: str, seconds: Sequence[float], length: int = 1, order: list[str] | None = None) -> None:
         self.name, self.seconds, self.length, self.calls, self.order = name, seconds, length, 0, order
 
-    def __call__(self, prompts: Sequence[Sequence[int]], on_step: Any = None) -> list[Result]:
+    def __call__(self, prompts: Sequence[Sequence[int]], on_step: Any = None, seeds: Any = None) -> list[Result]:
         seconds = self.seconds[self.calls % len(self.seconds)]
         self.calls += 1
         if self.order is not None:
@@ -62,7 +62,7 @@ def test_tokens_per_second_are_all_tokens_over_all_seconds() -> None:
 def test_the_warm_up_does_not_count() -> None:
     clock = StageClock()
 
-    def method(prompts: Any, on_step: Any = None) -> list[Result]:
+    def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         clock.seconds["verify"] += 6.0
         return Fake("m", [1.0], 2)(prompts)
 
@@ -78,7 +78,7 @@ def test_the_warm_up_does_not_count() -> None:
 def test_stage_times_are_per_step_over_all_rounds() -> None:
     clock = StageClock()
 
-    def method(prompts: Any, on_step: Any = None) -> list[Result]:
+    def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         clock.seconds["propose"] += 0.3
         return Fake("m", [1.0], 4)(prompts)
 
@@ -131,7 +131,7 @@ def test_tau_and_steps() -> None:
 
 
 def test_equal_to_plain_is_the_share_of_prompts_with_the_same_text() -> None:
-    def other(prompts: Any, on_step: Any = None) -> list[Result]:
+    def other(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         results = Fake("m", [1.0])(prompts)
         for result in results:
             if result.input_ids == [3]:
@@ -161,7 +161,7 @@ def test_one_category_for_all_is_not_repeated() -> None:
 def test_prompts_that_get_no_token_give_no_figure_but_no_error_either() -> None:
     """A prompt may fill the context: there is nothing to write then."""
 
-    def nothing(prompts: Any, on_step: Any = None) -> list[Result]:
+    def nothing(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         return [Result(list(prompt)) for prompt in prompts]
 
     them = contenders(nothing, nothing, nothing)

@@ -63,7 +63,7 @@ def test_every_node_holds_the_guess_that_its_place_in_the_tree_names(llama: Any,
     """A node at depth d with rank r is the r-th best guess of head d, whatever stands above it."""
     backbone, heads, tree = Backbone(llama), random_heads(llama, 5, lm_head=lm_head), random_tree(20, seed=2)
     hidden, root = torch.randn(3, backbone.hidden_size), torch.tensor([4, 0, 9])
-    draft = HeadsDrafter(heads, backbone, tree).propose(Frontier(root, hidden))
+    draft = HeadsDrafter(heads, backbone, tree).propose(Frontier(root, hidden, list(range(len(root)))))
     order = heads(hidden, backbone.lm_head).argsort(dim=-1, descending=True)  # [K, B, V]
     for row in range(3):
         assert int(draft.ids[row, 0]) == int(root[row])
@@ -293,7 +293,12 @@ def heads_of(**settings: Any) -> MedusaHeads:
         ({"stop_strings": "x"}, "tokenizer"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"acceptance": "typical", "do_sample": True, "output_logits": True}, "output_logits"),
+        ({"draft": "guess", "do_sample": True}, "guess"),
+        ({"draft": "sample"}, "temperature above 0"),
+        ({"draft": "sample", "do_sample": True, "acceptance": "typical"}, "'typical'"),
+        ({"acceptance": "typical-sampled"}, "temperature above 0"),
+        ({"do_sample": True, "seeds": [1, 2]}, "2 seeds"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
         ({"dola_layers": "low"}, "dola_layers"),
     ],

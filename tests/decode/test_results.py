@@ -210,7 +210,7 @@ def test_a_models_own_sampling_defaults_do_not_leak_in(llama: Any, name: str) ->
         ({"top_p": 2.0}, "top-p is 2"),
         ({"repetition_penalty": 0.0}, "repetition-penalty is 0"),
         ({"stop": ("a", "")}, "stop string is empty"),
-        ({"acceptance": "hopeful"}, "greedy, typical, rejection"),
+        ({"acceptance": "hopeful"}, "greedy, rejection, typical"),
         ({"acceptance": "typical"}, "needs a temperature above 0"),
         ({"acceptance": "greedy", "temperature": 1.0}, "temperature 0"),
         ({"temperature": 1.0, "epsilon": 1.5}, "epsilon is 1.5"),

@@ -32,6 +32,15 @@ def target_of(processors: LogitsProcessorList, do_sample: bool, keep_scores: boo
     return Target(requests_of([[1]] * rows, processors, do_sample, keep_scores))
 
 
+def probabilities(target: Target, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return target.scores(0, prefix, logits).softmax(-1)[0]
+
+
+def draw(target: Target, prefix: torch.Tensor, logits: torch.Tensor, row: int = 0) -> int:
+    first = torch.tensor([0])
+    return int(target.decide(target.draws.of([row]), first, target.scores(row, prefix, logits), first))
+
+
 def requests_of(
     prompts: list[list[int]], processors: LogitsProcessorList, do_sample: bool, keep_scores: bool = False
 ) -> list[Request]:
@@ -45,8 +54,8 @@ def test_probabilities_are_those_of_the_processors(name: str) -> None:
     prefix, logits = torch.tensor([[1, 2, 3, 1]]), torch.randn(V) * 3
     expected = processors(prefix, logits[None].clone()).softmax(-1)[0]
     target = target_of(processors, do_sample=True)
-    assert torch.equal(target.probabilities(0, prefix, logits), expected)
-    assert target.probabilities(0, prefix, logits).dtype == torch.float32
+    assert torch.equal(probabilities(target, prefix, logits), expected)
+    assert probabilities(target, prefix, logits).dtype == torch.float32
 
 
 def test_logits_are_not_changed() -> None:
@@ -57,7 +66,7 @@ def test_logits_are_not_changed() -> None:
 
     logits = torch.randn(V)
     before = logits.clone()
-    target_of(LogitsProcessorList([in_place]), do_sample=True).probabilities(0, torch.tensor([[1, 2, 1]]), logits)
+    probabilities(target_of(LogitsProcessorList([in_place]), do_sample=True), torch.tensor([[1, 2, 1]]), logits)
     assert torch.equal(logits, before)
 
 
@@ -66,7 +75,7 @@ def test_draws_are_those_of_transformers_for_one_seed() -> None:
     target = target_of(processors, do_sample=True)
     logits = torch.randn(20, V)
     torch.manual_seed(5)
-    ours = [target.draw(0, prefix, row) for row in logits]
+    ours = [draw(target, prefix, row) for row in logits]
     torch.manual_seed(5)
     theirs = [int(torch.multinomial(processors(prefix, row[None].clone()).softmax(-1), 1)) for row in logits]
     assert ours == theirs
@@ -76,8 +85,8 @@ def test_without_sampling_the_most_probable_token_after_processing() -> None:
     penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(10.0)])
     logits = torch.tensor([3.0, 2.0, 1.0])
     target = target_of(penalty, do_sample=False)
-    assert target.draw(0, torch.tensor([[0]]), logits) == 1
-    assert target.draw(0, torch.tensor([[2]]), logits) == 0
+    assert draw(target, torch.tensor([[0]]), logits) == 1
+    assert draw(target, torch.tensor([[2]]), logits) == 0
 
 
 def test_one_argmax_says_it_all_only_without_processors_samples_and_scores() -> None:
@@ -92,9 +101,9 @@ def test_kept_scores_are_in_the_order_of_the_draws() -> None:
     target = target_of(LogitsProcessorList(), do_sample=False, keep_scores=True, rows=8)
     logits = torch.randn(3, V)
     for at in (0, 2, 1):
-        target.draw(7, torch.tensor([[1]]), logits[at])
-    assert target.kept is not None
-    assert torch.equal(torch.cat(target.kept[7]), logits[[0, 2, 1]])
+        draw(target, torch.tensor([[1]]), logits[at], row=7)
+    assert target.kept_scores is not None
+    assert torch.equal(torch.cat(target.kept_scores[7]), logits[[0, 2, 1]])
 
 
 def test_float64_is_compared_as_float32() -> None:

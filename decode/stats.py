@@ -1,0 +1,70 @@
+"""Is a sample from a distribution? Figures for counts of n independent draws beside the probabilities they should have.
+
+Shapes: V outcomes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST = 5.0  # expected draws in a cell, below which the chi-square law does not hold well; smaller cells are pooled
+
+
+class Comparison(NamedTuple):
+    """Counts against probabilities."""
+
+    draws: int
+    total_variation: float
+    """Half the sum of |frequency - p|."""
+    expected_total_variation: float
+    """What a true sample of this size shows on average (each frequency taken as normal)."""
+    std_of_difference: float
+    """Root of the mean square of frequency - p over all outcomes."""
+    expected_std: float
+    """What a true sample of this size shows: the root of mean(p (1 - p)) / n."""
+    chi2: float
+    degrees_of_freedom: int
+    p_value: float
+    """Chance that a true sample looks worse; 0 where an outcome was drawn that cannot be."""
+    impossible: int
+    """Draws of outcomes with p = 0."""
+
+
+def compare(counts: Tensor, p: Tensor) -> Comparison:
+    """counts [V] and probabilities [V] (of sum 1) -> how far they are apart, by Pearson's chi-square test."""
+    counts, p = counts.flatten().double(), p.flatten().double()
+    n = float(counts.sum())
+    if n == 0:
+        return Comparison(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 0)
+    difference, variance = counts / n - p, p * (1 - p) / n
+    statistic, degrees = _chi2(counts, n * p)
+    impossible = int(counts[p == 0].sum())
+    law = torch.special.gammaincc(torch.tensor(degrees / 2.0).double(), torch.tensor(statistic / 2.0).double())
+    return Comparison(
+        draws=int(n),
+        total_variation=float(difference.abs().sum()) / 2,
+        expected_total_variation=float((2 * variance / torch.pi).sqrt().sum()) / 2,
+        std_of_difference=float(difference.square().mean().sqrt()),
+        expected_std=float(variance.mean().sqrt()),
+        chi2=statistic,
+        degrees_of_freedom=degrees,
+        p_value=0.0 if impossible else float(law) if degrees else 1.0,
+        impossible=impossible,
+    )
+
+
+def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom, with all cells that expect fewer than LEAST in one."""
+    large = expected >= LEAST
+    cells = [observed[large], observed[~large].sum()[None]], [expected[large], expected[~large].sum()[None]]
+    seen, wanted = torch.cat(cells[0]), torch.cat(cells[1])
+    if len(wanted) > 1 and wanted[-1] < LEAST:  # the rest is small even together: it joins the smallest of the others
+        smallest = int(wanted[:-1].argmin())
+        seen[smallest] += seen[-1]
+        wanted[smallest] += wanted[-1]
+        seen, wanted = seen[:-1], wanted[:-1]
+    statistic = float(((seen - wanted).square() / wanted.clamp_min(torch.finfo(wanted.dtype).tiny)).sum())
+    return statistic, len(wanted) - 1

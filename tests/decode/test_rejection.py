@@ -1,0 +1,343 @@
+"""Lossless sampling as a distribution: both forms of rejection, on vocabularies small enough to enumerate.
+
+Texts of three tokens over six words, written by the production acceptance code step by step, as the loop does it; the
+joint counts of all 216 texts against their exact probabilities. A right sampler fails a test with probability 1e-5;
+planted faults must fail it by a wide margin, which is the proof that the tests have power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import decode.accept
+from decode.accept import Acceptance, accept_sampled, accept_walk, typical
+from decode.draft import Draft, Proposal
+from decode.drafters.heads import sampled_draft
+from decode.sampling import RowDraws, SharedDraws, cumulative, draw_distinct, invert
+from decode.stats import Comparison, compare
+from medusa import Tree
+
+WORDS, TOKENS, DRAWS = 6, 3, 100_000
+FALSE_ALARM = 1e-5
+TREE = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])  # ranks have gaps
+PROCESSORS: dict[str, list[Any]] = {
+    "plain": [],
+    "warpers": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)],
+    "penalties": [RepetitionPenaltyLogitsProcessor(2.0), NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(1.3)],
+}
+Take = Callable[[Draft, Any, Any], Acceptance]
+
+
+class Language:
+    """A language model and heads as tables: p and q for every text of up to TOKENS - 1 words behind token 0.
+
+    A text is a number in base WORDS with its length beside it; tables are indexed by `offset[length] + number`.
+    """
+
+    def __init__(self, seed: int, processors: list[Any], warp_q: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.offset = torch.tensor([sum(WORDS**n for n in range(length)) for length in range(TOKENS + 2)])
+        texts = [[0, *self.words(number, length)] for length in range(TOKENS) for number in range(WORDS**length)]
+        logits = 1.2 * torch.randn(len(texts), WORDS, generator=generator)
+        guesses = logits[:, None] + torch.randn(len(texts), 3, WORDS, generator=generator)  # three heads, half right
+        warp = LogitsProcessorList(processors)
+        scores = torch.cat([warp(torch.tensor([text]), logits[i : i + 1].clone()) for i, text in enumerate(texts)])
+        # What is written behind TOKENS words is looked at by nobody.
+        self.scores = torch.cat([scores, torch.zeros(1, WORDS)])
+        scale = 0.7 if warp_q and processors else 1.0
+        self.q = torch.cat([(guesses / scale).softmax(-1), torch.full((1, 3, WORDS), 1 / WORDS)])
+
+    @staticmethod
+    def words(number: int, length: int) -> list[int]:
+        return [number // WORDS**place % WORDS for place in reversed(range(length))]
+
+    def row(self, number: Tensor, length: Tensor) -> Tensor:
+        """Where the texts' distributions stand in the tables."""
+        return torch.where(length < TOKENS, self.offset[length.clamp_max(TOKENS)] + number, len(self.scores) - 1)
+
+    def joint(self) -> Tensor:
+        """[WORDS ** TOKENS] the probability of every text."""
+        p, chance = self.scores.double().softmax(-1), torch.ones(1).double()
+        for length in range(TOKENS):
+            start = int(self.offset[length])
+            chance = (chance[:, None] * p[start : start + WORDS**length]).flatten()
+        return chance
+
+
+def texts_written(language: Language, form: str, take: Take, seed: int, draws: int = DRAWS) -> Tensor:
+    """Counts [WORDS ** TOKENS] of texts, written in steps of a draft, its acceptance and the next root."""
+    noise = SharedDraws(torch.Generator().manual_seed(seed))
+    number, length = torch.zeros(draws, dtype=torch.long), torch.zeros(draws, dtype=torch.long)
+    while len(open_rows := (length < TOKENS).nonzero()[:, 0]):
+        at, size = number[open_rows], length[open_rows]
+        contexts, context = language.row(at, size).unique(return_inverse=True)
+        root = at % WORDS  # of the text's last word; the walk never looks at it
+        q = language.q[contexts]
+        if form == "sample":
+            draft = sampled_draft(root, TREE, q, context, noise)
+        else:
+            best = q.topk(TREE.max_rank + 1).indices  # [C, 3, ranks]
+            ids = best[:, TREE.depth[1:] - 1, TREE.rank[1:]][context]
+            draft = Draft(torch.cat([root[:, None], ids], dim=1), TREE)
+        target = target_of(language, draft, at, size)
+        accepted = take(draft, target, noise)
+        written = draft.ids.gather(1, accepted.path.clamp_min(0))
+        for depth in range(1, TREE.max_depth + 2):
+            more = accepted.length - depth  # > 0: a node of this depth; 0: the next root
+            token = torch.where(more > 0, written[:, min(depth, TREE.max_depth)], accepted.next_root)
+            goes_on = (more >= 0) & (size < TOKENS)
+            at, size = torch.where(goes_on, at * WORDS + token, at), size + goes_on.long()
+        number[open_rows], length[open_rows] = at, size
+    return number.bincount(minlength=WORDS**TOKENS)
+
+
+def target_of(language: Language, draft: Draft, number: Tensor, length: Tensor) -> decode.accept.Scores:
+    """The target after a node: the text, then the path; rows with the same text share their distributions."""
+
+    def scores(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        at, size = number[rows], length[rows]
+        for depth in range(1, TREE.max_depth + 1):
+            node = TREE.paths[nodes, depth]
+            token = draft.ids[rows, node.clamp_min(0)]
+            goes_on = (node >= 0) & (size < TOKENS)
+            at, size = torch.where(goes_on, at * WORDS + token, at), size + goes_on.long()
+        places, index = language.row(at, size).unique(return_inverse=True)
+        return language.scores[places], index
+
+    return scores
+
+
+def by_walk(draft: Draft, target: Any, noise: Any) -> Acceptance:
+    def decide(rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
+        return noise.tokens(rows, scores.softmax(-1), index)
+
+    return accept_walk(draft, target, decide)
+
+
+TAKE: dict[str, Take] = {"topk": by_walk, "sample": accept_sampled}
+
+
+def outcome(form: str, processors: str, take: Take | None = None, seed: int = 0) -> Comparison:
+    language = Language(seed, PROCESSORS[processors])
+    return compare(texts_written(language, form, take or TAKE[form], seed), language.joint())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("form", TAKE)
+def test_texts_have_the_targets_distribution(form: str, processors: str, seed: int) -> None:
+    """False alarm: 1e-5 each."""
+    assert outcome(form, processors, seed=seed).p_value > FALSE_ALARM
+
+
+# Planted faults: each must be found, by the same test, a thousand times below its threshold.
+
+
+def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyPatch], Take]:
+    """`accept_sampled` with one line of it gone wrong."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> Take:
+        monkeypatch.setattr(decode.accept, name, fault)
+        return accept_sampled
+
+    return plant
+
+
+def chosen_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Take:
+    """p / q over the heads' best guesses, which were never drawn from q (what several projects do)."""
+
+    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
+        assert draft.proposal is not None
+        q, _, context = draft.proposal
+        best = q.topk(TREE.max_rank + 1).indices[:, TREE.depth[1:] - 1, TREE.order[1:]][context]
+        return accept_sampled(draft._replace(ids=torch.cat([draft.ids[:, :1], best], dim=1)), target, noise)
+
+    return take
+
+
+def root_redrawn(monkeypatch: pytest.MonkeyPatch, form: str = "sample") -> Take:
+    """A draw that meets no child is thrown away, and the next root drawn anew (the original's 'nucleus')."""
+
+    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
+        accepted = TAKE[form](draft, target, noise)
+        rows = torch.arange(len(draft.ids))
+        end = accepted.path.gather(1, accepted.length[:, None] - 1)[:, 0]
+        scores, index = target(rows, end)
+        return accepted._replace(next_root=noise.tokens(rows, scores.softmax(-1), index))
+
+    return take
+
+
+def draws_per_path(monkeypatch: pytest.MonkeyPatch) -> Take:
+    """Every leaf's path draws for itself, and the longest is kept (the original, and REST)."""
+    chains = [[n for n in line if n >= 0] for line in TREE.paths.tolist() if line[-1] >= 0 or line[-2] >= 0]
+
+    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
+        best = TAKE["topk"](draft, target, noise)
+        for chain in chains:
+            nodes_of = torch.tensor(chain)
+            below = Draft(draft.ids[:, chain], Tree.chain(len(chain) - 1))
+            own = TAKE["topk"](below, lambda rows, nodes, nodes_of=nodes_of: target(rows, nodes_of[nodes]), noise)
+            longer = own.length > best.length
+            path = torch.full_like(best.path, -1)
+            path[:, : len(chain)] = torch.where(own.path >= 0, nodes_of[own.path.clamp_min(0)], -1)
+            best = Acceptance(
+                torch.where(longer[:, None], path, best.path),
+                torch.where(longer, own.length, best.length),
+                torch.where(longer, own.next_root, best.next_root),
+            )
+        return best
+
+    return take
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Take]]] = {
+    "q left out": ("sample", patched("passes_ratio", lambda u, p, q: u < p)),
+    "residual not normalised": ("sample", patched("residual", lambda p, q: (p - q).clamp_min(1e-9))),
+    "residual left out": ("sample", patched("residual", lambda p, q: p)),
+    "siblings with replacement": ("sample", patched("without", lambda q, token: q)),
+    "chosen, not drawn": ("sample", chosen_not_drawn),
+    "root redrawn": ("sample", root_redrawn),
+    "root redrawn, chosen tree": ("topk", lambda patch: root_redrawn(patch, "topk")),
+    "draws per path": ("topk", draws_per_path),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, plant = FAULTS[fault]
+    assert outcome(form, "plain", plant(monkeypatch)).p_value < FALSE_ALARM / 1000
+
+
+@pytest.mark.parametrize("form", TAKE)
+def test_a_skipped_warper_is_found(form: str) -> None:
+    """The target that is walked lacks the temperature that the text should have."""
+    plain, warped = Language(0, []), Language(0, [TemperatureLogitsWarper(0.9)])
+    counts = texts_written(plain, form, TAKE[form], 0)
+    assert compare(counts, warped.joint()).p_value < FALSE_ALARM / 1000
+    assert compare(counts, plain.joint()).p_value > FALSE_ALARM
+
+
+@pytest.mark.parametrize("form", TAKE)
+def test_typical_sampled_is_a_sample_of_the_truncated_target_and_of_nothing_else(form: str) -> None:
+    language = Language(3, [])
+    whole = language.joint()
+    p = language.scores.softmax(-1)
+    language.scores = language.scores.masked_fill(~typical(p, 0.3, 0.6), -torch.inf)
+    counts = texts_written(language, form, TAKE[form], 0)
+    assert compare(counts, language.joint()).p_value > FALSE_ALARM
+    assert compare(counts, whole).p_value < FALSE_ALARM / 1000
+
+
+def test_sampled_drafts_of_few_words_run_dry_without_harm() -> None:
+    """q gives mass to two words, the tree asks for three children: the third was drawn from nothing."""
+    language = Language(4, [])
+    few = language.q.scatter(-1, language.q.topk(4, largest=False).indices, 0)
+    language.q = few / few.sum(-1, keepdim=True)
+    assert compare(texts_written(language, "sample", accept_sampled, 0), language.joint()).p_value > FALSE_ALARM
+
+
+def test_the_more_q_is_like_p_the_more_is_accepted() -> None:
+    """q = p: the first child always stays (Leviathan et al. 2023, section 3: acceptance is 1 - total variation)."""
+    language = Language(5, [])
+    p = language.scores[:1].softmax(-1)
+    tree, context = Tree.chain(1), torch.zeros(50_000, dtype=torch.long)
+    noise = SharedDraws(torch.Generator().manual_seed(0))
+    q_far = (language.scores[:1].flip(-1)).softmax(-1)
+    for q, share in ((p, 1.0), (q_far, float(torch.minimum(p, q_far).sum()))):
+        draft = sampled_draft(context, tree, q[None], context, noise)
+        accepted = accept_sampled(draft, lambda rows, nodes: (language.scores[:1], rows * 0), noise)
+        assert abs(float((accepted.length == 2).double().mean()) - share) < 5 * (0.25 / len(context)) ** 0.5
+
+
+# The draws themselves.
+
+
+def test_draws_without_replacement_have_their_law() -> None:
+    """Ordered triples of different words: q(a) q(b) / (1 - q(a)) q(c) / (1 - q(a) - q(b))."""
+    q = torch.tensor([[0.05, 0.4, 0.0, 0.25, 0.3], [0.2] * 5])
+    generator = torch.Generator().manual_seed(0)
+    for which in range(2):
+        u = torch.rand(200_000, 3, dtype=torch.float64, generator=generator)
+        drawn = draw_distinct(q, torch.full((len(u),), which), u)
+        counts = (drawn[:, 0] * 25 + drawn[:, 1] * 5 + drawn[:, 2]).bincount(minlength=125)
+        p = q[which].double()
+        law = torch.zeros(5, 5, 5).double()
+        for a, b, c in [(a, b, c) for a in range(5) for b in range(5) for c in range(5) if len({a, b, c}) == 3]:
+            law[a, b, c] = p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b])
+        assert compare(counts, law / law.sum()).p_value > FALSE_ALARM
+
+
+def test_no_word_of_probability_zero_is_ever_drawn() -> None:
+    """Also at the very ends of [0, 1), where cumulative sums are equal."""
+    p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    ends = torch.tensor([0.0, 2**-53, 0.25, 0.5 - 2**-54, 0.5, 1 - 2**-53], dtype=torch.float64)
+    for which in range(2):
+        index = torch.full((len(ends),), which)
+        tokens = invert(cumulative(p), index, ends)
+        assert (p[which][tokens] > 0).all()
+        assert (p[which][draw_distinct(p, index, ends[:, None])[:, 0]] > 0).all()
+
+
+def test_both_kinds_of_draws_have_one_law() -> None:
+    """A million rows invert cumulative sums; a batch asks `torch.multinomial` row by row, as `generate` does."""
+    p = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.0, 0.1, 0.3, 0.6]])
+    generator, rows = torch.Generator().manual_seed(0), 20_000
+    index = torch.arange(rows) % 2
+    for draws in (SharedDraws(generator), RowDraws([generator] * rows)):
+        tokens = draws.tokens(torch.arange(rows), p, index)
+        for which in range(2):
+            assert compare(tokens[index == which].bincount(minlength=4), p[which]).p_value > FALSE_ALARM
+        uniform = draws.uniform(torch.arange(rows))
+        assert uniform.dtype == torch.float64
+        cells = (uniform * 8).long().bincount(minlength=8)
+        assert compare(cells, torch.full((8,), 1 / 8)).p_value > FALSE_ALARM
+
+
+def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:
+    """Sharing is bookkeeping: with the same random numbers every row decides the same."""
+    language = Language(6, [])
+    context = torch.arange(40) % 3
+    q = language.q[[0, 1, 7]]
+    u = torch.rand(3, 200, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    class Scripted:
+        def __init__(self) -> None:
+            self.used = torch.zeros(40, dtype=torch.long)
+
+        def uniform(self, rows: Tensor) -> Tensor:
+            self.used[rows] += 1
+            return u[0, self.used[rows], rows]
+
+        def uniforms(self, rows: Tensor, count: int) -> Tensor:
+            return torch.stack([self.uniform(rows) for _ in range(count)], dim=1)
+
+        def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
+            return decode.sampling.invert(
+                decode.sampling.cumulative(p[index]), torch.arange(len(rows)), self.uniform(rows)
+            )
+
+    draft = sampled_draft(context, TREE, q, context, Scripted())
+    place = torch.tensor([0, 1, 7])
+    shared = accept_sampled(draft, lambda rows, nodes: (language.scores[place], context[rows]), Scripted())
+    own_proposal = Proposal(q[context], draft.proposal.of_children, torch.arange(40))  # type: ignore[union-attr]
+    own = accept_sampled(
+        draft._replace(proposal=own_proposal),
+        lambda rows, nodes: (language.scores[place[context[rows]]], torch.arange(len(rows))),
+        Scripted(),
+    )
+    for one, other in zip(shared, own, strict=True):
+        assert torch.equal(one, other)
+    assert len(shared.length.unique()) > 2
