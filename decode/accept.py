@@ -100,61 +100,77 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, room: Tensor | No
     walk = _Walk(draft, room)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
-        child, left = _first_accepted(draft, walk, _Pairs.of(draft, walk, scores, index), draws)
+        child, left = _first_accepted(draft, walk, _Beliefs.at_first(draft, walk, scores, index), draws)
         ends = child < 0
-        walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.own[ends]))
+        walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.p_of[ends]))
     return walk.ended()
 
 
-def _first_accepted(draft: Draft, walk: _Walk, pairs: _Pairs, draws: Draws) -> tuple[Tensor, _Pairs]:
+def _first_accepted(draft: Draft, walk: _Walk, beliefs: _Beliefs, draws: Draws) -> tuple[Tensor, _Beliefs]:
     """The child that each walking row accepts, or -1, [R]; and what p and q have become by the rejections."""
     accepted = torch.full_like(walk.rows, -1)
-    for child in walk.children().T:  # [R]: each row's first child, then each row's second, ...
+    children = walk.children()
+    for place, child in enumerate(children.T, 1):  # [R]: each row's first child, then each row's second, ...
         trying = ((child >= 0) & (accepted < 0)).nonzero()[:, 0]
         if not len(trying):
             continue
         token = draft.ids[walk.rows[trying], child[trying]]
-        p, q = pairs.p[pairs.own[trying], token].double(), pairs.q[pairs.own[trying], token].double()
+        p, q = beliefs.of_token(trying, token)
         passes = passes_ratio(draws.uniform(walk.rows[trying]), p, q)
         # q = 0: the draft ran out of words and drew nothing here, so there is nothing to accept or reject.
         drawn = q > 0
         accepted[trying[passes & drawn]] = child[trying[passes & drawn]]
-        pairs = pairs.after_rejection(trying[~passes & drawn], token[~passes & drawn])
-    return accepted, pairs
+        fails = ~passes & drawn
+        beliefs = beliefs.after_rejection(trying[fails], token[fails], was_last=place == children.shape[1])
+    return accepted, beliefs
 
 
-class _Pairs(NamedTuple):
-    """Target and draft distributions of the walking rows; rows with the same past share them."""
+class _Beliefs(NamedTuple):
+    """What the next token is still to be drawn from, p, and what the next sibling was drawn from, q, in each row.
+
+    Rows with the same past share distributions. A residual does not depend on the token that was rejected, only q does:
+    so there are far fewer of the one than of the other.
+    """
 
     p: Tensor
-    """[M, V] what the next token is still to be drawn from."""
+    """[Mp, V]."""
     q: Tensor
-    """[M, V] what the next sibling was drawn from."""
-    own: Tensor
-    """[R] which of the M pairs each row has."""
+    """[Mq, V]."""
+    p_of: Tensor
+    """[R] which p each row has."""
+    q_of: Tensor
+    """[R] which q each row has."""
     shared: bool
-    """Whether rows with the same past are to be found; with few rows a pair for each is less work."""
+    """Whether rows with the same past are to be found; with few rows one for each is less work."""
 
     @classmethod
-    def of(cls, draft: Draft, walk: _Walk, scores: Tensor, index: Tensor) -> _Pairs:
+    def at_first(cls, draft: Draft, walk: _Walk, scores: Tensor, index: Tensor) -> _Beliefs:
         assert draft.proposal is not None
-        q, count = draft.proposal.q.flatten(0, 1), draft.proposal.q.shape[1]
-        q_index = draft.proposal.context[walk.rows] * count + draft.proposal.of_children[walk.nodes]
-        shared = len(scores) < len(index)
-        key, own = _distinct(index * len(q) + q_index, shared)
-        return cls(scores.softmax(-1)[key // len(q)], q[key % len(q)].to(scores.device), own, shared)
+        q, of_children, context = draft.proposal
+        q_of = context[walk.rows] * q.shape[1] + of_children[walk.nodes]
+        return cls(scores.softmax(-1), q.flatten(0, 1).to(scores.device), index, q_of, len(scores) < len(index))
 
-    def after_rejection(self, rows: Tensor, token: Tensor) -> _Pairs:
-        """rows [X] of the R whose `token` [X] was rejected: they get the residual, all others keep what they have."""
+    def of_token(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [X] of the R and a token each -> its p and q [X], float64."""
+        return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
+
+    def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> _Beliefs:
+        """rows [X] of the R whose `token` [X] was rejected: they get the residual, all others keep what they have.
+
+        `was_last`: no sibling follows anywhere, so nobody will ask for q again.
+        """
         if not len(rows):
             return self
-        size = self.p.shape[-1]
-        key, new = _distinct(self.own[rows] * size + token, self.shared)
-        was, rejected = key // size, key % size
-        p, q = residual(self.p[was], self.q[was]), without(self.q[was], rejected)
-        own = self.own.clone()
-        own[rows] = len(self.p) + new
-        return _Pairs(torch.cat([self.p, p]), torch.cat([self.q, q]), own, self.shared)
+        pair, own = _distinct(self.p_of[rows] * len(self.q) + self.q_of[rows], self.shared)
+        p_of = self.p_of.index_copy(0, rows, len(self.p) + own)
+        p = torch.cat([self.p, residual(self.p[pair // len(self.q)], self.q[pair % len(self.q)])])
+        if was_last:
+            return self._replace(p=p, p_of=p_of)
+        size = self.q.shape[-1]
+        pair, own = _distinct(self.q_of[rows] * size + token, self.shared)
+        q_of = self.q_of.index_copy(0, rows, len(self.q) + own)
+        q = torch.cat([self.q, without(self.q[pair // size], pair % size)])
+        return _Beliefs(p, q, p_of, q_of, self.shared)
 
 
 def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:

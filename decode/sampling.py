@@ -168,7 +168,8 @@ class SharedDraws:
         self.generator = generator
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        return invert(cumulative(p), index, self.uniform(rows))
+        used, own = index.unique(return_inverse=True)
+        return invert(cumulative(p[used] if len(used) < len(p) else p), own, self.uniform(rows))
 
     def uniform(self, rows: Tensor) -> Tensor:
         return self.uniforms(rows, 1)[:, 0]
@@ -179,8 +180,8 @@ class SharedDraws:
 
 def cumulative(p: Tensor) -> Tensor:
     """probabilities [M, V] -> their running sums [M, V], float64; the last one is exactly 1."""
-    sums = p.double().cumsum(-1)
-    return sums / sums[:, -1:]
+    sums = p.cumsum(-1, dtype=torch.float64)
+    return sums.div_(sums[:, -1:].clone())
 
 
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:

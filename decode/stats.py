@@ -42,7 +42,6 @@ def compare(counts: Tensor, p: Tensor) -> Comparison:
     difference, variance = counts / n - p, p * (1 - p) / n
     statistic, degrees = _chi2(counts, n * p)
     impossible = int(counts[p == 0].sum())
-    law = torch.special.gammaincc(torch.tensor(degrees / 2.0).double(), torch.tensor(statistic / 2.0).double())
     return Comparison(
         draws=int(n),
         total_variation=float(difference.abs().sum()) / 2,
@@ -51,7 +50,7 @@ def compare(counts: Tensor, p: Tensor) -> Comparison:
         expected_std=float(variance.mean().sqrt()),
         chi2=statistic,
         degrees_of_freedom=degrees,
-        p_value=0.0 if impossible else float(law) if degrees else 1.0,
+        p_value=_p_value(statistic, degrees, impossible),
         impossible=impossible,
     )
 
@@ -68,3 +67,34 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
         seen, wanted = seen[:-1], wanted[:-1]
     statistic = float(((seen - wanted).square() / wanted.clamp_min(torch.finfo(wanted.dtype).tiny)).sum())
     return statistic, len(wanted) - 1
+
+
+def together(parts: list[Comparison]) -> Comparison:
+    """Independent comparisons as one: statistics add up, distances are means weighted by draws."""
+    draws = sum(part.draws for part in parts)
+    statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
+    impossible = sum(part.impossible for part in parts)
+
+    def mean(name: str) -> float:
+        return sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1)
+
+    return Comparison(
+        draws,
+        mean("total_variation"),
+        mean("expected_total_variation"),
+        mean("std_of_difference"),
+        mean("expected_std"),
+        statistic,
+        degrees,
+        _p_value(statistic, degrees, impossible),
+        impossible,
+    )
+
+
+def _p_value(statistic: float, degrees: int, impossible: int) -> float:
+    if impossible:
+        return 0.0
+    if not degrees:
+        return 1.0
+    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))

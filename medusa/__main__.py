@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "text from a prompt, streamed",
     "evaluate": "how often each head's top guesses are the backbone's own tokens",
     "benchmark": "speedup, tokens per step, and where the time goes",
+    "verify": "evidence that decoding with heads changes nothing",
     "distill": "training data in the backbone's own words",
 }
 
