@@ -45,7 +45,7 @@ def medusa_session(
     backbone = Backbone(model)
     drafter = HeadsDrafter(heads, backbone, resolve_tree(tree, heads))
     session = Session(model, requests, slack=drafter.tree.num_nodes)
-    verifier = Verifier(backbone, session.cache, drafter.tree)
+    verifier = Verifier(backbone, session.cache, drafter.tree, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
 
 
