@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decode.capability import require_tree_forward
 from decode.clock import Clock
 from decode.drafters.heads import HeadsDrafter
 from decode.loop import Acceptor, Session, Step
@@ -42,6 +43,7 @@ def medusa_session(
         raise RequestError(f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
     if acceptor.rule == "typical" and requests[0].config.output_scores:
         raise RequestError("output_scores cannot be had with acceptance 'typical'; use 'rejection'")
+    require_tree_forward(model)
     backbone = Backbone(model)
     drafter = HeadsDrafter(heads, backbone, resolve_tree(tree, heads))
     session = Session(model, requests, slack=drafter.tree.num_nodes)
