@@ -167,6 +167,11 @@ class TreeCache(Cache):
         rows, slots = self._appended
         return rows.to(device), slots.to(device)
 
+    def rewind(self) -> None:
+        """Forget all text; the memory stays."""
+        self._set([0] * self.batch_size)
+        self.pending = 0
+
     def commit_prompt(self, lengths: list[int]) -> None:
         """After a right-padded prefill: row b keeps the first `lengths[b]` of the tokens just appended."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])

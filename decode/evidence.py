@@ -256,7 +256,7 @@ class Experiment:
         self._known: dict[int, Tensor] = {}
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
-        """The target's scores [len(texts), V] after texts of one length, by plain forwards and transformers' warpers."""
+        """The target's scores [len(texts), V] after texts of one length: plain forwards, transformers' warpers."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
         logits = torch.cat([self.model(input_ids=part, use_cache=False).logits[:, -1] for part in ids.split(8)])
         rows = range(len(ids))
@@ -277,7 +277,7 @@ class Experiment:
     def _scores_of_nodes(self, draft: Draft) -> list[Tensor]:
         """Scores [1, V] after every node of a draft of one row, which is then forgotten by the cache."""
         session = self.session
-        logits = Verifier(session.backbone, session.cache, draft.tree)(draft).logits[0]
+        logits = Verifier(session.backbone, session.cache, draft.tree, session.sequences)(draft).logits[0]
         session.cache.commit(draft.tree.paths.new_zeros(1, 1), [0])
         scores = []
         for node, path in enumerate(draft.tree.paths[:, 1:]):

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decode.capability import require_tree_forward
 from decode.clock import Clock
 from decode.drafters.heads import HeadsDrafter
 from decode.loop import Acceptor, Session, Step
@@ -43,10 +44,11 @@ def medusa_session(
     config = requests[0].config
     if acceptor.rule == "typical" and (config.output_scores or config.output_logits):
         raise RequestError("output_scores and output_logits cannot be had with acceptance 'typical'; use 'rejection'")
+    require_tree_forward(model)
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
     session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
     drafter = HeadsDrafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
-    verifier = Verifier(backbone, session.cache, drafter.tree)
+    verifier = Verifier(backbone, session.cache, drafter.tree, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
 
 

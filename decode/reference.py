@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.clock import Clock
 from decode.loop import Session, Step
 from decode.sequences import Request
-from decode.verify import TreeMasks
+from decode.verify import TreeMasks, reread
 from medusa.backbone import Backbone
 from medusa.tree import Tree
 
@@ -62,6 +62,7 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
 
 def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks) -> Tensor:
     """ids [B, 1] -> logits [B, V]."""
+    reread(backbone, session.cache, session.sequences)
     lengths = session.cache.lengths
     positions = torch.tensor(lengths, device=ids.device)[:, None]
     # One row needs no mask: everything in the cache is before it. Rows of different length do.

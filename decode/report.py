@@ -1,4 +1,4 @@
-"""One self-contained HTML page: headings, words, tables and pictures; no script, no network, light and dark, any width."""
+"""One self-contained HTML page: words, tables and pictures; no script, no network, light and dark, any width."""
 
 from __future__ import annotations
 

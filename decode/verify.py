@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.sequences import Sequences
 from medusa.backbone import Backbone, Readout
 from medusa.tree import Tree
 
@@ -99,12 +100,15 @@ def visible(tree: Tree, lengths: Sequence[int], window: int | None = None, chunk
 class Verifier:
     """Runs the backbone over drafts of one tree on top of a cache."""
 
-    def __init__(self, backbone: Backbone, cache: TreeCache, tree: Tree) -> None:
-        self.backbone, self.cache, self.depth = backbone, cache, tree.max_depth
+    def __init__(self, backbone: Backbone, cache: TreeCache, tree: Tree, sequences: Sequences | None = None) -> None:
+        """`sequences`: the text in the cache, for models that must read it again (`reread`)."""
+        self.backbone, self.cache, self.sequences, self.depth = backbone, cache, sequences, tree.max_depth
         self.masks = TreeMasks(backbone.config, tree, backbone.dtype, backbone.device)
 
     def __call__(self, draft: Draft) -> Readout:
         """Hidden states [B, N, H] and logits [B, N, V] of all nodes; the cache then holds them, uncommitted."""
+        if self.sequences is not None:
+            reread(self.backbone, self.cache, self.sequences)
         lengths = self.cache.lengths
         if self.cache.is_even:
             positions = (draft.tree.depth + lengths[0]).expand(len(lengths), -1)
@@ -134,3 +138,19 @@ class Verifier:
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + self.depth >= end), default=None)
+
+
+def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
+    """Fill the cache anew where the backbone's own `generate` does: when a text outgrows longrope's boundary.
+
+    The keys of the text were rotated by the short factors; Phi-3 throws them away there and reads the whole text by the
+    long ones. (Other models with longrope keep them.) Such a text is alone in its batch.
+    """
+    boundary = backbone.rope_boundary
+    if boundary is None or cache.longest != boundary or not backbone.rereads:
+        return
+    text = sequences.prefix(0)  # [1, boundary + 1]: the root, whose position turns all of them, is written already
+    cache.rewind()
+    positions = torch.arange(text.shape[1], device=text.device)[None]
+    backbone.forward(text, cache, last=positions[:, -1], position_ids=positions)
+    cache.commit_prompt([boundary])  # without the root, which the tree holds

@@ -23,11 +23,13 @@ from medusa.files import read_json
 DEMO = Path(__file__).parent / "assets" / "backbone"
 TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 MASK_BLIND = {
-    # model_type: why a tree mask does not reach, or does not suffice for, its attention (measured)
+    # model_type: why a tree mask does not reach, or does not suffice for, its attention (measured). The self-test
+    # (decode/capability.py) sees less: GPT-Neo's real window is longer than it, and half precision hides MPT's biases.
     "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
     "mpt": "its ALiBi biases follow slot indices, not positions",
     "bloom": "its ALiBi biases follow slot indices, not positions",
 }
+REREADS = {"phi3", "phimoe", "phi4_multimodal"}  # their `prepare_inputs_for_generation` drops the cache there
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,11 +84,24 @@ class Backbone:
 
     @property
     def rope_boundary(self) -> int | None:
-        """Where `longrope` switches all rotations of a forward, by its longest position; `None` for all others."""
+        """Where `longrope` switches all rotations of a forward, by its longest position; `None` for all others.
+
+        (`dynamic` switches too, but only beyond the context, where nothing is decoded.)
+        """
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") != "longrope":
-            return None
-        return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+        # Models with several kinds of layers have parameters for each.
+        kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+        ends = [
+            kind.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+            for kind in kinds
+            if kind.get("rope_type") == "longrope"
+        ]
+        return min(ends, default=None)
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the model's own `generate` reads the whole text again once it passes `rope_boundary`."""
+        return self.config.model_type in REREADS
 
     @property
     def device(self) -> torch.device:
@@ -164,7 +179,7 @@ def require_tree_support(model: PreTrainedModel) -> None:
         reason = "encoder-decoder models are not supported"
     elif getattr(model, "_is_stateful", False) or kinds - TREE_LAYERS:
         named = ", ".join(sorted(kinds - TREE_LAYERS)) or "recurrent"
-        reason = f"its layers ({named}) keep a state that cannot branch"
+        reason = f"its layers ({named}) keep a state that cannot branch, or choose by themselves what to see"
     elif config.model_type in MASK_BLIND:
         reason = MASK_BLIND[config.model_type]
     elif getattr(config, "alibi", False):

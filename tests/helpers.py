@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import string
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decode.clock import Clock
 from decode.draft import Draft, Frontier
@@ -19,119 +22,45 @@ from decode.verify import Verifier
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
 
-VOCAB = 61
+
+def load_script(name: str) -> Any:
+    """A script as a module; scripts are no package."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+# The tiny random models of all architectures, which the table in docs/architectures.md is made with.
+architectures = load_script("check_architectures")
+COMMON, VOCAB, HIDDEN, REFUSED = (getattr(architectures, n) for n in ("COMMON", "VOCAB", "HIDDEN", "REFUSED"))
 LETTERS = (string.ascii_letters + string.digits)[:VOCAB]
-HIDDEN = 32
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    # Wide weights: at the usual 0.02 a random model says one token for ever, and no test could tell wrong from right.
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
-ALTERNATING = ["sliding_attention", "full_attention"]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4},
-    "qwen2": {"layer_types": ALTERNATING, "sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0},
-    "gemma3_text": {"layer_types": ALTERNATING, "sliding_window": 4, "head_dim": 8},
-    "gemma2": {
-        "layer_types": ALTERNATING,
-        "sliding_window": 4,
-        "head_dim": 8,
-        "final_logit_softcapping": 3.0,
-        "attn_logit_softcapping": 5.0,
-    },
-    "llama4_text": {
-        "layer_types": ["chunked_attention", "full_attention"],
-        "attention_chunk_size": 5,
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-        "moe_layers": [],
-        "no_rope_layers": [1, 0],
-    },
-    "gpt2": {"n_positions": 128},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN},
-    "gpt_neox": {},
-    "cohere": {"logit_scale": 0.5},
-    "deepseek_v3": {
-        "q_lora_rank": None,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 16,
-    },
+FAMILIES: dict[str, str] = {
+    # One for each way in which they differ; for tests that try them all.
+    name.split(",")[0]: name
+    for name in (
+        "llama",
+        "mistral, window",
+        "qwen2, window",
+        "gemma3_text",
+        "gemma2",
+        "llama4_text",
+        "gpt2",
+        "opt",
+        "gpt_neox",
+        "cohere",
+        "deepseek_v3",
+    )
 }
 
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A random model of `family`, small enough for thousands of forwards."""
-    settings = COMMON | FAMILIES.get(family, {}) | overrides
-    if family in ("gpt2", "deepseek_v3"):
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
-    if family == "gpt2":
-        settings["n_positions"] = settings.pop("max_position_embeddings")
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype).eval()
-    return model
-
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-REFUSED: dict[str, dict[str, Any]] = {
-    # Models that cannot hold a tree: recurrent or convolutional layers, ALiBi, an own window, encoder-decoder.
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "gpt_neo": {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 4,
-        "intermediate_size": 48,
-    },
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2},
-    "falcon": SMALL | {"alibi": True},
-    "lfm2": SMALL | {"intermediate_size": 48, "layer_types": ["conv", "full_attention"]},
-    "recurrent_gemma": SMALL | {"lru_width": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-    "qwen3_next": SMALL
-    | {
-        "intermediate_size": 48,
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0},
-}
-
-
-def refused_model(family: str) -> Any:
-    settings = REFUSED[family] | {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    maker = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    return maker.from_config(AutoConfig.for_model(family, **settings)).eval()
+    """A random model, small enough for thousands of forwards; `family` as in FAMILIES or in docs/architectures.md."""
+    return architectures.tiny_model(FAMILIES.get(family, family), seed, dtype, **overrides)
 
 
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
@@ -226,7 +155,7 @@ def decode_with(
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
     session = Session(model, requests, slack=drafter.tree.num_nodes)
     drafter.sequences = session.sequences
-    verifier = Verifier(session.backbone, session.cache, drafter.tree)
+    verifier = Verifier(session.backbone, session.cache, drafter.tree, session.sequences)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample)
     return session, list(session.run(drafter, verifier, acceptor, Clock()))
 

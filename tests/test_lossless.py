@@ -16,6 +16,8 @@ from scipy import stats
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from decode import generate, steps
+from decode.reference import plain_session
+from decode.request import prepare
 from medusa import Tree
 from tests.helpers import (
     FAMILIES,
@@ -527,6 +529,46 @@ def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> N
     for seed in range(8):
         _, taken, text = scripted(model, random_ids(10, seed), TREES["chain"], lambda step: step % 3, new=22)
         assert ids_of(taken) == text, f"prompt {seed}"
+
+
+@pytest.mark.parametrize("family", ["phi3, longrope", "phimoe, longrope"])
+def test_models_that_read_the_whole_text_again_at_the_boundary_of_longrope(family: str) -> None:
+    """Phi-3's own `generate` drops its cache there, since the keys in it were rotated by the short factors."""
+    model = tiny_model(family)  # boundary 32
+    heads = random_heads(model, 4)
+    for length in (20, 29, 31, 32, 33, 40):
+        prompt, rng = random_ids(length, length), random.Random(length)
+        session, taken, text = scripted(model, prompt, TREES["random"], lambda step, rng=rng: rng.randint(0, 4))
+        assert session.sequences.new_ids[0] == ids_of(taken) == text, f"{length} tokens"
+        assert len(taken) < NEW
+        options = {"max_new_tokens": NEW, "do_sample": False}
+        for door in (
+            steps(model, heads, torch.tensor([prompt]), tree=TREES["wide"], **options),
+            plain_steps(model, prompt),
+        ):
+            assert ids_of(list(door)) == text, f"{length} tokens"
+
+
+def plain_steps(model: Any, prompt: list[int]) -> Any:
+    """The package's own plain decoding."""
+    return plain_session(model, prepare(model, [prompt], max_new_tokens=NEW, do_sample=False))[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])
+def test_dynamic_rope_is_never_turned_up_to_the_end_of_the_context(family: str) -> None:
+    """It depends on the longest position of a forward beyond the context's end, where no node of a tree may stand."""
+    model = tiny_model(family, rope_parameters=DYNAMIC, max_position_embeddings=32)
+    rotary = next(module for module in model.modules() if hasattr(module, "max_seq_len_cached"))
+    before = rotary.inv_freq.clone()
+    for name, tree in TREES.items():
+        for length in (20, 29, 31):
+            script = lambda step, deepest=tree.max_depth: min(step % 4, deepest)  # noqa: E731
+            _, taken, text = scripted(model, random_ids(length), tree, script, new=32 - length)
+            assert ids_of(taken) == text, f"{name}, {length} tokens"
+            assert len(text) == 32 - length
+            assert torch.equal(rotary.inv_freq, before)
+    model(torch.tensor([random_ids(33)]))
+    assert not torch.equal(rotary.inv_freq, before), "nothing would turn it: no power"
 
 
 # Side effects

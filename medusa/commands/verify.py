@@ -191,7 +191,7 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
             draw(same, names),
             f"Prompt {key[0] + 1}, temperature {key[1]:g}, top-p {key[2]:g}. Above: the most probable first tokens; "
             "bars are the backbone's probabilities, the line is the first head's, marks are frequencies of what was "
-            "written. Below: (frequency - probability) in standard deviations of a true sample; about 95 % lie in the band.",
+            "written. Below: (frequency - probability) in standard deviations of a true sample; 95 % lie in the band.",
         )
     return made
 

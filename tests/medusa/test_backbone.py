@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from medusa import RequestError
 from medusa.backbone import Backbone, differs, fingerprint, load_backbone, load_config, require_tree_support
-from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_ids, refused_model, tiny_model
+from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_ids, tiny_model
 
 SPLITS = {family: family not in ("gemma2", "cohere", "llama4_text") for family in FAMILIES}
 IDS = torch.tensor([random_ids(9), random_ids(9, seed=1)])
@@ -111,11 +111,11 @@ def test_a_replaced_lm_head_is_noticed() -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_models_that_cannot_hold_a_tree_are_refused_by_name(family: str) -> None:
-    model = refused_model(family)
+    model = tiny_model(family)
     with pytest.raises(RequestError) as error:
         require_tree_support(model)
     assert type(model).__name__ in str(error.value)
-    assert family in str(error.value)
+    assert model.config.model_type in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -130,6 +130,17 @@ def test_attention_that_takes_no_mask_is_refused(attention: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_models_are_not_refused(family: str) -> None:
     require_tree_support(tiny_model(family))
+
+
+def test_where_longrope_switches() -> None:
+    """Told by the parameters, also where each kind of layer has its own; other rotations switch nowhere."""
+    assert Backbone(tiny_model("phi3, longrope")).rope_boundary == 32
+    for family in ("llama", "llama, dynamic rope", "gpt2", "gemma3_text"):
+        assert Backbone(tiny_model(family)).rope_boundary is None
+    model = tiny_model("gemma3_text")
+    longrope = tiny_model("phi3, longrope").config.rope_parameters
+    model.config.rope_parameters = model.config.rope_parameters | {"full_attention": longrope}
+    assert Backbone(model).rope_boundary == 32
 
 
 def test_fingerprint_survives_a_change_of_dtype_and_tells_models_apart() -> None:
@@ -174,6 +185,19 @@ def test_loading(tmp_path: Any) -> None:
     assert load_backbone(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16
     assert load_backbone(str(tmp_path), attention="eager").model.config._attn_implementation == "eager"
     assert load_config(str(tmp_path)).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("family", "chosen"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_attention_is_eager_by_default_where_there_is_no_sdpa(
+    tmp_path: Any, family: str, chosen: str, dtype: str
+) -> None:
+    tiny_model(family, attn_implementation="eager").save_pretrained(tmp_path)
+    assert load_backbone(str(tmp_path), dtype=dtype).model.config._attn_implementation == chosen
+    if chosen == "eager":
+        with pytest.raises(RequestError, match="does not support an attention implementation") as error:
+            load_backbone(str(tmp_path), dtype=dtype, attention="sdpa")
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared"
@@ -35,18 +35,7 @@ TINY = {
 }
 
 
-def load_script() -> Any:
-    """The script as a module; it is no part of the package."""
-    spec = importlib.util.spec_from_file_location("make_backbone", REPO / "scripts" / "make_backbone.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_script("make_backbone")
 
 
 @pytest.fixture(autouse=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import load_script
+
 
 def test_the_figures_of_the_json_stand_in_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = Path(__file__).parents[2] / "scripts" / "plot_benchmark.py"
-    spec = importlib.util.spec_from_file_location("plot_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("plot_benchmark")
     rate = {"median": 100.0, "min": 90.0, "max": 110.0}
     method = {"tokens_per_second": rate, "speedup_vs_generate": 1.0, "tau": 1.0}
     step_ms = {"propose": 0.5, "verify": 2.0, "accept": 0.25, "compact": 0.25, "other": 0.25}

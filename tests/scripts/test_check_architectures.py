@@ -1,0 +1,138 @@
+"""scripts/check_architectures.py: its rows are what they claim, wrong ones are told, the page is of this script."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import front, verify
+from tests.helpers import architectures as script
+from tests.helpers import random_ids, tiny_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3, longrope"])
+def test_a_supported_row(name: str) -> None:
+    row = script.check_supported(name)
+    assert row.as_expected
+    assert row.attention == (["eager"] if name == "gemma2" else ["sdpa", "eager"])
+    assert all(set(checks) == {"float32", "bfloat16", "float16"} for checks in row.checks.values())
+    cells = script.supported_cells(row)
+    assert len(cells) == len(script.SUPPORTED_COLUMNS)
+    assert cells[-2] == "same"
+    assert float(cells[-1]) > 1.2
+
+
+@pytest.mark.parametrize("name", ["mpt", "lfm2", "t5"])
+def test_a_refused_row(name: str) -> None:
+    row = script.check_refused(name)
+    assert row.as_expected
+    cells = script.refused_cells(row)
+    assert len(cells) == len(script.REFUSED_COLUMNS)
+    assert cells[-1].startswith("not run" if name == "t5" else "a tree forward ")
+
+
+def test_what_goes_wrong_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """All nodes visible to all: another text, errors beyond the limit, exit status 1."""
+    visible = verify.visible
+
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        allowed = visible(*args, **kwargs)
+        return torch.ones_like(allowed)
+
+    monkeypatch.setattr(verify, "visible", broken)
+    monkeypatch.setattr(front, "require_tree_forward", lambda model: None)  # or decoding would refuse
+    assert script.main(["--only", "llama", "mpt"]) == 1
+    shown = capsys.readouterr()
+    assert "FAILS" in shown.out
+    assert "DIFFERS" in shown.out
+    assert "not as expected: llama" in shown.err
+
+
+def test_the_refused_must_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "require_tree_support", lambda model: None)
+    row = script.check_refused("mpt")
+    assert not row.as_expected
+    assert "NOT REFUSED" in script.refused_cells(row)
+
+
+def test_a_row_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert script.main(["--only", "opt", "bloom", "--json", str(tmp_path / "out.json")]) == 0
+    assert "opt" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out.json").read_text())
+    opt, bloom = told["rows"]
+    assert (opt["name"], opt["model"], opt["same"]) == ("opt", "OPTForCausalLM", True)
+    assert opt["checks"]["sdpa"]["float32"]["error"] < 1e-5
+    assert "ALiBi" in bloom["refusal"]
+    assert torch.__version__ in told["versions"]
+
+
+def test_a_model_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert script.main(["--backbone", "demo", "--json", str(tmp_path / "out.json")]) == 0
+    assert "can hold a tree" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["error"] < 1e-5
+    tiny_model("gpt_neo").save_pretrained(tmp_path / "neo")
+    assert script.main(["--backbone", str(tmp_path / "neo")]) == 2, "refused by structure"
+    assert "GPTNeoForCausalLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--only", "lama"], "lama"),
+        (["--only", "llama", "--write", "page.md"], "--only"),
+        (["--backbone", "./no/such/folder"], "./no/such/folder"),
+    ],
+)
+def test_wrong_requests(arguments: list[str], named: str, capsys: pytest.CaptureFixture) -> None:
+    assert script.main(arguments) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_page_is_written_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{script.BEGIN}\nold\n{script.END}\n\nafter\n")
+    row = script.Row("bloom", "BloomForCausalLM", refusal="reasons")
+    for _ in range(2):
+        script.write_page(page, [row])
+        text = page.read_text()
+        assert text.startswith(f"before\n\n{script.BEGIN}\n")
+        assert text.endswith(f"{script.END}\n\nafter\n")
+        assert text.count("| bloom | BloomForCausalLM | reasons | not run |") == 1
+        assert "old" not in text
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        script.write_page(page, [row])
+    assert page.read_text() == "no marks"
+
+
+def test_the_page_holds_every_row_of_the_script_and_no_other() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition(script.BEGIN)[2].partition(script.END)[0]
+    rows = re.findall(r"^\| ([^|]+) \| (\w+) \|", table, re.MULTILINE)
+    names = [name for name, _ in rows if name not in ("model", "---")]
+    assert names == [*script.ARCHITECTURES, *script.REFUSED]
+    assert "FAILS" not in table
+    assert "DIFFERS" not in table
+    assert "NOT REFUSED" not in table
+
+
+def test_windows_and_chunks_are_shorter_than_the_prompts() -> None:
+    """Or a row about them would say nothing about them."""
+    assert max(script.PROMPTS) > script.WINDOW
+    for name in ("mistral, window", "gemma3_text", "llama4_text"):
+        config = tiny_model(name).config
+        assert (getattr(config, "sliding_window", None) or config.attention_chunk_size) < max(script.PROMPTS)
+
+
+@pytest.mark.parametrize("name", script.ARCHITECTURES)
+def test_models_say_more_than_one_token(name: str) -> None:
+    """A model that repeats itself for ever would write the same text whatever its mask."""
+    model = tiny_model(name)
+    ids = torch.tensor([random_ids(9)])
+    assert model(ids).logits.argmax(-1).unique().numel() > 2
