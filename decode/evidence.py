@@ -37,7 +37,7 @@ TIE = 1e-5
 """In float32, a gap between logits below which their order is a matter of the order of additions."""
 FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second is tested
 ROWS = 50_000  # draws that walk at a time, fewer where the vocabulary is large
-WIDEST = 3  # children that a node of a sampled tree keeps: each more multiplies the pasts that rows can have
+WIDEST = 2  # children that a node of a sampled tree keeps: each more multiplies the pasts that rows can have
 
 
 @dataclass
