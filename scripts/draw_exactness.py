@@ -1,0 +1,67 @@
+"""The pictures of docs/exactness.md: what is accepted and what is residual, and a million draws on the demo backbone.
+
+    python scripts/draw_exactness.py docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from decode.evidence import RULES, Experiment
+from decode.request import resolve_tree
+from decode.settings import Settings
+from medusa.backbone import load_backbone
+from medusa.checkpoint import load_heads
+from medusa.commands.verify import INK, TokenNames, draw
+
+PROMPTS = Path(__file__).parents[1] / "medusa" / "assets" / "prompts.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the two PNG files go")
+    parser.add_argument("--prompt", type=int, default=2, help="line of the package's prompts (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=1_000_000)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    draw_residual().savefig(args.folder / "rejection.png", dpi=150, bbox_inches="tight")
+    draw_experiment(args.prompt, args.draws).savefig(args.folder / "verify.png", dpi=120, bbox_inches="tight")
+
+
+def draw_residual() -> Figure:
+    """Two distributions over eight words, drawn as what becomes of each bit of the target."""
+    words = ["the", "a", "his", "her", "one", "my", "no", "all"]
+    p = torch.tensor([0.34, 0.22, 0.14, 0.10, 0.08, 0.06, 0.04, 0.02])
+    q = torch.tensor([0.18, 0.36, 0.05, 0.20, 0.04, 0.10, 0.05, 0.02])
+    both, at = torch.minimum(p, q), range(len(words))
+    figure = Figure(figsize=(8, 3))
+    axes = figure.subplots()
+    axes.bar(at, both, color=INK["topk"], label=f"min(p, q): accepted, {float(both.sum()):.2f} in all")
+    axes.bar(at, p - both, bottom=both, color=INK["sample"], label="max(0, p - q): the residual, drawn after a rejection")
+    axes.bar(at, q - both, bottom=both, fill=False, edgecolor=INK["draft"], ls="--", label="q - p: drafted, rejected")
+    axes.set_xticks(list(at), words)
+    axes.set_ylabel("probability")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_experiment(line: int, draws: int) -> Figure:
+    """`medusa verify` for one prompt of the package."""
+    loaded, heads = load_backbone("demo"), load_heads("demo")
+    assert loaded.tokenizer is not None
+    record = json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[line - 1])
+    prompt = loaded.tokenizer(record["prompt"]).input_ids
+    generator = torch.Generator().manual_seed(0)
+    tree = resolve_tree(None, heads)
+    experiment = Experiment(loaded.model, heads, tree, prompt, Settings(temperature=1.0), generator)
+    return draw([experiment.run(rule, 0, draws) for rule in RULES[:2]], TokenNames(loaded.tokenizer))
+
+
+if __name__ == "__main__":
+    main()
