@@ -234,8 +234,8 @@ def test_a_json_file_without_an_array_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
 def test_text_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RequestError, match=rf"{name} is not UTF-8 \(byte 3\)"):
-        read(tmp_path / name, "abcé".encode("latin-1"))
+    with pytest.raises(RequestError, match=rf"{name}:2: not UTF-8 \(byte 4 .* 0xe9\); .*iconv"):
+        read(tmp_path / name, "\nabcé".encode("latin-1"))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
