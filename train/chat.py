@@ -66,6 +66,7 @@ class _Rendered:
         self.record, self.tokenizer = record, tokenizer
         self.messages: Messages = record.messages or []
         try:
+            self.template = tokenizer.get_chat_template(None, record.tools)
             self.text = self._render(self.messages)
         except Exception as error:  # templates are programs: they raise what they like, and it is about this record
             raise refusal(record, error) from None
@@ -89,7 +90,11 @@ class _Rendered:
     def _turn(self, turn: int) -> Span:
         whole, words = self._by_difference(turn), self._by_exchange(turn)
         if whole and words:
-            return Span(whole[0], words[1], whole[1], ended=True)
+            start = whole[0]
+            if "add_generation_prompt" not in self.template:
+                # Nothing tells the turn's header from its words but the words; a space between belongs to them.
+                start = max(start, len(self.text[: words[0]].rstrip(" ")))
+            return Span(start, words[1], whole[1], ended=True)
         if found := whole or words:
             return Span(found[0], said=found[1], end=found[1], ended=found is whole)
         raise RequestError(
@@ -99,8 +104,7 @@ class _Rendered:
         )
 
     def _tagged(self, turns: int) -> list[Span] | None:
-        template = self.tokenizer.get_chat_template(None, self.record.tools)
-        if not GENERATION.search(template):
+        if not GENERATION.search(self.template):
             return None
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         # Not `apply_chat_template(return_assistant_tokens_mask=True)`: where a marked text ends in a space that belongs
@@ -108,7 +112,7 @@ class _Rendered:
         told: dict[str, Any] = {"tools": self.record.tools, **self.tokenizer.special_tokens_map}
         texts, spans = cast(
             tuple[list[str], list[list[tuple[int, int]]]],
-            render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True, **told),
+            render_jinja_template([messages], chat_template=self.template, return_assistant_tokens_mask=True, **told),
         )
         found = [Span(start, end, end, ended=False) for start, end in spans[0] if start < end]
         return found if texts[0] == self.text and len(found) >= turns else None

@@ -55,7 +55,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     require_room(output, heads, arguments)
-    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    trainer = MedusaTrainer(loaded.model, heads, arguments)
+    trainer.train_dataset = dataset  # not before: a stream has no length, and a time budget finds max_steps later
     if overwrite:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)

@@ -12,6 +12,8 @@ CHATML = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
+CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
+
 LLAMA3 = """\
 {{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}\
 {% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}\

@@ -106,6 +106,7 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
         "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
         "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«<think>\nno\n</think>\n\nyes<|im_end|>»\n",
     ),
+    "no generation prompt": (templates.CHATML_WITHOUT_PROMPT, REPEATED, CHATML_TURNS),
     "generation tags": (templates.CHATML_TAGGED, REPEATED, CHATML_TURNS),
     "generation tags around the words alone": (templates.CHATML_TAGGED_WITHOUT_END, REPEATED, CHATML_TURNS),
     "generation tags that nothing reaches": (templates.CHATML_TAGGED_NOWHERE, REPEATED, CHATML_TURNS),
