@@ -246,7 +246,7 @@ def _with_arguments(message: dict[str, Any], where: str) -> dict[str, Any]:
 def _tools(tools: Any, where: str) -> list[Any] | None:
     """Data sets keep tools as a list, or as the JSON text of one."""
     if isinstance(tools, str) and tools.strip():
-        tools = _json(tools, f"{where}, tools")
+        tools = _json(tools, f"{where}: tools")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
