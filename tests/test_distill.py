@@ -239,6 +239,7 @@ def test_killed_at_any_moment_it_goes_on_and_nothing_is_lost_or_written_twice(
     rng = random.Random(int(temperature))
     for limit in sorted(rng.sample(range(1, 20), 3)):
         assert killed_after(limit, command, output)
+        assert output.read_bytes().count(b"\n") < 3 * len(MANY), "in the middle, not at the end"
         with output.open("ab") as file:  # as if the last line had been cut off as well
             file.write(b'{"index": 5, "turn": 0, "inp')
     done = distill(*argv, prompts=MANY, output="killed.jsonl")

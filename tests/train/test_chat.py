@@ -106,6 +106,11 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
         "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
         "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«<think>\nno\n</think>\n\nyes<|im_end|>»\n",
     ),
+    "no end of turn, and a special token begins the next one": (
+        templates.CHATML.replace("<|im_end|>\n", ""),
+        REPEATED,
+        "<|im_start|>user\nyes<|im_start|>assistant\n«yes»" * 2,
+    ),
     "no generation prompt": (templates.CHATML_WITHOUT_PROMPT, REPEATED, CHATML_TURNS),
     "generation tags": (templates.CHATML_TAGGED, REPEATED, CHATML_TURNS),
     "generation tags around the words alone": (templates.CHATML_TAGGED_WITHOUT_END, REPEATED, CHATML_TURNS),
@@ -272,7 +277,18 @@ def test_a_template_that_leaves_the_assistant_out_teaches_nothing_and_is_refused
     assert "nothing of what the assistant says" in refused(silent, REPEATED)
 
 
+# A template that counts letters: it writes other answers otherwise, and earlier ones otherwise than the last.
+ODD = "{% for m in messages %}{{ (m.content | length) ~ (messages | length) ~ m.content + '|' }}{% endfor %}"
+
+
 def test_a_turn_that_cannot_be_told_apart_is_refused() -> None:
-    """A template that counts letters writes other answers otherwise, and earlier ones otherwise than the last."""
-    odd = "{% for m in messages %}{{ (m.content | length) ~ (messages | length) ~ m.content + '|' }}{% endfor %}"
-    assert "{% generation %}" in refused(odd, REPEATED)
+    assert "{% generation %}" in refused(ODD, REPEATED)
+
+
+def test_and_the_templates_own_tags_are_the_way_out() -> None:
+    marks = (
+        "{{ (m.content | length) ~ (messages | length) }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + '|' }}{% endgeneration %}{% else %}{{ m.content + '|' }}{% endif %}"
+    )
+    template = "{% for m in messages %}" + marks + "{% endfor %}"
+    assert marked(byte_tokenizer(template), REPEATED) == "34yes|34«yes|»34yes|34«yes|»"
