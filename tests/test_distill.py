@@ -434,6 +434,13 @@ def test_a_server_that_is_gone_ends_the_run_in_one_line(by_server: Any, server: 
     assert by_key(by_server(prompts=rows).lines).keys() == {(n, 0) for n in range(50)}
 
 
+def test_failures_between_answers_do_not_end_the_run(by_server: Any, server: FakeServer) -> None:
+    server.trouble = lambda number, body: (400, {}, "no") if body["prompt"][0] % 2 else False
+    done = by_server("--concurrency", "1", prompts=[{"prompt": letter} for letter in LETTERS[:50]])
+    assert "25 of 50 texts could not be had" in done.err
+    assert by_key(done.lines).keys() == {(n, 0) for n in range(0, 50, 2)}
+
+
 def test_self_talk_by_a_server(by_server: Any, server: FakeServer, talking: str) -> None:
     done = by_server("--self-talk", "2", "--temperature", "1")
     begin = AutoTokenizer.from_pretrained(talking).bos_token_id

@@ -114,6 +114,13 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
     "no generation prompt": (templates.CHATML_WITHOUT_PROMPT, REPEATED, CHATML_TURNS),
     "generation tags": (templates.CHATML_TAGGED, REPEATED, CHATML_TURNS),
     "generation tags around the words alone": (templates.CHATML_TAGGED_WITHOUT_END, REPEATED, CHATML_TURNS),
+    "generation tags around some turns only": (
+        templates.CHATML_TAGGED.replace(
+            "{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}"
+        ),
+        REPEATED,
+        CHATML_TURNS,
+    ),
     "generation tags that nothing reaches": (templates.CHATML_TAGGED_NOWHERE, REPEATED, CHATML_TURNS),
     "llama-3 with generation tags": (
         templates.LLAMA3_TAGGED,
