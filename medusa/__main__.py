@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from medusa import __version__
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 
 COMMANDS = {
     "demo": "the whole story in one command, offline, on the embedded backbone",
@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RequestError as error:
         print(f"medusa {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"medusa {args.command}: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"medusa {args.command}: interrupted", file=sys.stderr)
         return 130

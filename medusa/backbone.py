@@ -254,6 +254,18 @@ def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_
         raise RequestError(f"no backbone at {name_or_path}: {_reason(error)}") from error
 
 
+def load_tokenizer(
+    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The backbone's tokenizer without its weights; `None` where it has none.
+
+    Raises:
+        RequestError: no such model, or a damaged tokenizer."""
+    config = load_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    places = (str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path)
+    return _tokenizer(places, {"revision": revision, "trust_remote_code": trust_remote_code})
+
+
 def _tokenizer(places: Sequence[str], common: dict[str, Any]) -> PreTrainedTokenizerBase | None:
     """The tokenizer in the first place that has one: an adapter's folder often leaves it to its base model."""
     for place in places:

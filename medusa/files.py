@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 
 
 @contextlib.contextmanager
@@ -55,3 +57,45 @@ def require_absent(path: Path, overwrite: bool) -> None:
     RequestError: the output is there already and may not be replaced."""
     if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
+    """Around what writes to `path`'s disk: where that is full, or will not take a file so large, it is said so.
+
+    Raises:
+        RunError: nothing more could be written; `way_out` says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        raise RunError(f"the disk of {path} is full, or takes no larger file; {way_out()}") from error
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        text = str(error)
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        # safetensors gives the system's number in words; torch's archive writer gives no reason, only its source file.
+        if any(f"os error {number}" in text for number in FULL) or "inline_container.cc" in text:
+            return True
+        error = error.__context__
+    return False
+
+
+def free_bytes(path: Path) -> int:
+    """Of the disk that `path` lies on, or will."""
+    while not path.exists():
+        path = path.absolute().parent
+    return shutil.disk_usage(path).free
+
+
+def readable(size: int) -> str:
+    """Bytes for people: 1.5 GB."""
+    power = min(4, max(0, len(str(size)) - 1) // 3)
+    return f"{size / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -2,7 +2,8 @@
 
 A JSON line is one of `{"prompt"}`, `{"text"}`, `{"input_ids"}`, `{"messages": [{"role", "content"}]}`, ShareGPT's
 `{"conversations": [{"from", "value"}]}`, MT-bench's `{"turns": [...]}` (its first turn) or `{"question"}`; a `category`
-is kept. Errors name file and line.
+is kept, and so are the `tools` of a conversation. All but JSON arrays are read as they are needed, line by line, so a
+file may be larger than the memory. Errors name file and line.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,19 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
 DOCUMENT_SEPARATOR = "<|endoftext|>"
-SETTINGS = ".settings.json"  # what `medusa distill` writes beside its data
+SETTINGS, FAILED = ".settings.json", ".failed.jsonl"  # what `medusa distill` writes beside its data
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass
@@ -40,13 +52,23 @@ class Record:
     prompt_tokens: int = 0
     """How many of `input_ids` somebody else wrote; heads are not taught those."""
     category: str | None = None
+    tools: list[Any] | None = None
+    """JSON schemas of what a conversation's assistant may call; chat templates write them out."""
+    turns: list[str] = field(default_factory=list)
+    """All questions of an MT-bench record; `messages` holds the first."""
+    teach_last: bool = False
+    """Of a conversation, teach the last answer only: the earlier ones are in records of their own."""
+    unfinished: bool = False
+    """The last answer was cut off: its text does not end there."""
 
 
-def read_records(source: str, *, split: str = "train", separator: str | None = None) -> Iterator[Record]:
+def read_records(
+    source: str, *, split: str = "train", subset: str | None = None, separator: str | None = None
+) -> Iterator[Record]:
     """Records of a file, of all files in a folder, or of a Hub dataset.
 
     Args:
-        split: of a Hub dataset.
+        split, subset: of a Hub dataset.
         separator: how documents are told apart in a `.txt` file; `None`: every line is a prompt.
 
     Raises:
@@ -54,7 +76,7 @@ def read_records(source: str, *, split: str = "train", separator: str | None = N
     """
     path, count = Path(source), 0
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith(SETTINGS))
+        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
         if not files:
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
@@ -63,7 +85,7 @@ def read_records(source: str, *, split: str = "train", separator: str | None = N
         raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
     else:
         files = []
-    records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split)
+    records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         count += 1
         yield record
@@ -73,60 +95,79 @@ def read_records(source: str, *, split: str = "train", separator: str | None = N
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
     if path.suffix == ".parquet":
-        from datasets import Dataset
-
-        try:
-            rows: Any = Dataset.from_parquet(str(path))
-        except Exception as error:  # pyarrow and datasets raise many types; all mean that the file cannot be read
-            raise RequestError(f"{path} is damaged or no Parquet file ({_first_line(error)})") from None
-        yield from (_parse(row, f"{path}, row {number}") for number, row in enumerate(rows, 1))
-        return
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
-    if path.suffix == ".jsonl":
-        for number, line in _lines(text):
-            yield _parse(_json(line, f"{path}:{number}"), f"{path}:{number}")
+        yield from (_parse(row, f"{path}, row {number}") for number, row in enumerate(_parquet_rows(path), 1))
+    elif path.suffix == ".jsonl":
+        for number, line in _lines(path):
+            if line.strip():
+                yield _parse(_json(line, f"{path}:{number}"), f"{path}:{number}")
     elif path.suffix == ".json":
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            place = f"{path}:{error.lineno}"
-            raise RequestError(f"{place}: not JSON ({error.msg} at column {error.colno})") from None
-        if not isinstance(content, list):
-            raise RequestError(f"{path} must hold a JSON array of records")
-        yield from (_parse(row, f"{path}, record {number}") for number, row in enumerate(content, 1))
+        yield from (_parse(row, f"{path}, record {number}") for number, row in enumerate(_json_array(path), 1))
+    elif path.suffix == ".txt" and separator is not None:
+        yield from _documents(path, separator)
     elif path.suffix == ".txt":
-        yield from _read_text(text, path, separator)
+        for number, line in _lines(path):
+            if line.strip():
+                yield Record(f"{path}:{number}", text=line, is_prompt=True)
     else:
         raise RequestError(f"{path}: files end in {', '.join(SUFFIXES)}")
 
 
-def _read_text(text: str, path: Path, separator: str | None) -> Iterator[Record]:
-    if separator is None:
-        for number, line in _lines(text):
-            yield Record(f"{path}:{number}", text=line, is_prompt=True)
-        return
-    # The separator is a line of its own, so it never becomes a token of the text.
-    documents = re.split(rf"^{re.escape(separator)}[ \t]*$\n?", text, flags=re.MULTILINE)
-    for number, document in enumerate(documents, 1):
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        for batch in ParquetFile(path).iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise RequestError(f"{path} is damaged or no Parquet file ({_first_line(error)})") from None
+
+
+def _json_array(path: Path) -> list[Any]:
+    try:
+        content = json.loads("\n".join(line for _, line in _lines(path)))
+    except json.JSONDecodeError as error:
+        hint = "; a file with one record a line is named .jsonl" if error.msg == "Extra data" else ""
+        raise RequestError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}){hint}") from None
+    if not isinstance(content, list):
+        raise RequestError(f"{path} must hold a JSON array of records")
+    return content
+
+
+def _documents(path: Path, separator: str) -> Iterator[Record]:
+    """The separator is a line of its own, so it never becomes a token of the text."""
+    lines: list[str] = []
+    start = 1
+    for number, line in chain(_lines(path), [(0, separator)]):
+        if line.rstrip(" \t") != separator:
+            lines.append(line)
+            continue
+        document = "\n".join(lines)
         if document.strip():
-            yield Record(f"{path}, document {number}", text=document.strip("\n"))
+            yield Record(f"{path}:{start}", text=document.strip("\n"))
+        lines, start = [], number + 1
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are not blank. Only a newline ends one: text holds U+2028 and the like, unescaped."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.rstrip("\r")
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines. Only a newline ends one: text holds U+2028 and the like, unescaped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            try:
+                yield number, line.decode("utf-8").rstrip("\n").rstrip("\r")
+            except UnicodeDecodeError as error:
+                raise RequestError(
+                    f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}); "
+                    "convert the file, for example with iconv"
+                ) from None
 
 
-def _read_hub(name: str, split: str) -> Iterator[Record]:
+def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(name, split=split, streaming=True)
+        rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises many types; all mean that there is no such dataset to be had
         raise RequestError(
             f"no data at {name}: neither a file nor a dataset on the Hub ({_first_line(error)})"
@@ -150,7 +191,8 @@ def _parse(row: Any, where: str) -> Record:
     if not isinstance(row, dict):
         raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
     category = row.get("category")
-    record = Record(where, category=None if category is None else str(category))
+    record = Record(where, category=None if category is None else str(category), tools=_tools(row.get("tools"), where))
+    record.teach_last, record.unfinished = row.get("teach") == "last", row.get("finish_reason") == "length"
     if row.get("messages") is not None:
         record.messages = _checked_messages(row["messages"], where)
     elif row.get("conversations") is not None:
@@ -166,7 +208,8 @@ def _parse(row: Any, where: str) -> Record:
     elif row.get("turns"):
         if not isinstance(row["turns"], list):
             raise RequestError(f"{where}: turns must be a list of texts")
-        record.messages = [{"role": "user", "content": str(row["turns"][0])}]
+        record.turns = [str(turn) for turn in row["turns"]]
+        record.messages = [{"role": "user", "content": record.turns[0]}]
         record.is_prompt = True
     else:
         key = next((key for key in ("prompt", "question", "text") if isinstance(row.get(key), str)), None)
@@ -182,7 +225,33 @@ def _parse(row: Any, where: str) -> Record:
 def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise RequestError(f'{where}: messages must be a list of {{"role", "content"}}')
-    return messages
+    return [_with_arguments(message, where) for message in messages]
+
+
+def _with_arguments(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """OpenAI keeps the arguments of a tool call as JSON text; templates write out objects."""
+    if not message.get("tool_calls"):
+        return message
+    try:
+        calls = [dict(call) for call in message["tool_calls"]]
+        for call in calls:
+            function = call["function"] = dict(call.get("function") or {})
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"])
+    except (TypeError, ValueError):
+        raise RequestError(f'{where}: tool_calls must be a list of {{"function": {{"name", "arguments"}}}}') from None
+    return message | {"tool_calls": calls}
+
+
+def _tools(tools: Any, where: str) -> list[Any] | None:
+    """Data sets keep tools as a list, or as the JSON text of one."""
+    if isinstance(tools, str) and tools.strip():
+        tools = _json(tools, f"{where}: tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RequestError(f"{where}: tools must be a list of JSON schemas")
+    return tools
 
 
 def _from_sharegpt(turn: Any, where: str) -> dict[str, Any]:
@@ -225,7 +294,18 @@ def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> lis
             return tokenizer(messages[0]["content"])["input_ids"]  # a base model: the question itself is the prompt
         raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
     try:
-        rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        rendered: Any = tokenizer.apply_chat_template(
+            messages, tools=record.tools, add_generation_prompt=True, return_dict=True
+        )
         return rendered["input_ids"]
     except Exception as error:  # templates are programs: they raise what they like, and it is about this record
-        raise RequestError(f"{record.where}: the chat template refuses the messages ({error})") from None
+        raise refusal(record, error) from None
+
+
+def refusal(record: Record, error: Exception) -> RequestError:
+    """What to say where a chat template does not take a conversation."""
+    roles = ", ".join(str(message["role"]) for message in record.messages or ())
+    return RequestError(
+        f"{record.where}: the chat template refuses the messages ({error}); their roles are {roles}: change or leave "
+        "out this record (many templates want user and assistant in turn, and some no system message)"
+    )

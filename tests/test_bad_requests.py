@@ -14,6 +14,7 @@ import torch
 from medusa.__main__ import main
 from tests.helpers import random_heads, tiny_model
 from tests.test_cli import Place, build
+from tests.train.templates import GEMMA
 
 Argv = list[str]
 
@@ -110,9 +111,9 @@ def test_no_prompt_at_all(refused: Any, place: Place) -> None:
     [
         ("broken.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "broken.jsonl:2: not JSON"),
         ("other.jsonl", b'{"prompt": "a"}\n{"story": "b"}\n', "other.jsonl:2: none of prompt"),
-        ("latin.txt", "café".encode("latin-1"), "latin.txt is not UTF-8"),
+        ("latin.txt", "a\ncafé".encode("latin-1"), "latin.txt:2: not UTF-8"),
         ("empty.jsonl", b"", "empty.jsonl is empty"),
-        ("empty.jsonl", b"\xff\xfe", "empty.jsonl is not UTF-8"),
+        ("empty.jsonl", b"\xff\xfe", "empty.jsonl:1: not UTF-8"),
         ("table.csv", b"a,b", "table.csv: files end in .jsonl"),
     ],
 )
@@ -298,6 +299,9 @@ def recipe(place: Place, tmp_path: Path) -> Callable[..., Path]:
         ({"training": {"max_minutes": -1}}, "max_minutes is -1"),
         ({"training": {"objective": "both"}}, "text, argmax"),
         ({"training": {"learning_rate": "fast"}}, "learning_rate"),
+        ({"data": {"path": "tests", "long_documents": "shred"}}, "split, truncate, drop"),
+        ({"data": {"path": "tests", "shuffle_buffer": 0}}, "data.shuffle_buffer is 0"),
+        ({"data": {"path": "tests", "streaming": "yes"}}, "data.streaming is 'yes'"),
     ],
 )
 def test_recipes(refused: Any, recipe: Any, changes: dict[str, Any], said: str) -> None:
@@ -320,11 +324,70 @@ def test_a_recipe_that_is_not_there_or_not_yaml(refused: Any, recipe: Any, tmp_p
         ('{"input_ids": [1, 2, 99]}', "d.jsonl:2: the id 99"),
         ('{"text": 5}', "d.jsonl:2: none of"),
         ('{"text": "a', "d.jsonl:2: not JSON"),
+        ('{"text": "caf\udce9"}', "d.jsonl:2: not UTF-8 (byte 14 of the line is 0xe9); convert the file"),
     ],
 )
-def test_training_data_that_cannot_be_used(refused: Any, recipe: Any, tmp_path: Path, row: str, said: str) -> None:
-    (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n' + row + "\n", encoding="utf-8")
+@pytest.mark.parametrize("inspect", [(), ("--inspect",)], ids=["train", "inspect"])
+def test_training_data_that_cannot_be_used(
+    refused: Any, recipe: Any, tmp_path: Path, row: str, said: str, inspect: Argv
+) -> None:
+    """Named by file and line, with the way out; a look at the data finds the same as training."""
+    text = '{"text": "abc"}\n' + row + "\n"
+    (tmp_path / "d.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    assert said in refused("train", recipe(data=str(tmp_path / "d.jsonl")), "--quiet", *inspect)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "d.jsonl is empty; it must hold at least one record"),
+        ("\n\n", "d.jsonl is empty"),
+        ('{"text": ""}\n', "dropped: 1 empty (first: "),
+        (
+            '{"input_ids": [1, 2], "prompt_tokens": 2}\n',
+            "d.jsonl:1); heads are taught texts and what an assistant says",
+        ),
+    ],
+)
+def test_training_data_that_holds_nothing(refused: Any, recipe: Any, tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content, encoding="utf-8")
     assert said in refused("train", recipe(data=str(tmp_path / "d.jsonl")), "--quiet")
+
+
+@pytest.fixture
+def gemma(place: Place, tmp_path: Path) -> str:
+    """The backbone with a chat template that takes no system message."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(place.backbone, tmp_path / "gemma")
+    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
+    tokenizer.chat_template = GEMMA
+    tokenizer.save_pretrained(tmp_path / "gemma")
+    return str(tmp_path / "gemma")
+
+
+def test_roles_that_the_template_refuses(refused: Any, recipe: Any, gemma: str, tmp_path: Path) -> None:
+    user = {"role": "user", "content": "a"}
+    rows = [[user, {"role": "assistant", "content": "b"}], [{"role": "system", "content": "a"}, user]]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
+    for argv in (
+        ("train", recipe(backbone=gemma, data=str(path)), "--quiet"),
+        ("distill", "--backbone", gemma, "--prompts", path, "--output", tmp_path / "own.jsonl", "--quiet"),
+    ):
+        line = refused(*argv)
+        assert "d.jsonl:2: the chat template refuses the messages (System role not supported)" in line
+        assert "roles are system, user" in line
+        assert "leave out this record" in line
+
+
+def test_a_file_without_an_answer_of_an_assistant(refused: Any, recipe: Any, gemma: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n', encoding="utf-8")
+    line = refused("train", recipe(backbone=gemma, data=str(path)), "--quiet")
+    assert "nothing to train on in" in line
+    assert "1 without an assistant turn (first: " in line
+    assert "d.jsonl:1)" in line
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -17,11 +17,12 @@ from medusa.backbone import Backbone, fingerprint
 from medusa.checkpoint import WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.files import require_absent
+from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
-from train.data import PackedDataset, load_dataset, require_data
+from train.data import PackedDataset, StreamedDataset, load_dataset, require_data
+from train.disk import require_room
 from train.trainer import MedusaTrainer, MedusaTrainingArguments, checkpoints
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -39,6 +40,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
     arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
+    if config.data.streaming and arguments.max_steps <= 0 and arguments.max_minutes is None:
+        raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     loaded = backbones.load_backbone(
         config.backbone,
         dtype=config.dtype,
@@ -48,23 +51,37 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         trust_remote_code=config.trust_remote_code,
     )
     backbone = Backbone(loaded.model)
-    dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context, arguments.seed)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
-    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    require_room(output, heads, arguments)
+    trainer = MedusaTrainer(loaded.model, heads, arguments)
+    trainer.train_dataset = dataset  # not before: a stream has no length, and a time budget finds max_steps later
     if overwrite:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
     trainer.provenance = provenance(config, dataset, trainer)
     if not quiet:
-        _say(f"data: {dataset.counts}")
+        if isinstance(dataset, PackedDataset):
+            _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
-    outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
-    trainer.save_model()
+    with disk_may_fill(output, lambda: _way_out(output)):
+        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.provenance |= {"data": dataset.counts.to_dict(), "result": _result(trainer, outcome.metrics)}
+        trainer.save_model()
+    result = trainer.provenance["result"]
     if not quiet:
+        if isinstance(dataset, StreamedDataset):
+            _say(f"data, as far as it was read: {dataset.counts}")
         _say(f"heads saved in {output}")
     return result
+
+
+def _way_out(output: Path) -> str:
+    """What to do where the disk has filled up."""
+    if found := checkpoints(output):
+        return f"{found[-1].name} is whole: make room and go on with --resume"
+    return "nothing was saved yet: make room and start again"
 
 
 def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
@@ -133,16 +150,12 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     return line
 
 
-def provenance(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
+def provenance(config: TrainConfig, dataset: PackedDataset | StreamedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
     """Where a set of heads comes from."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": asdict(config),
-        "data": {
-            "documents": dataset.counts.documents,
-            "tokens": dataset.counts.tokens,
-            "taught": dataset.counts.taught,
-        },
+        "data": dataset.counts.to_dict(),
         "backbone": trainer.heads.config.backbone,
         "max_steps": trainer.args.max_steps,
         "versions": {name: _version(name) for name in PACKAGES},

@@ -97,9 +97,7 @@ def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Pa
     text.unlink(missing_ok=True)
     args.batch_size = 64
     prompts = distill.self_talk_prompts(loaded, args.texts)
-    tokens, seconds = distill.write_own_text(
-        loaded, prompts, settings, text, args, seed=args.seed, seconds_at_most=WRITING_SECONDS
-    )
+    tokens, seconds = distill.write_own_text(loaded, prompts, settings, text, args, seconds_at_most=WRITING_SECONDS)
     console.print(f"    {tokens:,} tokens in {seconds:.0f} s: {text}\n")
     return text
 

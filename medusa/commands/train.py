@@ -3,14 +3,21 @@
   medusa train configs/medusa1.yaml
   medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl training.learning_rate=1e-3
 
-Only heads are trained and saved. An interrupted run goes on with --resume.
+Only heads are trained and saved. An interrupted run goes on with --resume. To see what would be taught, without
+training and without the backbone's weights:
+
+  medusa train configs/medusa1.yaml data=own.jsonl --inspect
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from medusa.commands import common
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example heads.num=5")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
     parser.add_argument("--overwrite", action="store_true", help="train anew where output_dir holds heads")
+    parser.add_argument(
+        "--inspect",
+        nargs="?",
+        type=common.positive,
+        const=3,
+        metavar="N",
+        help="show N examples (3) with what is taught in them, count the data, and do not train",
+    )
+    parser.add_argument("--ids", action="store_true", help="with --inspect: a line for every token, too")
     parser.add_argument("--threads", type=common.positive, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--json", metavar="FILE", help="write the final figures")
     parser.add_argument("--quiet", action="store_true", help="no progress, no log lines")
@@ -31,5 +47,17 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     args.seed = int(config.training.get("seed", 42))
     common.prepare_machine(args)
+    if args.inspect:
+        inspect(args, config)
+        return
     figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet)
     common.write_results(args, figures)
+
+
+def inspect(args: argparse.Namespace, config: TrainConfig) -> None:
+    """Show what would be taught."""
+    from train.preview import preview, show
+
+    found = preview(config, args.inspect)
+    show(found, common.output_console(args), ids=args.ids)
+    common.write_results(args, found.to_dict())

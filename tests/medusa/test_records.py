@@ -73,9 +73,37 @@ def test_sharegpt(line: Path) -> None:
     assert only(line, {"conversations": turns}).messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
 
 
+@pytest.mark.parametrize(("name", "role"), [("chatgpt", "assistant"), ("tool", "tool"), ("observation", "tool")])
+def test_sharegpts_other_names(line: Path, name: str, role: str) -> None:
+    assert only(line, {"conversations": [{"from": name, "value": "x"}]}).messages == [{"role": role, "content": "x"}]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_their_calls_may_be_objects_or_their_json_text(line: Path, as_text: bool) -> None:
+    """OpenAI writes arguments as text, and data sets whole tools; chat templates want objects."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = CALL | {"function": {"name": "add", "arguments": '{"a": 1}'}} if as_text else CALL
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    record = only(line, {"messages": [USER, message], "tools": json.dumps(tools) if as_text else tools})
+    assert record.tools == tools
+    assert record.messages == [USER, message | {"tool_calls": [CALL]}]
+    assert only(line, {"messages": [USER], "tools": []}).tools is None
+
+
+def test_what_distill_says_about_its_answers(line: Path) -> None:
+    plain = only(line, {"messages": [USER, ASSISTANT]})
+    assert (plain.teach_last, plain.unfinished) == (False, False)
+    told = only(line, {"messages": [USER, ASSISTANT], "teach": "last", "finish_reason": "length"})
+    assert (told.teach_last, told.unfinished) == (True, True)
+
+
 def test_mt_bench_gives_its_first_turn(line: Path) -> None:
     record = only(line, {"question_id": 81, "category": "writing", "turns": ["hi", "and then?"]})
     assert (record.messages, record.is_prompt, record.category) == ([USER], True, "writing")
+    assert record.turns == ["hi", "and then?"]
 
 
 def test_a_category_is_kept(line: Path) -> None:
@@ -128,6 +156,7 @@ def test_a_text_file_of_documents_is_cut_at_the_separator(tmp_path: Path, end: s
     lines = ["one", "two", DOCUMENT_SEPARATOR, "three", DOCUMENT_SEPARATOR + " ", "", DOCUMENT_SEPARATOR, ""]
     records = read(tmp_path / "a.txt", end.join(lines).encode(), separator=DOCUMENT_SEPARATOR)
     assert [record.text for record in records] == ["one\ntwo", "three"]
+    assert [record.where for record in records] == [f"{tmp_path / 'a.txt'}:{number}" for number in (1, 4)]
     assert not any(record.is_prompt for record in records)
     assert not any(DOCUMENT_SEPARATOR in (record.text or "") for record in records)
 
@@ -166,7 +195,8 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_distill_wrote_is_data(tmp_path: Path) -> None:
-    """Beside `own.jsonl` lies `own.settings.json`, which says how it was made and holds no record."""
+    """Beside `own.jsonl` lie its settings and what failed, which are no records."""
+    write(tmp_path / "own.failed.jsonl", '{"index": 1, "error": "too long"}\n')
     write(tmp_path / "own.jsonl", '{"input_ids": [1, 2, 3], "prompt_tokens": 1}\n')
     write(tmp_path / "own.settings.json", '{"max_new_tokens": 2}')
     assert [record.input_ids for record in read_records(str(tmp_path))] == [[1, 2, 3]]
@@ -183,6 +213,18 @@ def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     records = read_records("org/questions", split="test")
     assert next(records).where == "org/questions, row 1"
     assert asked == {"name": "org/questions", "split": "test", "streaming": True}
+
+
+def test_a_hub_dataset_may_have_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def load(path: str, **kwargs: Any) -> Iterator[dict[str, Any]]:
+        asked.update(kwargs)
+        return iter([{"prompt": "a"}])
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    next(read_records("org/questions", subset="main"))
+    assert asked["name"] == "main"
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -207,6 +249,10 @@ def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"conversations": [{"from": "human"}]}, "value"),
         ({"conversations": 5}, "conversations"),
         ({"turns": 5}, "turns"),
+        ({"messages": [USER], "tools": "[{"}, "tools: not JSON"),
+        ({"messages": [USER], "tools": "[1]"}, "list of JSON schemas"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "tool_calls"),
         ({"turns": "hi"}, "turns"),
     ],
 )
@@ -227,6 +273,26 @@ def test_broken_json_in_an_array_is_named_by_line(tmp_path: Path) -> None:
         read(tmp_path / "a.json", '[\n{"text": "a"},\n{"text" "b"}\n]')
 
 
+def test_json_lines_under_another_name_are_told_theirs(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"a\.json:2: not JSON .*named \.jsonl"):
+        read(tmp_path / "a.json", '{"text": "a"}\n{"text": "b"}\n')
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"PAR1 and no more"):
+        with pytest.raises(RequestError, match=r"a\.parquet is damaged or no Parquet file"):
+            read(tmp_path / "a.parquet", content)
+
+
+def test_files_are_read_as_far_as_they_are_needed(line: Path) -> None:
+    """A file may be larger than the memory: what stands further behind is not looked at yet."""
+    path = write(line, '{"text": "a"}\n{"text": "b"}\n{broken')
+    records = read_records(path)
+    assert [next(records).text, next(records).text] == ["a", "b"]
+    with pytest.raises(RequestError, match=r"some\.jsonl:3: not JSON"):
+        next(records)
+
+
 def test_a_json_file_without_an_array_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"a\.json must hold a JSON array"):
         read(tmp_path / "a.json", '{"text": "a"}')
@@ -234,8 +300,8 @@ def test_a_json_file_without_an_array_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
 def test_text_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RequestError, match=rf"{name} is not UTF-8 \(byte 3\)"):
-        read(tmp_path / name, "abcé".encode("latin-1"))
+    with pytest.raises(RequestError, match=rf"{name}:2: not UTF-8 \(byte 4 .* 0xe9\); .*iconv"):
+        read(tmp_path / name, "\nabcé".encode("latin-1"))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

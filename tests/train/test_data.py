@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from datasets import Dataset
+from torch.utils.data import DataLoader
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.records import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
-from train.data import DataConfig, Example, PackedDataset, load_dataset, positions_of, to_example
+from tests.train.templates import CHATML, byte_tokenizer
+from train.data import DataConfig, Example, PackedDataset, StreamedDataset, load_dataset, positions_of, to_example
+from train.labels import IGNORE, head_labels
 
 
 def example(*ids: int, taught: str | None = None) -> Example:
@@ -85,6 +88,141 @@ def test_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
     assert load_dataset(config, None, VOCAB, context=None).input_ids.shape == (1, 512)
 
 
+# --- whole documents -------------------------------------------------------------------------------------------------
+
+
+def test_whole_documents_take_the_first_row_with_room() -> None:
+    packed = PackedDataset([example(1, 1, 1), example(2, 2, 2), example(3, 3), example(4)], 5, whole=True)
+    assert packed.input_ids.tolist() == [[1, 1, 1, 3, 3], [2, 2, 2, 4, 0]]
+    assert packed.document_ids.tolist() == [[0, 0, 0, 2, 2], [1, 1, 1, 3, -1]]
+    assert packed.counts.rows == 2
+
+
+def test_open_rows_are_few_and_no_document_is_lost() -> None:
+    lengths = [3 + 7 * n % 11 for n in range(200)]
+    packed = PackedDataset([example(*[number + 1] * length) for number, length in enumerate(lengths)], 16, whole=True)
+    for row in packed.document_ids:
+        for document in row.unique().tolist():
+            if document >= 0:
+                assert int((row == document).sum()) == lengths[document], "whole, in one row"
+    assert sorted(packed.document_ids[packed.document_ids >= 0].unique().tolist()) == list(range(200))
+    assert packed.counts.rows == len(packed) < 1.2 * sum(lengths) / 16
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "ids", "cut", "dropped"),
+    [
+        ("split", [[1, 1, 1, 2, 2, 2], [2, 2, 2, 2, 2, 3], [3, 3, 4, 4, 4, 4], [4, 4, 4, 0, 0, 0]], 2, {}),
+        ("truncate", [[1, 1, 1, 3, 3, 3], [2] * 6], 1, {"with nothing taught within a row": 1}),
+        ("drop", [[1, 1, 1, 3, 3, 3]], 0, {"longer than a row": 2}),
+    ],
+)
+def test_what_becomes_of_documents_longer_than_a_row(
+    tmp_path: Path, policy: str, ids: list[list[int]], cut: int, dropped: dict[str, int], streaming: bool
+) -> None:
+    rows = [{"input_ids": [n] * length} for n, length in ((1, 3), (2, 8), (3, 3))]
+    data = jsonl(tmp_path / "d.jsonl", *rows, {"input_ids": [4] * 7, "prompt_tokens": 6})
+    config = DataConfig(
+        data, sequence_length=6, long_documents=policy, max_examples=4, streaming=streaming, shuffle_buffer=1
+    )
+    dataset = load_dataset(config, None, VOCAB, context=None)
+    if isinstance(dataset, StreamedDataset):
+        found = [row["input_ids"].tolist() for row in islice(dataset, len(ids) + 1)][:-1]  # the first pass to its end
+    else:
+        found = dataset.input_ids.tolist()
+    assert found == ids
+    assert (dataset.counts.cut, dict(dataset.counts.dropped)) == (cut, dropped)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_head_is_taught_across_documents_or_from_padding(whole: bool) -> None:
+    """Every label of every head is the token that the head's distance later stands in the same document."""
+    documents = [random_ids(3 + 5 * n % 12, seed=n) for n in range(60)]
+    marks = [[bool(i) for i in random_ids(len(ids), seed=n, vocab=2)] for n, ids in enumerate(documents)]
+    packed = PackedDataset(map(Example, documents, marks), 16, whole)
+    labels = head_labels(packed.input_ids.long(), packed.loss_mask, packed.document_ids, num_heads=4)
+    seen = 0
+    for head, row, at in (labels != IGNORE).nonzero().tolist():
+        item = packed[row]
+        number, place = int(item["document_ids"][at]), int(item["position_ids"][at])
+        if not whole:  # a document may begin in an earlier row
+            earlier = sum(int((packed.document_ids[r] == number).sum()) for r in range(row))
+            place += earlier
+        assert number >= 0
+        assert documents[number][place] == int(item["input_ids"][at])
+        assert documents[number][place + head + 2] == int(labels[head, row, at])
+        assert marks[number][place + head + 2], "looked up where the label stands"
+        seen += 1
+    assert seen > 100
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(dataset: Any, count: int) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in islice(dataset, count)]
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.txt", "d.parquet", "org/set"])
+def test_a_stream_gives_the_rows_of_the_packed_data_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    texts = ["one", "two words", "and a third one"]
+    if name == "org/set":
+        monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: iter([{"text": text} for text in texts]))
+        path = name
+    elif name == "d.parquet":
+        path = str(tmp_path / name)
+        Dataset.from_list([{"text": text} for text in texts]).to_parquet(path)
+    elif name == "d.txt":
+        (tmp_path / name).write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
+        path = str(tmp_path / name)
+    else:
+        path = jsonl(tmp_path / name, *({"text": text} for text in texts))
+    packed = load_dataset(DataConfig(path, sequence_length=8), byte_tokenizer(), 512, 64)
+    stream = load_dataset(
+        DataConfig(path, sequence_length=8, streaming=True, shuffle_buffer=1), byte_tokenizer(), 512, 64
+    )
+    assert isinstance(packed, PackedDataset)
+    once = packed.input_ids.tolist()
+    assert rows_of(stream, 3 * len(once)) == 3 * once
+    assert stream.counts == packed.counts, "of one pass"
+    for row, other in zip(packed, stream, strict=False):
+        assert all(torch.equal(row[key], other[key]) for key in row)
+
+
+def test_a_streams_order_is_the_seeds_alone(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(20)))
+
+    def rows(seed: int, buffer: int = 8) -> list[list[int]]:
+        config = DataConfig(data, sequence_length=4, streaming=True, shuffle_buffer=buffer)
+        return rows_of(load_dataset(config, None, VOCAB, None, seed), 40)
+
+    assert rows(1) == rows(1)
+    assert rows(1) != rows(2)
+    in_order = rows(1, buffer=1)
+    assert rows(1) != in_order
+    assert sorted(rows(1)[:20]) == in_order[:20], "every row once a pass"
+    assert rows(1)[:20] != rows(1)[20:], "and each pass in an order of its own"
+
+
+def test_workers_share_a_stream(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(6)))
+    stream = load_dataset(DataConfig(data, sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None)
+    loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert [int(row["input_ids"][0]) for row in islice(loader, 6)] == list(range(6))
+
+
+def test_a_streams_broken_line_is_named_when_it_is_reached(tmp_path: Path) -> None:
+    data = Path(jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(6))))
+    with data.open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    stream = load_dataset(DataConfig(str(data), sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None)
+    with pytest.raises(RequestError, match=r"d\.jsonl:7: not JSON"):
+        rows_of(stream, 7)
+
+
 # --- what is read and what is dropped --------------------------------------------------------------------------------
 
 
@@ -96,12 +234,14 @@ def test_what_was_dropped_is_counted_with_the_reason(tmp_path: Path) -> None:
         {"input_ids": random_ids(20, seed=2)},
         {"input_ids": [5, *shared, 5]},
         {"input_ids": [5, *shared[:7], 5]},  # shares 7 tokens, not 8
-        {"input_ids": [1, 2, 3], "prompt_tokens": 2},
+        {"input_ids": [1, 2, 3], "prompt_tokens": 3},
+        {"input_ids": [1, 2]},
     )
     packed = load_dataset(DataConfig(data, exclude=test_set, exclude_window=8), None, VOCAB, 64)
     assert packed.counts.documents == 2
-    assert packed.counts.dropped == {"shared with the excluded text": 1, "with nothing to teach": 1}
-    assert "dropped: 1 shared with the excluded text, 1 with nothing to teach" in str(packed.counts)
+    assert packed.counts.dropped == {"shared with the excluded text": 1, "with nothing to teach": 2}
+    told = f"dropped: 1 shared with the excluded text (first: {data}:2), 2 with nothing to teach (first: {data}:4)"
+    assert told in str(packed.counts)
 
 
 def test_no_more_examples_are_read_than_asked_for(tmp_path: Path) -> None:
@@ -119,12 +259,21 @@ def test_only_the_answer_of_distilled_text_is_taught() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [{"messages": [{"role": "user", "content": "hi"}]}, {"input_ids": [1, 2], "prompt_tokens": 2}]
+    ("row", "reason"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "without an assistant turn"),
+        ({"conversations": [{"from": "human", "value": "hi"}]}, "without an assistant turn"),
+        ({"input_ids": [1, 2, 3], "prompt_tokens": 3}, "with nothing to teach"),
+        ({"text": " "}, "empty"),
+    ],
 )
-def test_nothing_to_teach_is_said_with_the_counts(tmp_path: Path, row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nothing_to_teach_is_said_with_reason_and_line(
+    tmp_path: Path, row: dict[str, Any], reason: str, streaming: bool
+) -> None:
     data = jsonl(tmp_path / "d.jsonl", row)
-    with pytest.raises(RequestError, match=r"nothing to train on in .*1 with nothing to teach"):
-        load_dataset(DataConfig(data), byte_tokenizer(CHATML), 512, 64)
+    with pytest.raises(RequestError, match=rf"nothing to train on.*: 1 {reason} \(first: .*d\.jsonl:1\)"):
+        load_dataset(DataConfig(data, streaming=streaming), byte_tokenizer(CHATML), 512, 64)
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_line(tmp_path: Path) -> None:
@@ -159,137 +308,7 @@ def test_bos_eos_and_padding_may_be_one_id(tmp_path: Path) -> None:
     assert packed.loss_mask.int().tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
 
 
-# --- conversations ---------------------------------------------------------------------------------------------------
-
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-SPECIAL += ["<start_of_turn>", "<end_of_turn>"]
-
-CHATML = """\
-{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-QWEN25 = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
-LLAMA3 = """\
-{% for m in messages %}{{ (bos_token if loop.first else '') + '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' \
-+ m.content | trim + '<|eot_id|>' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-MISTRAL = """\
-{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('roles must alternate user/assistant') }}{% endif %}\
-{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + eos_token }}{% endfor %}"""
-ZEPHYR = """\
-{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
-GEMMA = """\
-{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' \
-+ m.content | trim + '<end_of_turn>\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
-VICUNA = """\
-{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else 'ASSISTANT: ' + m.content + eos_token }}\
-{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
-QWEN3 = """\
-{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}\
-{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-
-def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """Every byte is a token, so nothing merges across what the template writes; special tokens besides."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def marked(template: str, *turns: tuple[str, str]) -> str:
-    """The conversation as the template writes it, with what is taught between « and »."""
-    tokenizer = byte_tokenizer(template)
-    messages = [{"role": role, "content": content} for role, content in turns]
-    example = to_example(Record("here", messages=messages), tokenizer)
-    assert example.input_ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-    out, taught, run = "", False, []
-    for token, mark in [*zip(example.input_ids, example.loss_mask, strict=True), (None, False)]:
-        if mark != taught or token is None:
-            text = tokenizer.decode(run)
-            out += f"«{text}»" if taught else text
-            taught, run = mark, []
-        run.append(token)
-    return out
-
-
-# The same words in every turn: a mask found by searching the text would land on the first of them (original D10).
-REPEATED = (("user", "yes"), ("assistant", "yes"), ("user", "yes"), ("assistant", "yes"))
-EXPECTED = {
-    "chatml": (
-        CHATML,
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>\n»"
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>\n»",
-    ),
-    "qwen-2.5": (
-        QWEN25,
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n"
-        "«yes<|im_end|>\n»<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>\n»",
-    ),
-    "llama-3": (
-        LLAMA3,
-        "<s><|start_header_id|>user<|end_header_id|>\n\nyes<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "«yes<|eot_id|>»<|start_header_id|>user<|end_header_id|>\n\nyes<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«yes<|eot_id|>»",
-    ),
-    "mistral": (MISTRAL, "<s>[INST] yes [/INST]« yes</s>»[INST] yes [/INST]« yes</s>»"),
-    "zephyr": (ZEPHYR, "<|user|>\nyes</s>\n<|assistant|>\n«yes</s>\n»<|user|>\nyes</s>\n<|assistant|>\n«yes</s>\n»"),
-    "gemma": (
-        GEMMA,
-        "<s><start_of_turn>user\nyes<end_of_turn>\n<start_of_turn>model\n«yes<end_of_turn>\n»"
-        "<start_of_turn>user\nyes<end_of_turn>\n<start_of_turn>model\n«yes<end_of_turn>\n»",
-    ),
-    "vicuna": (VICUNA, "USER: yes ASSISTANT:« yes</s>»USER: yes ASSISTANT:« yes</s>»"),
-    "thinking, dropped from earlier turns (Qwen-3)": (
-        QWEN3,
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>\n»"
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nyes<|im_end|>\n»",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(EXPECTED))
-def test_what_the_assistant_says_is_taught_and_nothing_else(name: str) -> None:
-    template, expected = EXPECTED[name]
-    assert marked(template, *REPEATED) == expected
-
-
-def test_the_users_and_the_systems_words_are_not_taught() -> None:
-    turns = (("system", "Be brief."), ("user", "hello"), ("assistant", "bye"), ("user", "wait"))
-    assert marked(CHATML, *turns) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
-        "<|im_start|>assistant\n«bye<|im_end|>\n»<|im_start|>user\nwait<|im_end|>\n"
-    )
-
-
-def test_two_turns_of_the_assistant_in_a_row_are_both_taught() -> None:
-    assert marked(VICUNA, ("user", "a"), ("assistant", "b"), ("assistant", "c")) == (
-        "USER: a ASSISTANT:« b</s>»ASSISTANT:« c</s>»"
-    )
-
-
-def test_content_that_the_template_trims_is_still_found() -> None:
-    assert marked(GEMMA, ("user", "a"), ("assistant", "  é \n")).endswith("<start_of_turn>model\n«é<end_of_turn>\n»")
-
-
-def test_a_conversation_that_the_template_refuses_is_named_by_line(tmp_path: Path) -> None:
-    good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    data = jsonl(tmp_path / "d.jsonl", {"messages": good}, {"messages": [good[0], good[0]]})
-    with pytest.raises(RequestError, match=r"d\.jsonl:2.*roles must alternate"):
-        load_dataset(DataConfig(data), byte_tokenizer(MISTRAL), 512, 64)
-
-
-def test_a_conversation_without_a_chat_template_is_named_by_line(tmp_path: Path) -> None:
-    data = jsonl(tmp_path / "d.jsonl", {"conversations": [{"from": "human", "value": "hi"}]})
-    with pytest.raises(RequestError, match=r"d\.jsonl:1.*chat template"):
-        load_dataset(DataConfig(data), byte_tokenizer(), 512, 64)
+# --- what is kept out ------------------------------------------------------------------------------------------------
 
 
 def test_questions_can_be_kept_out_of_a_base_models_data(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""Chat templates as the model families write their conversations, and tokenizers to try them with."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>"]
+
+CHATML = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
+
+LLAMA3 = """\
+{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}\
+{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}\
+{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n' + system + '<|eot_id|>' }}\
+{% for m in messages %}{% if m.role == 'tool' %}\
+{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}\
+{% elif m.tool_calls %}{% set call = m.tool_calls[0].function %}\
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' \
++ (call.arguments | tojson) + '}<|eot_id|>' }}\
+{% else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+
+QWEN25 = """\
+{% if messages[0].role == 'system' %}{% set system = messages[0].content %}\
+{% else %}{% set system = 'You are Qwen.' %}{% endif %}{{ '<|im_start|>system\n' + system }}\
+{% if tools %}{{ '\n\n# Tools\n\n<tools>' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}\
+{{ '\n</tools>' }}{% endif %}{{ '<|im_end|>\n' }}\
+{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and not loop.first) \
+or (m.role == 'assistant' and not m.tool_calls) %}\
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}\
+{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}{% if m.content %}{{ '\n' + m.content }}{% endif %}\
+{% for call in m.tool_calls %}{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' \
++ (call.function.arguments | tojson) + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}\
+{% elif m.role == 'tool' %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}\
+{{ '<|im_start|>user' }}{% endif %}{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}\
+{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+MISTRAL = """\
+{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}\
+{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}\
+{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"""
+
+ZEPHYR = """\
+{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}\
+{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
+
+GEMMA = """\
+{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
+{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim \
++ '<end_of_turn>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+VICUNA = """\
+{{ bos_token }}{% if messages[0].role == 'system' %}{{ messages[0].content + ' ' }}{% set messages = messages[1:] %}\
+{% else %}{{ 'A chat between a curious user and an assistant. ' }}{% endif %}\
+{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else 'ASSISTANT: ' + m.content + eos_token }}\
+{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+PHI3 = """\
+{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+QWEN3 = """\
+{% set asked = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}\
+{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.content or '' %}\
+{% set thought = '' %}{% if '</think>' in said %}\
+{% set thought = said.split('</think>')[0].split('<think>')[-1] | trim %}\
+{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}\
+{% if loop.index0 > asked.last and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}\
+{{ said }}{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}\
+{% endfor %}{{ '<|im_end|>\n' }}\
+{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+CHATML_TAGGED = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
+{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}\
+{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CHATML_TAGGED_WITHOUT_END = CHATML_TAGGED.replace(
+    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"
+)
+LLAMA3_TAGGED = LLAMA3.replace(
+    "{% else %}{{ '<|start_header_id|>' + m.role",
+    "{% elif m.role == 'assistant' %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ '<|start_header_id|>' + m.role",
+)
+# Tags that are there and never reached: the mask that transformers makes of them is zero.
+CHATML_TAGGED_NOWHERE = CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+
+CORPUS = [
+    "You are Qwen. A chat between a curious user and an assistant. USER: yes ASSISTANT: yes",
+    "system user assistant model tool hello bye yes no  def f():    return 1         pass",
+    "Cutting Knowledge Date: December 2023 [INST] hello [/INST] bye café",
+] * 4
+
+
+def wrapped(inner: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Every byte is a token, so nothing merges across what the template writes; special tokens besides."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return wrapped(inner, template)
+
+
+def merging_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """As GPT-2's and Llama-3's: words with their space before them, places without it, and a BOS before every text."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
+    inner.add_special_tokens(["<s>", "</s>"])
+    begin = ("<s>", inner.token_to_id("<s>"))
+    inner.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=True), processors.TemplateProcessing("<s> $A", special_tokens=[begin])]
+    )
+    return wrapped(inner, template)
+
+
+def sentencepiece_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """As Llama-2's and Mistral's: ▁ for a space, and one before the first word."""
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    letters = ["\n", "▁", *map(chr, range(0x21, 0x7F))]
+    inner.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=letters, show_progress=False
+        ),
+    )
+    begin = ("<s>", inner.token_to_id("<s>"))
+    inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
+    return wrapped(inner, template)

@@ -1,0 +1,302 @@
+"""Whole runs, as far as their data and their disk are concerned: streams, counts, and a disk that fills up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import resource
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from medusa.__main__ import main
+from medusa.errors import RequestError, RunError
+from tests.helpers import random_ids, tiny_model
+from tests.train.templates import CHATML, byte_tokenizer
+from train.config import parse_config
+from train.run import train
+from train.trainer import checkpoints
+
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("backbone")
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def recipe(backbone: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A recipe on disk: two heads, rows of 16 tokens, a checkpoint at each second step."""
+    data = tmp_path / "d.jsonl"
+    rows = [{"input_ids": random_ids(9 + n % 5, seed=n)} for n in range(12)] + [{"input_ids": [1]}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def write(output: str = "out", data_with: dict[str, Any] | None = None, **training: Any) -> Path:
+        content = {
+            "backbone": str(backbone),
+            "data": {"path": str(data), "sequence_length": 16} | (data_with or {}),
+            "output_dir": str(tmp_path / output),
+            "heads": {"num": 2},
+            "device": "cpu",
+            "training": {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True} | training,
+        }
+        path = tmp_path / f"{output}.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return path
+
+    return write
+
+
+def run(path: Path, **kwargs: Any) -> dict[str, Any]:
+    return train(parse_config(json.loads(path.read_text(encoding="utf-8")), "test"), quiet=True, **kwargs)
+
+
+def same(left: Path, right: Path) -> bool:
+    ours, theirs = load_file(left / WEIGHTS), load_file(right / WEIGHTS)
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- streams and counts ----------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_stream_goes_on_in_the_row_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
+    """Also in a later pass: ten steps of two rows go through the nine rows more than twice."""
+    stream = {"streaming": True, "shuffle_buffer": 4}
+    run(recipe("whole", stream, max_steps=10, save_steps=5, save_total_limit=None))
+    shutil.copytree(tmp_path / "whole" / "checkpoint-5", tmp_path / "resumed" / "checkpoint-5")
+    resumed = run(recipe("resumed", stream, max_steps=10, save_steps=5), resume=True)
+    assert resumed["steps"] == 10
+    assert same(tmp_path / "whole", tmp_path / "resumed")
+    run(recipe("otherwise", stream | {"shuffle_buffer": 1}, max_steps=10, save_steps=5))
+    assert not same(tmp_path / "whole", tmp_path / "otherwise"), "or the order of the rows would not matter at all"
+
+
+def test_a_stream_in_its_order_trains_what_packed_rows_in_their_order_do(recipe: Any, tmp_path: Path) -> None:
+    run(recipe("streamed", {"streaming": True, "shuffle_buffer": 1}, max_steps=3))
+    run(recipe("packed", max_steps=3, train_sampling_strategy="sequential"))
+    assert same(tmp_path / "streamed", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_counts_go_into_the_provenance(recipe: Any, tmp_path: Path, streaming: bool) -> None:
+    run(recipe(data_with={"streaming": streaming}))
+    data = json.loads((tmp_path / "out" / "provenance.json").read_text(encoding="utf-8"))["data"]
+    assert (data["documents"], data["rows"], data["dropped"]) == (12, 9, {"with nothing to teach": 1})
+    assert data["first"] == {"with nothing to teach": f"{tmp_path / 'd.jsonl'}:13"}
+
+
+def test_counts_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for data in ({}, {"streaming": True}):
+        assert main(["train", str(recipe(data_with=data)), "--overwrite"]) == 0
+        assert "12 documents" in (told := capsys.readouterr().err)
+        assert "dropped: 1 with nothing to teach (first: " in told
+
+
+def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa.backbone.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    with pytest.raises(RequestError, match=r"training\.max_steps or training\.max_minutes"):
+        run(recipe(data_with={"streaming": True}, max_steps=-1))
+
+
+def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
+    assert run(recipe(data_with={"streaming": True}, max_steps=-1, max_minutes=0.01))["steps"] > 0
+
+
+# --- a look at the data ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa.backbone.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+
+
+CONVERSATION = {"messages": [{"role": "user", "content": "hi [bold]"}, {"role": "assistant", "content": "hello\nyou"}]}
+
+
+@pytest.fixture
+def talking(tmp_path: Path, backbone: Path) -> dict[str, Any]:
+    """A recipe for a backbone whose tokenizer has a chat template, and a conversation."""
+    shutil.copytree(backbone, tmp_path / "talking")
+    config = json.loads((tmp_path / "talking" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "talking" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}), encoding="utf-8")
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "talking")
+    rows = [CONVERSATION, {"messages": CONVERSATION["messages"][:1]}, {"text": "x"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"backbone": str(tmp_path / "talking"), "data": str(tmp_path / "c.jsonl")}
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_inspect_shows_what_is_taught_and_trains_nothing(
+    recipe: Any, talking: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [f"{key}={value}" for key, value in talking.items()]
+    argv = ["train", str(recipe()), *changes, "--inspect", "1", "--ids", "--json", str(tmp_path / "i.json")]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "<|im_start|>user\nhi [bold]<|im_end|>\n<|im_start|>assistant\n⟦hello\nyou<|im_end|>⟧\n" in out
+    assert f"1  {tmp_path / 'c.jsonl'}:1  " in out
+    assert "taught 'h'" in out
+    assert f"dropped: 1 without an assistant turn (first: {tmp_path / 'c.jsonl'}:2)" in out
+    told = json.loads((tmp_path / "i.json").read_text(encoding="utf-8"))
+    assert len(told["examples"]) == 1
+    assert told["counts"]["documents"] == 2, "counted are all, shown is one"
+    assert sum(told["examples"][0]["taught"]) == len("hello\nyou") + 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_taught_is_coloured_on_a_terminal(talking: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from train.preview import preview, show
+
+    found = preview(parse_config(talking | {"output_dir": "none"}, "test"), 1)
+    console = Console(force_terminal=True, color_system="standard", record=True, width=200)
+    with console.capture() as captured:
+        show(found, console)
+    assert "assistant\n\x1b[1;32mhello\x1b[0m\n\x1b[1;32myou<|im_end|>\x1b[0m\n" in captured.get()
+    assert "⟦" not in captured.get()
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_inspect_of_a_stream_reads_no_more_than_it_shows(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(data_with={"streaming": True})
+    (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6, 7]}\n{broken\n')
+    assert main(["train", str(path), "--inspect", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "⟦1 2 3 4 ⟧" in out, "a backbone without tokenizer shows ids"
+    assert "the first 2 examples of a stream: 2 documents" in out
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_inspect_refuses_what_training_refuses(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe()
+    (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{broken\n')
+    assert main(["train", str(path), "--inspect"]) == 2
+    assert "d.jsonl:2: not JSON" in capsys.readouterr().err
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_disk_known_to_be_too_small_is_refused_before_training(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def usage(path: Path) -> Usage:
+        asked.append(path)
+        return Usage(10**6, 0, 10**4)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    monkeypatch.setattr("train.run.MedusaTrainer", lambda *args, **kwargs: pytest.fail("training began"))
+    path = recipe()
+    with pytest.raises(RequestError, match=r"heads of .* MB and 3 checkpoints of .* MB, but .* 10 kB left; .*limit"):
+        run(path)
+    assert asked[0].is_dir()
+    with pytest.raises(RequestError, match="and 2 checkpoints"):
+        run(recipe(save_total_limit=1))
+    with pytest.raises(RequestError, match="and 0 checkpoints"):
+        run(recipe(save_strategy="no"))
+
+
+def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate holds the tensors of all that is kept; the small files beside them are what it leaves out."""
+    needed: list[int] = []
+    monkeypatch.setattr("train.disk.free_bytes", lambda path: 10**12)
+    monkeypatch.setattr("train.disk.readable", lambda size: str(size))
+    run(recipe(save_total_limit=2))
+    monkeypatch.setattr("train.disk.free_bytes", lambda path: -(10**12))
+    with pytest.raises(RequestError) as refusal:
+        run(recipe("other"))
+    needed = [int(word) for word in str(refusal.value).replace(",", " ").split() if word.isdigit()]
+    heads, _, checkpoint = needed[:3]
+    out = tmp_path / "out"
+    assert heads <= (out / WEIGHTS).stat().st_size < heads + 4000
+    whole = sum((out / "checkpoint-6" / name).stat().st_size for name in (WEIGHTS, "optimizer.pt"))
+    assert checkpoint <= whole < checkpoint + 16000
+
+
+@pytest.mark.parametrize("what", ["heads", "optimizer"])
+def test_a_disk_that_fills_midway_ends_in_one_line_and_costs_no_checkpoint(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    from medusa.checkpoint import save_heads
+    from train.trainer import MedusaTrainer
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    def saving(heads: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+        full() if str(folder).endswith("checkpoint-4") else save_heads(heads, folder, *args, **kwargs)
+
+    path = recipe("whole")
+    run(path)
+    with monkeypatch.context() as patched:
+        if what == "heads":
+            patched.setattr("train.trainer.save_heads", saving)
+        else:
+            once = MedusaTrainer._save_optimizer_and_scheduler
+            patched.setattr(
+                MedusaTrainer,
+                "_save_optimizer_and_scheduler",
+                lambda self, out: full() if self.state.global_step == 4 else once(self, out),
+            )
+        assert main(["train", str(recipe()), "--quiet"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("medusa train: failed: the disk of ")
+    assert "checkpoint-2 is whole: make room and go on with --resume" in told
+    assert told.count("\n") == 1
+    assert [found.name for found in checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+    assert main(["train", str(recipe()), "--quiet", "--resume"]) == 0
+    assert same(tmp_path / "whole", tmp_path / "out"), "as if nothing had happened"
+
+
+def with_little_room(path: Path, limit: int, status: Any) -> None:
+    import io
+    import sys
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    sys.stderr = io.StringIO()
+    status["code"] = main(["train", str(path), "--quiet"])
+    status["told"] = sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("limit", [3_000, 1_500_000])
+def test_files_that_the_system_does_not_take_end_the_same(recipe: Any, tmp_path: Path, limit: int) -> None:
+    """No test double: the system refuses to write more, to safetensors (first limit) or to torch (second)."""
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+        status = manager.dict()
+        process = context.Process(target=with_little_room, args=(recipe(), limit, status))
+        process.start()
+        process.join(60)
+        assert status["code"] == 1
+        assert status["told"].startswith("medusa train: failed: the disk of ")
+        assert "nothing was saved yet" in status["told"]
+        assert status["told"].count("\n") == 1
+    assert not checkpoints(tmp_path / "out")
+    assert not (tmp_path / "out" / WEIGHTS).exists()
+    assert not list((tmp_path / "out").glob("**/.*")), "no temporary file is left behind"
+
+
+def test_another_error_is_not_taken_for_a_full_disk(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("train.trainer.save_heads", broken)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        run(recipe())
+    assert not isinstance(error.value, RunError)

@@ -1,0 +1,113 @@
+"""A look at the training data without training: a few examples with the taught tokens marked, and all counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from medusa import backbone as backbones
+from train.config import TrainConfig
+from train.data import Counts, Example, pack, read_examples, require_data, row_length
+
+TAUGHT = "bold green"
+BRACKETS = "⟦", "⟧"  # where there are no colours
+
+
+@dataclass
+class Preview:
+    """A few examples, and the counts of all (of a stream: of these)."""
+
+    examples: list[Example]
+    counts: Counts
+    tokenizer: PreTrainedTokenizerBase | None
+    whole: bool
+    """Whether the counts are of all data."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "counts": self.counts.to_dict(),
+            "examples": [
+                {"where": e.where, "input_ids": e.input_ids, "taught": [int(mark) for mark in e.loss_mask]}
+                for e in self.examples
+            ],
+        }
+
+
+def preview(config: TrainConfig, count: int) -> Preview:
+    """The first `count` examples as training would read them; neither weights nor rows are kept.
+
+    Raises:
+        RequestError: what training would refuse the data with.
+    """
+    require_data(config.data)
+    about: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    sizes = backbones.load_config(config.backbone, **about).get_text_config(decoder=True)
+    tokenizer = backbones.load_tokenizer(config.backbone, **about)
+    length = row_length(config.data, getattr(sizes, "max_position_embeddings", None))
+    counts = Counts()
+    shown: list[Example] = []
+
+    def examples() -> Iterator[Example]:
+        found = read_examples(config.data, tokenizer, sizes.vocab_size, length, counts)
+        for example in islice(found, count if config.data.streaming else None):
+            if len(shown) < count:
+                shown.append(example)
+            yield example
+
+    deque(pack(examples(), length, config.data.long_documents != "split", counts), maxlen=0)
+    return Preview(shown, counts, tokenizer, whole=not config.data.streaming)
+
+
+def show(found: Preview, console: Console, ids: bool = False) -> None:
+    """Print it: taught tokens green, or in ⟦brackets⟧ where there are no colours; with `ids` a line a token as well."""
+    for number, example in enumerate(found.examples, 1):
+        about = f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} taught"
+        console.print(Text(f"{number}  {example.where}  {about}", style="bold cyan"), soft_wrap=True)
+        console.print(marked(example, found.tokenizer, coloured=console.color_system is not None), soft_wrap=True)
+        for line in _tokens(example, found.tokenizer) if ids else ():
+            console.print(line, soft_wrap=True)
+        console.print()
+    of = "all data" if found.whole else f"the first {len(found.examples)} examples of a stream"
+    console.print(Text(f"{of}: {found.counts}"), soft_wrap=True)
+
+
+def marked(example: Example, tokenizer: PreTrainedTokenizerBase | None, coloured: bool) -> Text:
+    """The example as text, what is taught in it coloured or between brackets."""
+    out = Text()
+    for taught, piece in _pieces(example, tokenizer):
+        if not taught:
+            out.append(piece)
+        elif coloured:
+            out.append(piece, style=TAUGHT)
+        else:
+            out.append(piece.join(BRACKETS))
+    return out
+
+
+def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[tuple[bool, str]]:
+    """Runs of tokens that are all taught or all not."""
+    borders = [at for at in range(1, len(example.loss_mask)) if example.loss_mask[at] != example.loss_mask[at - 1]]
+    shown = ""
+    for end in [*borders, len(example.loss_mask)]:
+        # A part decoded alone may lose the space that it begins with, so it is what a longer beginning has more.
+        text = _spelled(example.input_ids[:end], tokenizer)
+        yield example.loss_mask[end - 1], text[len(shown) :]
+        shown = text
+
+
+def _spelled(ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    return "".join(f"{token} " for token in ids) if tokenizer is None else str(tokenizer.decode(ids))
+
+
+def _tokens(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Text]:
+    for position, (token, taught) in enumerate(zip(example.input_ids, example.loss_mask, strict=True)):
+        spelled = "" if tokenizer is None else repr(tokenizer.decode([token]))
+        line = f"{position:>6} {token:>7} {'taught' if taught else '      '} {spelled}".rstrip()
+        yield Text(line, style=TAUGHT if taught else "")
