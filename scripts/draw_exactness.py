@@ -1,6 +1,6 @@
 """The pictures of docs/exactness.md: what is accepted and what is residual, and a million draws on the demo backbone.
 
-    python scripts/draw_exactness.py docs/images
+python scripts/draw_exactness.py docs/images
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def draw_residual() -> Figure:
     figure = Figure(figsize=(8, 3))
     axes = figure.subplots()
     axes.bar(at, both, color=INK["topk"], label=f"min(p, q): accepted, {float(both.sum()):.2f} in all")
-    axes.bar(at, p - both, bottom=both, color=INK["sample"], label="max(0, p - q): the residual, drawn after a rejection")
+    axes.bar(at, p - both, bottom=both, color=INK["sample"], label="max(0, p - q): residual, drawn after a rejection")
     axes.bar(at, q - both, bottom=both, fill=False, edgecolor=INK["draft"], ls="--", label="q - p: drafted, rejected")
     axes.set_xticks(list(at), words)
     axes.set_ylabel("probability")

@@ -63,8 +63,11 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "top-p above 1": (("--top-p", "2"), "top-p is 2"),
     "negative top-k": (("--top-k", "-3"), "top-k is -3"),
     "no repetition penalty": (("--repetition-penalty", "0"), "repetition-penalty is 0"),
-    "unknown acceptance": (("--acceptance", "hopeful"), "greedy, typical, rejection"),
+    "unknown acceptance": (("--acceptance", "hopeful"), "greedy, rejection, typical"),
     "typical without temperature": (("--acceptance", "typical"), "temperature above 0"),
+    "min-p above 1": (("--min-p", "1.5"), "min-p is 1.5"),
+    "an unknown draft": (("--temperature", "1", "--draft", "guess"), "topk, sample"),
+    "a sampled draft without temperature": (("--draft", "sample"), "temperature above 0"),
     "epsilon out of range": (("--temperature", "1", "--acceptance", "typical", "--epsilon", "1.5"), "epsilon is 1.5"),
     "delta out of range": (("--temperature", "1", "--acceptance", "typical", "--delta", "-1"), "delta is -1"),
     "empty stop string": (("--stop", ""), "stop string is empty"),
@@ -98,6 +101,27 @@ def test_a_folder_that_does_not_exist(refused: Any, place: Place, tmp_path: Path
 @pytest.mark.parametrize("name", ["--backbone", "--heads"])
 def test_a_folder_that_holds_something_else(refused: Any, place: Place, tmp_path: Path, name: str) -> None:
     assert str(tmp_path) in refused(*generate(place, **{name: str(tmp_path)}))
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--draws", "0"), "at least 1"),
+        (("--epsilon", "2"), "epsilon is 2"),
+        (("--report", "/no/such/folder/r.html"), "/no/such/folder/r.html"),
+        (("--report", "README.md"), "--overwrite"),
+        (("--tree", "oak"), "no tree 'oak'"),
+    ],
+)
+def test_evidence_that_cannot_be_had(place: Place, capsys: Any, argv: tuple[str, ...], said: str) -> None:
+    given = ("verify", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *argv)
+    try:
+        status = main([*given])
+    except SystemExit as exit:  # argparse
+        status = int(exit.code or 0)
+    assert status == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -397,6 +397,69 @@ def test_evaluate_reads_documents_of_a_text_file_apart(medusa: Any, place: Place
     assert figures[0] == figures[1]
 
 
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def verify(medusa: Any, place: Place, tmp_path: Path, *argv: str) -> tuple[Outcome, Path]:
+    report = tmp_path / "report.html"
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    small = ("--draws", "30000", "--sampled-prompts", "2", "--max-new-tokens", "12", "--json", str(tmp_path / "v.json"))
+    return medusa("verify", *models, *small, "--report", str(report), *argv), report
+
+
+def test_verify_gives_the_json_of_the_interface_and_a_report(medusa: Any, place: Place, tmp_path: Path) -> None:
+    done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
+    assert done.status == 0, done.err
+    assert "passed" in done.out
+    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert content.keys() == {"settings", "greedy", "sampling", "passed"}
+    assert content["passed"] is True
+    assert (content["greedy"]["prompts"], content["greedy"]["equal"], content["greedy"]["divergences"]) == (3, 3, [])
+    cases = content["sampling"]["cases"]
+    assert content["sampling"]["draws"] == 30_000
+    assert {case["prompt"] for case in cases} == {0, 1}
+    judged = [case for case in cases if case["judged"]]
+    assert {(case["acceptance"], case["draft"]) for case in judged} == {
+        ("rejection", "topk"),
+        ("rejection", "sample"),
+        ("typical-sampled", "topk"),
+    }
+    assert min(case["chi2_p_value"] for case in judged) > content["sampling"]["smallest_allowed_p_value"]
+    page = report.read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 2, "a picture for each prompt"
+    assert "3 of 3 texts are equal" in page
+    assert 'src="http' not in page
+    assert "<script" not in page
+    for case in cases:
+        assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
+
+
+def test_verify_fails_where_the_text_or_the_samples_are_wrong(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
+    done, report = verify(medusa, place, tmp_path)
+    assert done.status == 1
+    assert "FAILED" in done.out
+    assert "there is evidence against equality" in report.read_text(encoding="utf-8")
+
+
+def test_verify_in_full_tries_more_temperatures(medusa: Any, place: Place, tmp_path: Path) -> None:
+    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "5000", "--sampled-prompts", "1")
+    assert done.status == 0, done.out
+    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
+    assert pairs == {(t, p) for t in (0.5, 1.0, 1.5) for p in (1.0, 0.9)}
+
+
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_a_prompts_sample_does_not_depend_on_the_batch(generate: Any, place: Place, draft: str) -> None:
+    sampling = ("--temperature", "1", "--seed", "5", "--draft", draft)
+    alone = [result["new_ids"] for result in generate(*sampling)["results"]]
+    assert [result["new_ids"] for result in generate(*sampling, "--batch-size", "3")["results"]] == alone
+    assert [result["new_ids"] for result in generate(*sampling, "--seed", "6")["results"]] != alone
+
+
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,14 @@ RUN_HERE = [  # no model of the reader's, no GPU, no network: seconds each
     "medusa info demo",
     "medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl",
     "medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
+    "medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
     'medusa generate --backbone demo --heads demo --tree configs/trees/example.yaml --prompt "One day"',
 ]
-SMALLER = {"evaluate": ["--max-prompts", "2"], "benchmark": ["--max-prompts", "2", "--rounds", "1"]}
+SMALLER = {
+    "evaluate": ["--max-prompts", "2"],
+    "benchmark": ["--max-prompts", "2", "--rounds", "1"],
+    "verify": ["--max-prompts", "2", "--draws", "5000", "--max-new-tokens", "16"],
+}
 
 
 def commands() -> list[tuple[str, str]]:
@@ -57,10 +62,12 @@ def test_the_docs_have_commands() -> None:
 
 @pytest.mark.parametrize("command", RUN_HERE)
 def test_quick_commands_of_the_docs_run(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = arguments(command)
+    if words[0] == "verify":
+        words += ["--report", str(tmp_path / "report.html")]
     assert any(command in line for _, line in commands()), "this command is in no document any more"
     assert main([*words, *SMALLER.get(words[0], [])]) == 0
     assert capsys.readouterr().out.strip()

@@ -181,9 +181,9 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
     made.text(
         f"{draws} draws by each rule, from a fixed root, through the production acceptance code. A p-value below "
         f"{evidence.threshold(cases):.1e} in a judged row is evidence against equality; the chance of any such value "
-        f"where nothing is wrong is {evidence.FALSE_ALARM:.0e}. 'Variation' is the total variation distance, 'expected' "
-        "what a true sample of this size shows. 'Tokens' 1 is the first drafted token, 2 that and the next together. "
-        "A * means: against the truncated target, of which typical-sampled claims to be a sample."
+        f"where nothing is wrong is {evidence.FALSE_ALARM:.0e}. 'Variation' is the total variation distance, "
+        "'expected' what a true sample of this size shows. 'Tokens' 1 is the first drafted token, 2 that and the next "
+        "together. A * means: against the truncated target, of which typical-sampled claims to be a sample."
     )
     made.table(*table(cases, evidence.threshold(cases)))
     groups = dict.fromkeys((case.prompt, case.temperature, case.top_p) for case in cases)
