@@ -263,6 +263,23 @@ def test_each_row_of_a_ragged_batch_gives_what_it_gives_alone(family: str) -> No
     assert [ids_of(taken, row) for row in range(3)] == texts
 
 
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_greedy_batches_of_any_size_with_heads(llama: Any, size: int) -> None:
+    heads, prompts = random_heads(llama), [random_ids(3 + 2 * i, seed=i) for i in range(8)]
+    inputs = left_padded(prompts[:size])
+    width = inputs["input_ids"].shape[1]
+    out = generate(llama, heads, **inputs, tree=TREES["random"], do_sample=False, max_new_tokens=25)
+    assert [row[width:] for row in out.tolist()] == [plain(llama, p, max_new_tokens=25) for p in prompts[:size]]
+
+
+def test_max_time_ends_a_text_as_in_generate(llama: Any) -> None:
+    """No time at all: the criterion is asked after every token, so exactly one is written."""
+    heads, ids = random_heads(llama), torch.tensor([random_ids(5)])
+    out = generate(llama, heads, ids, max_time=1e-9, max_new_tokens=20, do_sample=False)
+    assert torch.equal(out, llama.generate(ids, max_time=1e-9, max_new_tokens=20, do_sample=False))
+    assert out.shape[1] == 6
+
+
 @pytest.mark.parametrize("draft", ["topk", "sample"])
 def test_a_seed_gives_a_row_its_text_in_whatever_batch_it_is_drawn(llama: Any, draft: str) -> None:
     """Rows draw from streams of their own: batches of 1, 3 and 8, in another order, with rows that end early."""
