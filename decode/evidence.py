@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, typical
 from decode.draft import Draft
-from decode.drafters.heads import HeadsDrafter, sampled_draft
+from decode.drafters.heads import HeadsDrafter, head_logits, sampled_draft
 from decode.loop import Session
 from decode.request import prepare
 from decode.results import Method
@@ -243,7 +243,8 @@ class Experiment:
         self.text = [*prompt, self.root]
         self.processors: LogitsProcessorList = requests[0].processors
         self.vocab = backbone.vocab_size
-        self.q = self.session.target.draft_probabilities([0], self.drafter.logits(self.frontier.hidden).transpose(0, 1))
+        logits = head_logits(heads, backbone, self.frontier.hidden, self.tree.max_depth)
+        self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))
         # The figures to compare with come from plain forwards. Below float32 these differ from the tree's own by more
         # than a million draws can overlook, so there they come from the tree's: measured, and not called exact.
         self.is_independent = model.dtype in (torch.float32, torch.float64)

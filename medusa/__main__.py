@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "fit heads on a frozen backbone",
     "generate": "text from a prompt, streamed",
     "evaluate": "how often each head's top guesses are the backbone's own tokens",
+    "calibrate": "the best tree for these heads on this machine",
     "benchmark": "speedup, tokens per step, and where the time goes",
     "verify": "evidence that decoding with heads changes nothing",
     "distill": "training data in the backbone's own words",

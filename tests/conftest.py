@@ -43,6 +43,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Calibrations of one test are no other's, and never the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random numbers, in whatever order they run."""
     torch.manual_seed(0)

@@ -14,9 +14,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from decode import calibrate
 from decode.clock import STAGES
 from medusa.__main__ import COMMANDS, main
 from medusa.checkpoint import load_heads
+from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
 
 PROMPTS = ["abc", "hgfedcba", "d"]
@@ -76,7 +78,10 @@ def build(folder: Path) -> Place:
     model.config.bos_token_id = model.generation_config.bos_token_id = bos
     model.save_pretrained(folder / "backbone")
     tokenizer_of_letters(bos, eos).save_pretrained(folder / "backbone")
-    random_heads(model).save_pretrained(folder / "heads")
+    heads = random_heads(model)
+    heads.config.tree = named_trees()["eight"]  # without one of its own, `auto` would calibrate
+    heads.config.tree = [path for path in heads.config.tree if len(path) <= heads.config.num_heads]
+    heads.save_pretrained(folder / "heads")
     lines = [{"prompt": text, "category": kind} for text, kind in zip(PROMPTS, "xyx", strict=True)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return Place(*(str(folder / name) for name in ("backbone", "bare", "heads", "prompts.jsonl")), texts, eos)
@@ -395,6 +400,59 @@ def test_evaluate_reads_documents_of_a_text_file_apart(medusa: Any, place: Place
         assert medusa("evaluate", *argv, "--json", tmp_path / "out.json").status == 0
         figures.append(json.loads((tmp_path / "out.json").read_text()))
     assert figures[0] == figures[1]
+
+
+# --- calibrate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_place(place: Place, tmp_path: Path) -> Place:
+    """Heads in a folder of this test's own, with no tree saved."""
+    heads = load_heads(place.heads)
+    heads.config.tree = None
+    heads.save_pretrained(tmp_path / "heads")
+    return place._replace(heads=str(tmp_path / "heads"))
+
+
+def test_calibrate_keeps_its_tree_for_auto(
+    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
+    out, plot = tmp_path / "c.json", tmp_path / "c.png"
+    small = ("--prompts", own_place.prompts, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
+    done = medusa("calibrate", *models, *small, "--json", str(out), "--plot", str(plot))
+    assert done.status == 0, done.err
+    assert "kept for --tree auto" in done.out
+    told = json.loads(out.read_text(encoding="utf-8"))
+    assert told["kept_in"] == str(Path(own_place.heads) / "calibration.json")
+    assert told["points"][0]["nodes"] == 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.setattr("decode.calibrate.calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
+    done = medusa("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
+    assert done.status == 0, done.err
+    assert f"tree: {told['points'][told['chosen']]['nodes']} nodes" in done.err
+
+
+def test_auto_calibrates_once_on_text_of_the_backbones_own(
+    medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tree of the heads' own, `auto` is the default; the run's prompts are not looked at."""
+    argv = ("generate", "--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
+    seen: list[Any] = []
+    real = calibrate.calibrate
+
+    def spy(model: Any, heads: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(texts)
+        return real(model, heads, texts, *args, **kwargs | {"sizes": (4, 8), "rounds": 1})
+
+    monkeypatch.setattr(calibrate, "calibrate", spy)
+    for _ in range(2):
+        done = medusa(*argv, "--max-new-tokens", "4")
+        assert done.status == 0, done.err
+    assert len(seen) == 1, "the second run reads what the first one kept"
+    prompts = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
+    assert not any(text[0] == prompt for text in seen[0] for prompt in prompts)
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------

@@ -25,11 +25,13 @@ RUN_HERE = [  # no model of the reader's, no GPU, no network: seconds each
     "medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl",
     "medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
     "medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
+    "medusa calibrate --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
     'medusa generate --backbone demo --heads demo --tree configs/trees/example.yaml --prompt "One day"',
 ]
 SMALLER = {
     "evaluate": ["--max-prompts", "2"],
     "benchmark": ["--max-prompts", "2", "--rounds", "1"],
+    "calibrate": ["--max-prompts", "8", "--max-new-tokens", "24", "--rounds", "1"],
     "verify": ["--max-prompts", "2", "--draws", "5000", "--max-new-tokens", "16"],
 }
 

@@ -27,7 +27,6 @@ class HeadsDrafter:
         require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
         tree.require_fit(heads.config.num_heads, backbone.vocab_size)
         self.heads, self.backbone, self.target = heads, backbone, target
-        self.weight = next(heads.parameters())
         self.tree = tree.to(backbone.device)
         self.top = self.tree.max_rank + 1
         # Node n > 0 holds guess rank[n] of head depth[n]: its place in the flattened [k, top] table of guesses.
@@ -37,7 +36,7 @@ class HeadsDrafter:
         root = frontier.root
         if self.tree.max_depth == 0:
             return Draft(root[:, None], self.tree)
-        logits = self.logits(frontier.hidden)
+        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.tree.max_depth)
         if self.target is not None:
             q = self.target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [B, k, V]
             everyone = torch.arange(len(root), device=root.device)
@@ -46,13 +45,14 @@ class HeadsDrafter:
         guesses = logits.topk(self.top, dim=-1).indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
         return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.tree)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B, H] -> logits [k, B, V] of the heads that the tree uses."""
-        # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
-        features = self.heads.features(hidden.to(self.weight), self.tree.max_depth)
-        if self.heads.lm_heads is None:
-            features = features.to(self.backbone.head_weight.dtype)
-        return self.heads.logits(features, self.backbone.lm_head)
+
+def head_logits(heads: MedusaHeads, backbone: Backbone, hidden: Tensor, num_heads: int | None = None) -> Tensor:
+    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all)."""
+    # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
+    features = heads.features(hidden.to(next(heads.parameters())), num_heads)
+    if heads.lm_heads is None:
+        features = features.to(backbone.head_weight.dtype)
+    return heads.logits(features, backbone.lm_head)
 
 
 def sampled_draft(root: Tensor, tree: Tree, q: Tensor, context: Tensor, draws: Draws) -> Draft:

@@ -33,16 +33,16 @@ def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     common.check_models(args)
 
-    from decode.request import require_fitting, resolve_tree
+    from decode.request import require_fitting
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     heads = common.open_heads(args, loaded)
-    tree = resolve_tree(args.tree, heads)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, Backbone(loaded.model))
+    tree = common.choose_tree(args, loaded, heads, settings)
     outcome = measure(
         args, loaded, heads, tree, settings, prompts, [record.category for record in records], args.rounds
     )
@@ -72,7 +72,6 @@ def measure(
     from medusa.backbone import require_tree_support
 
     require_tree_support(loaded.model)
-    tree.require_fit(heads.config.num_heads, loaded.model.config.get_text_config(decoder=True).vocab_size)
     if settings.stop and loaded.tokenizer is None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     wait = torch.cuda.synchronize if loaded.model.device.type == "cuda" else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from medusa.backbone import Loaded
     from medusa.heads import MedusaHeads
     from medusa.records import Record
+    from medusa.tree import Tree
 
 
 def add_backbone(parser: argparse.ArgumentParser, heads: bool = True, required: bool = True) -> None:
@@ -192,6 +193,50 @@ def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
             f"this {loaded.name}; the text stays right, but few guesses will be"
         )
     return heads
+
+
+def heads_folder(name: str) -> Path | None:
+    """The folder of heads that is the user's own; none for shipped heads and those from the Hub."""
+    return Path(name) if name != "demo" and Path(name).is_dir() else None
+
+
+def bos_of(loaded: Loaded) -> int | None:
+    """The token that texts begin with, as tokenizer or configuration know it."""
+    begin = getattr(loaded.tokenizer, "bos_token_id", None)
+    return loaded.model.config.get_text_config(decoder=True).bos_token_id if begin is None else begin
+
+
+def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Tree:
+    """The tree asked for, else the one saved with the heads, else `auto`: the calibrated one for this situation.
+
+    Where nothing was calibrated, that is done now, on text of the backbone's own and never on the run's prompts.
+
+    Raises:
+        RequestError: no such tree, or the heads cannot fill it."""
+    from decode import calibrate
+    from decode.capability import require_tree_forward
+    from decode.request import resolve_tree
+
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    if args.tree != "auto" and (args.tree is not None or heads.config.tree):
+        tree = resolve_tree(args.tree, heads)
+        tree.require_fit(heads.config.num_heads, vocab_size)
+        return tree
+    require_tree_forward(loaded.model)
+    files = calibrate.files_for(heads_folder(args.heads))
+    found = calibrate.stored(files, calibrate.situation(loaded.model, heads, settings, args.batch_size))
+    place: Path | None = None
+    if found is None:
+        with console(args).status("choosing a tree"):
+            texts = calibrate.own_texts(loaded.model, settings, bos_of(loaded))
+            found = calibrate.calibrate(loaded.model, heads, texts, settings, args.batch_size, rounds=2)
+        found.texts["source"] = "the backbone's own"
+        place = calibrate.store(files, found)
+    best = found.points[found.chosen]
+    if not args.quiet:
+        kept = f"; calibrated now, kept in {place}" if place else ""
+        print(f"tree: {best.nodes} nodes, tau foretold {best.tau:.2f}{kept}", file=sys.stderr)
+    return found.tree
 
 
 def read_prompts(args: argparse.Namespace) -> list[Record]:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     common.check_models(args)
 
-    from decode.request import require_fitting, resolve_tree
+    from decode.request import require_fitting
     from decode.results import Result, medusa_method, plain_method, prompt_seeds, tau
     from medusa.backbone import Backbone, require_tree_support
     from medusa.records import prompt_ids
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> None:
     if not args.plain:
         require_tree_support(model)
         heads = common.open_heads(args, loaded)
-        tree = resolve_tree(args.tree, heads)
-        tree.require_fit(heads.config.num_heads, Backbone(model).vocab_size)
     if settings.stop and tokenizer is None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     prompts = [prompt_ids(record, tokenizer) for record in records]
     require_fitting(prompts, Backbone(model))
+    if heads is not None:
+        tree = common.choose_tree(args, loaded, heads, settings)
     method = (
         plain_method(model, settings, tokenizer)
         if heads is None
