@@ -21,10 +21,10 @@ from medusa.checkpoint import WEIGHTS, load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from train.labels import IGNORE, head_labels
-from train.loss import HeadLosses, backbone_choices, head_losses, head_weights, weighted
+from train.loss import WEIGHTINGS, HeadLosses, Teacher, Weighting, backbone_choices, head_losses, require_backend
 from train.progress import ProgressBar
 
-OBJECTIVES = ("text", "argmax")
+OBJECTIVES = ("text", "argmax", "distill")
 PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is guessed
 MARGIN = 5  # a budget ends a run by the clock; its guessed number of steps must not, however slow the probe was
 
@@ -36,11 +36,28 @@ class MedusaTrainingArguments(TrainingArguments):
     objective: str = field(
         default="argmax",
         metadata={
-            "help": "what a head is taught at a position: text (the token that stands there) or argmax (the token that "
-            "the backbone itself finds most probable there; what greedy acceptance compares with)"
+            "help": "what a head is taught at a position: text (the token that stands there), argmax (the token that "
+            "the backbone itself finds most probable there; what greedy acceptance compares with) or distill (the "
+            "backbone's distribution there)"
+        },
+    )
+    teacher_temperature: float = field(default=1.0, metadata={"help": "of the backbone's distributions, for distill"})
+    label_share: float = field(
+        default=0.0, metadata={"help": "of distill's targets that goes to the most probable token alone"}
+    )
+    head_weighting: str = field(
+        default="decay",
+        metadata={
+            "help": "decay (head k's loss counts head_decay^k) or dpace (each position's share in the expected number "
+            "of accepted guesses)"
         },
     )
     head_decay: float = field(default=0.8, metadata={"help": "loss weight of head k is head_decay^k (paper, 2.2.1)"})
+    dpace_smoothing: float = field(default=0.5, metadata={"help": "0: dpace as derived; 1: all heads count as right"})
+    loss_backend: str = field(
+        default="auto",
+        metadata={"help": "chunked (auto's choice), plain (all logits at once) or liger (its kernels; a GPU only)"},
+    )
     log_lines: bool = field(default=True, metadata={"help": "print every line of the log, not only the bar"})
     max_minutes: float | None = field(
         default=None, metadata={"help": "train this long; sets max_steps, and the learning rate falls with the clock"}
@@ -66,6 +83,18 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError(f"training.max_minutes is {self.max_minutes}; it must be above 0")
         if not 0 < self.head_decay <= 1:
             raise RequestError(f"training.head_decay is {self.head_decay}; it must be above 0 and at most 1")
+        if self.head_weighting not in WEIGHTINGS:
+            raise RequestError(
+                f"training.head_weighting is {self.head_weighting!r}; choose one of {', '.join(WEIGHTINGS)}"
+            )
+        if not self.teacher_temperature > 0:
+            raise RequestError(
+                f"training.teacher_temperature is {self.teacher_temperature}; it must be above 0 (the limit is argmax)"
+            )
+        for name in ("label_share", "dpace_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RequestError(f"training.{name} is {getattr(self, name)}; it must lie between 0 and 1")
+        require_backend(self.loss_backend, self.objective, self.head_weighting)
 
 
 class HeadsOnBackbone(nn.Module):
@@ -75,21 +104,36 @@ class HeadsOnBackbone(nn.Module):
     heads' alone.
     """
 
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, objective: str) -> None:
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
         super().__init__()
-        self.heads, self.objective = heads, objective
-        self._outside = (Backbone(model.requires_grad_(False).eval()),)  # a tuple: no submodule
+        self.heads, self.args = heads, args
+        self.weighting = Weighting(args.head_weighting, args.head_decay, args.dpace_smoothing)
+        backbone = Backbone(model.requires_grad_(False).eval())
+        if args.objective == "distill" and not backbone.splits:
+            raise RequestError(
+                "training.objective distill: this backbone caps or scales its LM head's output, so that its softmax is "
+                "not the backbone's distribution; take argmax, which is the same either way"
+            )
+        self._outside = (backbone,)  # a tuple: no submodule
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> HeadLosses:
         """ids, positions, documents and mask, all [B, T] -> losses of the heads."""
-        backbone = self._outside[0]
-        with torch.no_grad():
+        backbone, args = self._outside[0], self.args
+        # In its own dtype whatever `bf16` says: heads must see the hidden states that decoding will show them.
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
-            tokens = input_ids if self.objective == "text" else backbone_choices(backbone, hidden, input_ids)
+            tokens = backbone_choices(backbone, hidden, input_ids) if args.objective == "argmax" else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
-        taught = (labels[0] != IGNORE).nonzero()[:, 0]  # head 0 reaches least far: where it has no label, none has
-        hidden = hidden.flatten(0, 1)[taught].to(next(self.heads.parameters()).dtype)
-        return head_losses(self.heads, hidden, labels[:, taught], backbone.head)
+        # Where head 0 has no label the next token but one is not the backbone's: no decoding step starts there.
+        taught = (labels[0] != IGNORE).nonzero()[:, 0]
+        hidden = hidden.flatten(0, 1)
+        teacher = None
+        if args.objective == "distill":
+            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share)
+        rows = hidden[taught].to(next(self.heads.parameters()).dtype)
+        return head_losses(
+            self.heads, rows, labels[:, taught], backbone.head, self.weighting, teacher, args.loss_backend
+        )
 
 
 class MedusaTrainer(Trainer):
@@ -107,14 +151,13 @@ class MedusaTrainer(Trainer):
         self.heads, self.provenance, self.minutes = heads, dict(provenance or {}), args.max_minutes
         budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
         callbacks = [*kwargs.pop("callbacks", []), *([budget] if budget else [])]
-        self.trained = HeadsOnBackbone(heads, model, args.objective)
+        self.trained = HeadsOnBackbone(heads, model, args)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
         for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
             self.remove_callback(noisy)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
-        self.weights = head_weights(heads.config.num_heads, args.head_decay)
         self._seen: dict[str, list[Tensor]] = {}
         foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
         if foreign:
@@ -138,10 +181,9 @@ class MedusaTrainer(Trainer):
         losses = model(**inputs)
         split = "train" if model.training else "eval"
         self._seen.setdefault(split, []).append(
-            torch.stack([losses.loss.detach() * losses.total, losses.correct, losses.total]).double().cpu()
+            torch.stack([losses.loss * losses.total, losses.correct, losses.total]).double().cpu()
         )
-        loss = weighted(losses.loss, self.weights)
-        return (loss, {"loss": loss.detach()}) if return_outputs else loss
+        return (losses.objective, {"loss": losses.objective.detach()}) if return_outputs else losses.objective
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
