@@ -66,7 +66,7 @@ class Weighting:
     smoothing: float = 0.5
 
     def __call__(self, probability: Tensor, taught: Tensor) -> Tensor:
-        """Probabilities that heads give their labels, and where they have one, [K, C] -> weights [K, C], no gradient."""
+        """[K, C] probabilities of the labels, and where there is a label -> [K, C] weights, without gradient."""
         if self.kind == "decay":
             return head_weights(len(taught), self.decay).to(probability.device)[:, None] * taught
         lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * taught
