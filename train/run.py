@@ -22,7 +22,9 @@ from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
 from train.data import PackedDataset, load_dataset, require_data
-from train.trainer import MedusaTrainer, MedusaTrainingArguments, checkpoints
+from train.footprint import footprint
+from train.resume import all_checkpoints, checkpoints
+from train.trainer import MedusaTrainer, MedusaTrainingArguments
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
@@ -63,6 +65,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
     trainer.save_model()
     if not quiet:
+        _say(summary(result))
         _say(f"heads saved in {output}")
     return result
 
@@ -74,6 +77,9 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
     if resume:
         if not found:
             raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+        newest = all_checkpoints(output)[-1]
+        if newest != found[-1]:
+            _say(f"{newest.name} was cut off while it was written; going on from {found[-1].name}")
         return found[-1]
     if found and not overwrite:
         raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
@@ -164,7 +170,16 @@ def _result(trainer: MedusaTrainer, metrics: dict[str, float]) -> dict[str, Any]
         "steps": trainer.state.global_step,
         "seconds": metrics.get("train_runtime"),
         "loss": metrics.get("train_loss"),
+        **footprint(trainer.heads, str(trainer.args.output_dir)),
     } | heads
+
+
+def summary(result: dict[str, Any]) -> str:
+    """What a run took, in one line."""
+    memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in result["peak_memory_bytes"].items())
+    checkpoint = result["checkpoint_bytes"]
+    saved = "" if checkpoint is None else f"; a checkpoint {checkpoint / 1e6:,.1f} MB"
+    return f"peak memory: {memory}; heads {result['heads_bytes'] / 1e6:,.1f} MB{saved}"
 
 
 def _say(message: str) -> None:

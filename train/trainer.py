@@ -5,24 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import WEIGHTS, load_heads, save_heads
+from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from train.labels import IGNORE, head_labels
 from train.loss import HeadLosses, backbone_choices, head_losses, head_weights, weighted
 from train.progress import ProgressBar
+from train.resume import LogBeforeSaving
 
 OBJECTIVES = ("text", "argmax")
 PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is guessed
@@ -106,7 +104,7 @@ class MedusaTrainer(Trainer):
         """`provenance` is written beside the heads: where they come from; `kwargs` are the Trainer's."""
         self.heads, self.provenance, self.minutes = heads, dict(provenance or {}), args.max_minutes
         budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
-        callbacks = [*kwargs.pop("callbacks", []), *([budget] if budget else [])]
+        callbacks = [*kwargs.pop("callbacks", []), LogBeforeSaving(), *([budget] if budget else [])]
         self.trained = HeadsOnBackbone(heads, model, args.objective)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
         for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
@@ -212,6 +210,10 @@ class MedusaTrainer(Trainer):
         if self.args.should_save:
             save_heads(self.heads, output_dir or str(self.args.output_dir), self.provenance)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # trainer_state.json, which comes next, says that the checkpoint is whole
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.heads.load_state_dict(load_heads(resume_from_checkpoint).state_dict())
 
@@ -245,10 +247,3 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.spent() >= self.seconds:
             control.should_training_stop = True
-
-
-def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Checkpoints in `output_dir` that a run can resume from, oldest first; one that was cut off is none."""
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
-    whole = [path for path in found if all((path / name).is_file() for name in (TRAINER_STATE_NAME, WEIGHTS))]
-    return sorted(whole, key=lambda path: int(path.name.split("-")[-1]))
