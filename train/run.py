@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
 from transformers import PreTrainedModel, set_seed
 
@@ -22,6 +24,7 @@ from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
 from train.data import PackedDataset, load_dataset, require_data
+from train.features import FeatureCache, Features
 from train.footprint import footprint
 from train.resume import all_checkpoints, checkpoints
 from train.trainer import MedusaTrainer, MedusaTrainingArguments
@@ -29,14 +32,18 @@ from train.trainer import MedusaTrainer, MedusaTrainingArguments
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
-def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False, plan: bool = False
+) -> dict[str, Any]:
     """Train as `config` says and save the heads in its `output_dir`; returns the final figures.
+
+    With `plan`, only time a few steps and say what features on disk would take and save.
 
     Raises:
         RequestError: the request cannot be carried out; said before anything long starts.
     """
     output = Path(config.output_dir)
-    checkpoint = _checkpoint(output, resume, overwrite)
+    checkpoint = None if plan else _checkpoint(output, resume, overwrite)
     require_data(config.data)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -54,6 +61,10 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    if plan:
+        foreseen = _cache(config, dataset, trainer).plan(trainer)
+        _say(str(foreseen))
+        return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
     if overwrite:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
@@ -61,6 +72,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     if not quiet:
         _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
+    if config.cache_features:
+        trainer.train_dataset = _cached(config, dataset, trainer, overwrite, quiet)
     outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
     trainer.save_model()
@@ -85,6 +98,32 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
         raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
+
+
+def _cache(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> FeatureCache:
+    folder = Path(config.features_dir or Path(config.output_dir) / "features")
+    return FeatureCache(folder, dataset, trainer.backbone.model, config.backbone, config.features_dtype)
+
+
+def _cached(
+    config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer, overwrite: bool, quiet: bool
+) -> Features:
+    """`dataset` with the backbone's hidden states, which are written first where they are missing."""
+    cache, args = _cache(config, dataset, trainer), trainer.args
+    with args.main_process_first(desc="looking at features"):
+        cache.require_belonging(replace=overwrite and args.process_index == 0)
+    plan = cache.plan(trainer)
+    plan.require_space(cache.folder)
+    if not quiet:
+        _say(str(plan))
+    done = cache.write(args.train_batch_size, args.process_index, args.world_size)
+    progress = Progress(console=Console(stderr=True), disable=quiet or args.process_index > 0)
+    with progress:
+        task = progress.add_task("hidden states", total=cache.missing_rows / args.world_size)
+        for rows in done:
+            progress.advance(task, rows)
+    trainer.accelerator.wait_for_everyone()
+    return cache.read()
 
 
 def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
@@ -170,6 +209,7 @@ def _result(trainer: MedusaTrainer, metrics: dict[str, float]) -> dict[str, Any]
         "steps": trainer.state.global_step,
         "seconds": metrics.get("train_runtime"),
         "loss": metrics.get("train_loss"),
+        "reading_share": round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
         **footprint(trainer.heads, str(trainer.args.output_dir)),
     } | heads
 

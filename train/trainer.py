@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,11 +78,23 @@ class HeadsOnBackbone(nn.Module):
         self.heads, self.objective = heads, objective
         self._outside = (Backbone(model.requires_grad_(False).eval()),)  # a tuple: no submodule
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> HeadLosses:
-        """ids, positions, documents and mask, all [B, T] -> losses of the heads."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        loss_mask: Tensor,
+        hidden: Tensor | None = None,
+    ) -> HeadLosses:
+        """ids, positions, documents and mask, all [B, T] -> losses of the heads.
+
+        `hidden` [B, T, H] is what the backbone says about them, where that is known already.
+        """
         backbone = self._outside[0]
         with torch.no_grad():
-            hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+            if hidden is None:
+                hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+            hidden = hidden.to(backbone.dtype)
             tokens = input_ids if self.objective == "text" else backbone_choices(backbone, hidden, input_ids)
         labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
         taught = (labels[0] != IGNORE).nonzero()[:, 0]  # head 0 reaches least far: where it has no label, none has
@@ -114,9 +126,15 @@ class MedusaTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
         self.weights = head_weights(heads.config.num_heads, args.head_decay)
         self._seen: dict[str, list[Tensor]] = {}
+        self.reading_seconds = 0.0  # waited for batches
         foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
         if foreign:
             raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
+
+    @property
+    def backbone(self) -> Backbone:
+        """The frozen backbone."""
+        return self.trained._outside[0]
 
     @property
     def budget(self) -> TimeBudget | None:
@@ -125,6 +143,14 @@ class MedusaTrainer(Trainer):
         if found and self.minutes is not None:  # a longer budget may be asked for on resuming
             found[0].seconds = 60 * self.minutes
         return found[0] if found else None
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        start = time.perf_counter()
+        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.reading_seconds += time.perf_counter() - start
+        return batches
 
     def compute_loss(
         self,
@@ -175,10 +201,11 @@ class MedusaTrainer(Trainer):
         """Set `max_steps` beyond what the time budget can hold, by a few steps on a copy of the heads."""
         if self.budget is None:
             return
-        seconds = self._seconds_per_step()
+        seconds = self.seconds_per_step()
         self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
-    def _seconds_per_step(self) -> float:
+    def seconds_per_step(self, prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> float:
+        """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
         before = {name: tensor.clone() for name, tensor in self.trained.state_dict().items()}
         rng = torch.get_rng_state()
         batches = iter(self.get_train_dataloader())
@@ -187,14 +214,15 @@ class MedusaTrainer(Trainer):
         for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
             if batch is None:
                 break
+            inputs = prepare(self._prepare_inputs(batch))
             start = time.perf_counter()
-            self.compute_loss(self.trained, self._prepare_inputs(batch)).backward()
+            self.compute_loss(self.trained, inputs).backward()
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
         self.trained.load_state_dict(before)
         torch.set_rng_state(rng)
-        self._seen.clear()
+        self._seen.clear()  # and the transfer of its figures has waited for the device
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
