@@ -98,7 +98,7 @@ def measure(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
         before = reset_peak()
         start = time.process_time()
         figures = head_losses(heads, hidden[:positions], labels, lm_head, Weighting(), teacher, variant.backend)
-        figures.objective.backward()
+        figures.objective.sum().backward()
         seconds.append(time.process_time() - start)
         peak = max(peak, resident("VmHWM") - before)
     return {**vars(variant), "peak_mb": round(peak, 1), "cpu_seconds": round(min(seconds), 3)}

@@ -46,6 +46,12 @@ class TrainConfig:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of transformers' TrainingArguments and ours (head_decay, max_minutes)."""
+    cache_features: bool = False
+    """Run the backbone once and train the heads from its hidden states on disk (`train.features`)."""
+    features_dir: str | None = None
+    """Where they go: `output_dir`/features if not said."""
+    features_dtype: str | None = None
+    """How they are stored: as the backbone gives them, or float16 or bfloat16."""
     revision: str | None = None
     """Of the backbone on the Hub."""
     dtype: str | None = None

@@ -36,7 +36,8 @@ class HeadLosses(NamedTuple):
     """What training needs to know about a batch."""
 
     objective: Tensor
-    """What is minimised: cross-entropies in nats, weighted and averaged over labels; carries gradients."""
+    """[K] each head's part of what is minimised: weighted cross-entropies in nats, averaged over its labels; carries
+    gradients."""
     loss: Tensor
     """[K] mean cross-entropy in nats over the head's labels, unweighted, 0 where it has none; no gradients."""
     correct: Tensor
@@ -158,7 +159,7 @@ def head_losses_plain(
     count = taught.sum(1)
     mean = taught / count.clamp_min(1)[:, None]
     probability = log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0].exp()
-    objective = (cross_entropy * weighting(probability, taught) * mean).sum()
+    objective = (cross_entropy * weighting(probability, taught) * mean).sum(1)
     correct = ((log_p.argmax(-1) == labels) & taught).sum(1)
     return HeadLosses(objective, (cross_entropy * mean).sum(1).detach(), correct, count)
 
@@ -193,7 +194,7 @@ def _head_losses_liger(
     count = (labels != IGNORE).sum(1)
     loss = torch.where(count > 0, torch.stack(losses), 0.0)  # a mean over nothing is not a number
     share = torch.where(count > 0, torch.stack(shares), 0.0)
-    objective = (loss * head_weights(len(count), weighting.decay).to(loss.device)).sum()
+    objective = loss * head_weights(len(count), weighting.decay).to(loss.device)
     return HeadLosses(objective, loss.detach(), (share * count).round().long(), count)
 
 
@@ -246,11 +247,11 @@ class _ChunkedLoss(torch.autograd.Function):
         num_heads, positions, _ = x_KRH.shape
         own = weight.dim() == 3
         matrix = weight.to(dtype) if own else weight.to(dtype).T  # [(K,) H, V]
-        wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and own  # a shared one is frozen
         grad_x = torch.empty_like(x_KRH) if wants_x else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         counts = (labels != IGNORE).sum(1)
-        objective = x_KRH.new_zeros((), dtype=torch.float32)
+        objective = x_KRH.new_zeros(num_heads, dtype=torch.float32)
         loss = x_KRH.new_zeros(num_heads, dtype=torch.float32)
         correct = torch.zeros_like(counts)
         step = chunk_rows(num_heads, matrix.shape[-1], x_KRH.device.type)
@@ -283,14 +284,14 @@ class _ChunkedLoss(torch.autograd.Function):
             mean = taught / counts.clamp_min(1)[:, None]
             weights = weighting(torch.stack(at_label).exp(), taught) * mean
             loss += (entropies * mean).sum(1)
-            objective += (entropies * weights).sum()
+            objective += (entropies * weights).sum(1)
             if grad_x is None and grad_weight is None:
                 continue
             gradient_KCV = logits.to(dtype)
             if grad_x is not None:
                 grad_x[:, rows] = _times(gradient_KCV, matrix.mT).float() * weights[..., None]
             if grad_weight is not None:
-                _add_weight_gradient(grad_weight, (x_KCH * weights[..., None]).to(dtype), gradient_KCV, own)
+                _add_weight_gradient(grad_weight, (x_KCH * weights[..., None]).to(dtype), gradient_KCV)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.mark_non_differentiable(loss, correct, counts)
         return objective, loss, correct, counts
@@ -298,10 +299,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scale = grads[0]
+        scale = grads[0][:, None, None]  # of each head
+        # An own LM head's gradient is the largest thing here: scaled in place, so a second backward is an error.
         return (
             None if grad_x is None else grad_x * scale.to(grad_x.dtype),
-            None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
+            None if grad_weight is None else grad_weight.mul_(scale),
             *(None,) * 4,
         )
 
@@ -314,14 +316,13 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
     return (x_KCA.flatten(0, 1) @ matrix).unflatten(0, x_KCA.shape[:2])
 
 
-def _add_weight_gradient(total: Tensor, x_KCH: Tensor, gradient_KCV: Tensor, own: bool) -> None:
-    """Add x^T g to `total`: [K, H, V] of own LM heads, in place and head by head, or [V, H] of a shared one."""
-    for head in range(len(x_KCH)):
-        place = total[head] if own else total.T
-        if place.dtype == x_KCH.dtype:
-            place.addmm_(x_KCH[head].T, gradient_KCV[head])
+def _add_weight_gradient(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
+    """Add x^T g to `total`, in place and head by head."""
+    for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
+        if total.dtype == x.dtype:
+            total.addmm_(x.T, gradient)
         else:
-            place += x_KCH[head].T @ gradient_KCV[head]
+            total += x.T @ gradient
 
 
 @torch.no_grad()

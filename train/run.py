@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
 from transformers import PreTrainedModel, set_seed
 
@@ -22,19 +24,26 @@ from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
 from train.data import PackedDataset, load_dataset, require_data
-from train.trainer import MedusaTrainer, MedusaTrainingArguments, checkpoints
+from train.features import FeatureCache, Features
+from train.footprint import footprint
+from train.resume import all_checkpoints, checkpoints
+from train.trainer import MedusaTrainer, MedusaTrainingArguments
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
-def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False, plan: bool = False
+) -> dict[str, Any]:
     """Train as `config` says and save the heads in its `output_dir`; returns the final figures.
+
+    With `plan`, only time a few steps and say what features on disk would take and save.
 
     Raises:
         RequestError: the request cannot be carried out; said before anything long starts.
     """
     output = Path(config.output_dir)
-    checkpoint = _checkpoint(output, resume, overwrite)
+    checkpoint = None if plan else _checkpoint(output, resume, overwrite)
     require_data(config.data)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -52,6 +61,10 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    if plan:
+        foreseen = _cache(config, dataset, trainer).plan(trainer)
+        _say(str(foreseen))
+        return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
     if overwrite:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
@@ -59,10 +72,13 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     if not quiet:
         _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
+    if config.cache_features:
+        trainer.train_dataset = _cached(config, dataset, trainer, overwrite, quiet)
     outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
     trainer.save_model()
     if not quiet:
+        _say(summary(result))
         _say(f"heads saved in {output}")
     return result
 
@@ -74,11 +90,40 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
     if resume:
         if not found:
             raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+        newest = all_checkpoints(output)[-1]
+        if newest != found[-1]:
+            _say(f"{newest.name} was cut off while it was written; going on from {found[-1].name}")
         return found[-1]
     if found and not overwrite:
         raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
+
+
+def _cache(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> FeatureCache:
+    folder = Path(config.features_dir or Path(config.output_dir) / "features")
+    return FeatureCache(folder, dataset, trainer.backbone.model, config.backbone, config.features_dtype)
+
+
+def _cached(
+    config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer, overwrite: bool, quiet: bool
+) -> Features:
+    """`dataset` with the backbone's hidden states, which are written first where they are missing."""
+    cache, args = _cache(config, dataset, trainer), trainer.args
+    with args.main_process_first(desc="looking at features"):
+        cache.require_belonging(replace=overwrite and args.process_index == 0)
+    plan = cache.plan(trainer)
+    plan.require_space(cache.folder)
+    if not quiet:
+        _say(str(plan))
+    done = cache.write(args.train_batch_size, args.process_index, args.world_size)
+    progress = Progress(console=Console(stderr=True), disable=quiet or args.process_index > 0)
+    with progress:
+        task = progress.add_task("hidden states", total=cache.missing_rows / args.world_size)
+        for rows in done:
+            progress.advance(task, rows)
+    trainer.accelerator.wait_for_everyone()
+    return cache.read()
 
 
 def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
@@ -164,7 +209,17 @@ def _result(trainer: MedusaTrainer, metrics: dict[str, float]) -> dict[str, Any]
         "steps": trainer.state.global_step,
         "seconds": metrics.get("train_runtime"),
         "loss": metrics.get("train_loss"),
+        "reading_share": round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
+        **footprint(trainer.heads, str(trainer.args.output_dir)),
     } | heads
+
+
+def summary(result: dict[str, Any]) -> str:
+    """What a run took, in one line."""
+    memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in result["peak_memory_bytes"].items())
+    checkpoint = result["checkpoint_bytes"]
+    saved = "" if checkpoint is None else f"; a checkpoint {checkpoint / 1e6:,.1f} MB"
+    return f"peak memory: {memory}; heads {result['heads_bytes'] / 1e6:,.1f} MB{saved}"
 
 
 def _say(message: str) -> None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import WEIGHTS, load_heads, save_heads
+from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from train.labels import IGNORE, head_labels
 from train.loss import WEIGHTINGS, HeadLosses, Teacher, Weighting, backbone_choices, head_losses, require_backend
 from train.progress import ProgressBar
+from train.resume import LogBeforeSaving
 
 OBJECTIVES = ("text", "argmax", "distill")
 PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is guessed
@@ -62,6 +60,10 @@ class MedusaTrainingArguments(TrainingArguments):
     max_minutes: float | None = field(
         default=None, metadata={"help": "train this long; sets max_steps, and the learning rate falls with the clock"}
     )
+    max_cpu_minutes: float | None = field(
+        default=None,
+        metadata={"help": "max_minutes in CPU time of this process: what recipes are compared by on a busy machine"},
+    )
     learning_rate: float = field(default=3e-3, metadata={"help": "peak; `medusa train` chooses it by the hidden size"})
     per_device_train_batch_size: int = field(default=4, metadata={"help": "packed rows a step and device"})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "fall of the learning rate"})
@@ -79,8 +81,11 @@ class MedusaTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise RequestError(f"training.objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise RequestError(f"training.max_minutes is {self.max_minutes}; it must be above 0")
+        for name in ("max_minutes", "max_cpu_minutes"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise RequestError(f"training.{name} is {getattr(self, name)}; it must be above 0")
+        if self.max_minutes is not None and self.max_cpu_minutes is not None:
+            raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")
         if not 0 < self.head_decay <= 1:
             raise RequestError(f"training.head_decay is {self.head_decay}; it must be above 0 and at most 1")
         if self.head_weighting not in WEIGHTINGS:
@@ -116,12 +121,24 @@ class HeadsOnBackbone(nn.Module):
             )
         self._outside = (backbone,)  # a tuple: no submodule
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, loss_mask: Tensor) -> HeadLosses:
-        """ids, positions, documents and mask, all [B, T] -> losses of the heads."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        loss_mask: Tensor,
+        hidden: Tensor | None = None,
+    ) -> HeadLosses:
+        """ids, positions, documents and mask, all [B, T] -> losses of the heads.
+
+        `hidden` [B, T, H] is what the backbone says about them, where that is known already.
+        """
         backbone, args = self._outside[0], self.args
         # In its own dtype whatever `bf16` says: heads must see the hidden states that decoding will show them.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+            if hidden is None:
+                hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+            hidden = hidden.to(backbone.dtype)
             tokens = backbone_choices(backbone, hidden, input_ids) if args.objective == "argmax" else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
         # Where head 0 has no label the next token but one is not the backbone's: no decoding step starts there.
@@ -148,9 +165,10 @@ class MedusaTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         """`provenance` is written beside the heads: where they come from; `kwargs` are the Trainer's."""
-        self.heads, self.provenance, self.minutes = heads, dict(provenance or {}), args.max_minutes
-        budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
-        callbacks = [*kwargs.pop("callbacks", []), *([budget] if budget else [])]
+        self.heads, self.provenance = heads, dict(provenance or {})
+        self.minutes = args.max_minutes or args.max_cpu_minutes
+        budget = TimeBudget(60 * self.minutes, cpu=args.max_cpu_minutes is not None) if self.minutes else None
+        callbacks = [*kwargs.pop("callbacks", []), LogBeforeSaving(), *([budget] if budget else [])]
         self.trained = HeadsOnBackbone(heads, model, args)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
         for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
@@ -159,9 +177,15 @@ class MedusaTrainer(Trainer):
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
         self._seen: dict[str, list[Tensor]] = {}
+        self.reading_seconds = 0.0  # waited for batches
         foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
         if foreign:
             raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
+
+    @property
+    def backbone(self) -> Backbone:
+        """The frozen backbone."""
+        return self.trained._outside[0]
 
     @property
     def budget(self) -> TimeBudget | None:
@@ -170,6 +194,14 @@ class MedusaTrainer(Trainer):
         if found and self.minutes is not None:  # a longer budget may be asked for on resuming
             found[0].seconds = 60 * self.minutes
         return found[0] if found else None
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        start = time.perf_counter()
+        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.reading_seconds += time.perf_counter() - start
+        return batches
 
     def compute_loss(
         self,
@@ -183,7 +215,8 @@ class MedusaTrainer(Trainer):
         self._seen.setdefault(split, []).append(
             torch.stack([losses.loss * losses.total, losses.correct, losses.total]).double().cpu()
         )
-        return (losses.objective, {"loss": losses.objective.detach()}) if return_outputs else losses.objective
+        loss = losses.objective.sum()
+        return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -219,10 +252,11 @@ class MedusaTrainer(Trainer):
         """Set `max_steps` beyond what the time budget can hold, by a few steps on a copy of the heads."""
         if self.budget is None:
             return
-        seconds = self._seconds_per_step()
+        seconds = self.seconds_per_step()
         self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
-    def _seconds_per_step(self) -> float:
+    def seconds_per_step(self, prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> float:
+        """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
         before = {name: tensor.clone() for name, tensor in self.trained.state_dict().items()}
         rng = torch.get_rng_state()
         batches = iter(self.get_train_dataloader())
@@ -231,14 +265,15 @@ class MedusaTrainer(Trainer):
         for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
             if batch is None:
                 break
+            inputs = prepare(self._prepare_inputs(batch))
             start = time.perf_counter()
-            self.compute_loss(self.trained, self._prepare_inputs(batch)).backward()
+            self.compute_loss(self.trained, inputs).backward()
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
         self.trained.load_state_dict(before)
         torch.set_rng_state(rng)
-        self._seen.clear()
+        self._seen.clear()  # and the transfer of its figures has waited for the device
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,6 +289,10 @@ class MedusaTrainer(Trainer):
         if self.args.should_save:
             save_heads(self.heads, output_dir or str(self.args.output_dir), self.provenance)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # trainer_state.json, which comes next, says that the checkpoint is whole
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.heads.load_state_dict(load_heads(resume_from_checkpoint).state_dict())
 
@@ -261,16 +300,20 @@ class MedusaTrainer(Trainer):
 class TimeBudget(TrainerCallback, ExportableState):
     """Ends training after `seconds`, and says how far the learning rate is to have fallen by now."""
 
-    def __init__(self, seconds: float, elapsed: float = 0.0) -> None:
-        self.seconds, self.elapsed = seconds, elapsed
+    def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
+        """`cpu`: seconds of this process' CPU time, not of the clock's."""
+        self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
         self._resumed_at: float | None = None
 
     def state(self) -> dict[str, Any]:
-        return {"args": {"seconds": self.seconds}, "attributes": {"elapsed": self.spent()}}
+        return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:
         """Seconds of training so far, those before an interruption included."""
-        return self.elapsed + (0.0 if self._resumed_at is None else time.monotonic() - self._resumed_at)
+        return self.elapsed + (0.0 if self._resumed_at is None else self._now() - self._resumed_at)
+
+    def _now(self) -> float:
+        return time.process_time() if self.cpu else time.monotonic()
 
     def learning_rate_factor(self, warmup: float) -> float:
         """Linear warm-up over that share of the budget, then linear to 0, by the clock."""
@@ -282,15 +325,8 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._resumed_at = time.monotonic()
+        self._resumed_at = self._now()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.spent() >= self.seconds:
             control.should_training_stop = True
-
-
-def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Checkpoints in `output_dir` that a run can resume from, oldest first; one that was cut off is none."""
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
-    whole = [path for path in found if all((path / name).is_file() for name in (TRAINER_STATE_NAME, WEIGHTS))]
-    return sorted(whole, key=lambda path: int(path.name.split("-")[-1]))

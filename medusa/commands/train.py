@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example heads.num=5")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
     parser.add_argument("--overwrite", action="store_true", help="train anew where output_dir holds heads")
+    parser.add_argument(
+        "--plan", action="store_true", help="only say what features on disk (cache_features) would take and save"
+    )
     parser.add_argument("--threads", type=common.positive, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--json", metavar="FILE", help="write the final figures")
     parser.add_argument("--quiet", action="store_true", help="no progress, no log lines")
@@ -31,5 +34,5 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     args.seed = int(config.training.get("seed", 42))
     common.prepare_machine(args)
-    figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet)
+    figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet, plan=args.plan)
     common.write_results(args, figures)

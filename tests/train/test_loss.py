@@ -67,7 +67,7 @@ def outcome(losses: Any, heads: MedusaHeads, *args: Any, **kwargs: Any) -> tuple
     """The figures, and every parameter's gradient."""
     heads.zero_grad()
     figures = losses(heads, *args, **kwargs)
-    figures.objective.backward()
+    figures.objective.sum().backward()
     return figures, {name: p.grad.clone() for name, p in heads.named_parameters() if p.grad is not None}
 
 
@@ -138,7 +138,7 @@ def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbo
     figures = head_losses(
         heads, hidden[position], torch.zeros(HEADS, len(position), dtype=torch.long), backbone.head, teacher=teacher
     )
-    figures.objective.backward()
+    figures.objective.sum().backward()
     for head in range(HEADS):
         distributions = told[position + head + 1]
         entropy = -(distributions * distributions.log()).sum(-1).mean()
@@ -241,7 +241,7 @@ def test_no_more_than_a_chunk_of_logits_is_held(
 
     with Spy():
         figures = head_losses(heads, torch.randn(ROWS, HIDDEN), some_labels(), backbone.head, teacher=teacher)
-        figures.objective.backward()
+        figures.objective.sum().backward()
     assert max(sizes) == HEADS * 4 * VOCAB
 
 

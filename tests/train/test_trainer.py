@@ -24,8 +24,9 @@ from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig, parse_config
 from train.data import Example, PackedDataset
 from train.evaluate import OwnText, head_accuracy
+from train.resume import checkpoints
 from train.run import new_heads, train
-from train.trainer import TimeBudget, checkpoints
+from train.trainer import TimeBudget
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
