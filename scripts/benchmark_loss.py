@@ -34,7 +34,9 @@ class Variant:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--positions", type=int, nargs="+", default=[512, 2048], help="the plain version: the first only")
+    parser.add_argument(
+        "--positions", type=int, nargs="+", default=[512, 2048], help="the plain version: the first only"
+    )
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=128_000)
     parser.add_argument("--output", type=Path, help="where the figures go (JSON)")
@@ -52,7 +54,9 @@ def main() -> None:
         if backend == "chunked" or positions == args.positions[0]
     ]
     rows = []
-    print("| LM head | objective | positions | version | peak MB | of plain | CPU s | of plain |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| LM head | objective | positions | version | peak MB | of plain | CPU s | of plain |\n|---|---|---|---|---|---|---|---|"
+    )
     for variant in variants:
         rows.append(row := alone(variant))
         plain = next(r for r in rows if (r["lm_head"], r["objective"]) == (row["lm_head"], row["objective"]))
