@@ -2,7 +2,7 @@
 
     python scripts/benchmark_loss.py --output docs/results/loss_memory.json
 
-Every variant is a process of its own, with one thread. Memory is the most that a loss with its backward held beyond what
+Every variant is a process of its own, with one thread. Memory is the most that a loss and its backward held beyond what
 was there before it (the kernel's high-water mark of resident memory), the gradients of the heads included; time is the
 least of three passes' process time. Heads have one square block, so that nearly all of both is the loss.
 """
@@ -54,9 +54,8 @@ def main() -> None:
         if backend == "chunked" or positions == args.positions[0]
     ]
     rows = []
-    print(
-        "| LM head | objective | positions | version | peak MB | of plain | CPU s | of plain |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| LM head | objective | positions | version | peak MB | of plain | CPU s | of plain |")
+    print("|---" * 8 + "|")
     for variant in variants:
         rows.append(row := alone(variant))
         plain = next(r for r in rows if (r["lm_head"], r["objective"]) == (row["lm_head"], row["objective"]))
@@ -73,7 +72,7 @@ def main() -> None:
 
 def alone(variant: Variant) -> dict[str, Any]:
     """The figures of one variant, from a process that does nothing else."""
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     command = [sys.executable, *sys.argv, "--only", json.dumps(vars(variant))]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, **threads})
     return json.loads(out.stdout)

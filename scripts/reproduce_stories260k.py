@@ -4,8 +4,8 @@
         --output runs/s260k
 
 For each seed the backbone continues openings of stories at three temperatures, heads are trained on that text by each
-recipe, and tau is measured with the tree mc_sim_7b_63. Writing, tokenising, the backbone's hidden states and training all
-count: `--minutes` of process time with one thread, start-up included. What the recipes of a seed share, its text, is
+recipe, and tau is measured with the tree mc_sim_7b_63. Writing, tokenising, the backbone's hidden states and training
+all count: `--minutes` of process time with one thread, start-up included. What a seed's recipes share, its text, is
 written once and counts for each. No training text shares a window of 32 tokens with the 24 prompts or with their greedy
 continuations, and nothing is chosen by looking at them.
 """
@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 TREE = "mc_sim_7b_63"
-DATA = "text of the data set"
 RECIPES: dict[str, dict[str, Any]] = {
     "data": {"objective": "text"},  # cross-entropy on stories that people wrote
-    "text": {"objective": "text"},  # cross-entropy on the tokens of the backbone's own text
+    "own": {"objective": "text"},  # cross-entropy on the tokens of the backbone's own text
     "argmax": {"objective": "argmax"},
     "argmax-dpace": {"objective": "argmax", "head_weighting": "dpace"},
-    "distill": {"objective": "distill"},
-    "distill-dpace": {"objective": "distill", "head_weighting": "dpace"},
+    "distill": {"objective": "distill", "teacher_temperature": 0.5},
+    "distill-dpace": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "dpace"},
 }
 TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the own text; at 0 half of it falls to the exclusion
 OPENING = (6, 40)  # tokens

@@ -44,6 +44,8 @@ class TrainConfig:
     output_dir: str
     """Where heads, checkpoints and provenance go."""
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    eval_data: DataConfig | None = None
+    """Text to evaluate on while training, in the forms of `data`; evaluation is then every 500 steps if not said."""
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of transformers' TrainingArguments and ours (head_decay, max_minutes)."""
     cache_features: bool = False
@@ -86,16 +88,21 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 def parse_config(content: dict[str, Any], source: str) -> TrainConfig:
     """A checked `TrainConfig`; see `load_config`."""
-    data = content.get("data")
-    content = content | {"data": {"path": data} if isinstance(data, str) else data}
+    for name in ("data", "eval_data"):
+        if isinstance(content.get(name), str):
+            content = content | {name: {"path": content[name]}}
     _known(content, TrainConfig, source, "")
     for name in ("backbone", "data", "output_dir"):
         if not content.get(name):
             raise RequestError(f"{source} says no {name}; add `{name}: ...`")
     _typed(content, TrainConfig, source, "")
-    if isinstance(content["data"], dict) and not content["data"].get("path"):
-        raise RequestError(f"{source} says no data.path; add `data: FILE` or `data: {{path: FILE}}`")
-    sections = {"data": _section(content["data"], DataConfig, source, "data")}
+    sections = {}
+    for name in ("data", "eval_data"):
+        if content.get(name) is None:
+            continue
+        if isinstance(content[name], dict) and not content[name].get("path"):
+            raise RequestError(f"{source} says no {name}.path; add `{name}: FILE` or `{name}: {{path: FILE}}`")
+        sections[name] = _section(content[name], DataConfig, source, name)
     sections["heads"] = _section(content.get("heads") or {}, HeadsConfig, source, "heads")
     training = content.get("training")
     training = {} if training is None else training
@@ -174,7 +181,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     *parents, last = name.split(".")
     place = content
     for parent in parents:
-        if isinstance(place.get(parent), str) and parent == "data":
+        if isinstance(place.get(parent), str) and parent in ("data", "eval_data"):
             place[parent] = {"path": place[parent]}
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):

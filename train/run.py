@@ -44,7 +44,8 @@ def train(
     """
     output = Path(config.output_dir)
     checkpoint = None if plan else _checkpoint(output, resume, overwrite)
-    require_data(config.data)
+    for data in filter(None, (config.data, config.eval_data)):
+        require_data(data)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
     arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
@@ -58,9 +59,12 @@ def train(
     )
     backbone = Backbone(loaded.model)
     dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    evaluated = None
+    if config.eval_data is not None:
+        evaluated = load_dataset(config.eval_data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
-    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset, eval_dataset=evaluated)
     if plan:
         foreseen = _cache(config, dataset, trainer).plan(trainer)
         _say(str(foreseen))
@@ -132,6 +136,8 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         "save_steps": 500,
         "dataloader_pin_memory": config.device not in (None, "cpu"),
     }
+    if config.eval_data is not None:
+        given |= {"eval_strategy": "steps", "eval_steps": 500}
     given["learning_rate"] = learning_rate(hidden_size)
     given["use_cpu"] = (config.device or "").startswith("cpu")
     given["disable_tqdm"] = quiet  # by default it follows the level of transformers' own log
@@ -139,8 +145,8 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
-    if arguments.eval_strategy != "no":
-        raise RequestError("training.eval_strategy needs evaluation data, which a recipe cannot name yet; leave it out")
+    if arguments.eval_strategy != "no" and config.eval_data is None:
+        raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
     return arguments
 
 

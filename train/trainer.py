@@ -5,18 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from medusa.backbone import Backbone
 from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.tree import load_tree
+from train.evaluate import GuessCounts, ranks_of
 from train.labels import IGNORE, head_labels
 from train.loss import WEIGHTINGS, HeadLosses, Teacher, Weighting, backbone_choices, head_losses, require_backend
 from train.progress import ProgressBar
@@ -60,6 +70,14 @@ class MedusaTrainingArguments(TrainingArguments):
     max_minutes: float | None = field(
         default=None, metadata={"help": "train this long; sets max_steps, and the learning rate falls with the clock"}
     )
+    eval_tree: str = field(
+        default="mc_sim_7b_63",
+        metadata={"help": "the tree whose expected tau evaluation tells; cut to the heads' number"},
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={"help": "stop after so many evaluations without a better metric_for_best_model (eval_loss)"},
+    )
     max_cpu_minutes: float | None = field(
         default=None,
         metadata={"help": "max_minutes in CPU time of this process: what recipes are compared by on a busy machine"},
@@ -78,6 +96,8 @@ class MedusaTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.early_stopping_patience is not None and self.metric_for_best_model is None:
+            self.metric_for_best_model = "eval_loss"
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise RequestError(f"training.objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
@@ -99,7 +119,24 @@ class MedusaTrainingArguments(TrainingArguments):
         for name in ("label_share", "dpace_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RequestError(f"training.{name} is {getattr(self, name)}; it must lie between 0 and 1")
+        if self.early_stopping_patience is not None:
+            if self.early_stopping_patience < 1:
+                raise RequestError(
+                    f"training.early_stopping_patience is {self.early_stopping_patience}; take 1 or more"
+                )
+            if self.eval_strategy == "no":
+                raise RequestError("training.early_stopping_patience needs evaluations; add eval_data to the recipe")
         require_backend(self.loss_backend, self.objective, self.head_weighting)
+
+
+class Taught(NamedTuple):
+    """The positions of a batch at which heads are taught."""
+
+    hidden: Tensor
+    """[R, H]"""
+    labels: Tensor
+    """[K, R] or IGNORE."""
+    teacher: Teacher | None
 
 
 class HeadsOnBackbone(nn.Module):
@@ -133,13 +170,25 @@ class HeadsOnBackbone(nn.Module):
 
         `hidden` [B, T, H] is what the backbone says about them, where that is known already.
         """
+        taught = self.taught(input_ids, position_ids, document_ids, loss_mask, hidden)
+        lm_head, backend = self._outside[0].head, self.args.loss_backend
+        return head_losses(self.heads, taught.hidden, taught.labels, lm_head, self.weighting, taught.teacher, backend)
+
+    def taught(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        loss_mask: Tensor,
+        hidden: Tensor | None = None,
+    ) -> Taught:
+        """What `forward` makes of a batch, with the backbone alone."""
         backbone, args = self._outside[0], self.args
-        # In its own dtype whatever `bf16` says: heads must see the hidden states that decoding will show them.
-        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            if hidden is None:
-                hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
-            hidden = hidden.to(backbone.dtype)
-            tokens = backbone_choices(backbone, hidden, input_ids) if args.objective == "argmax" else input_ids
+        # In evaluation, what `distill` teaches is also compared with the heads' guesses, token by token.
+        argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
+        with torch.no_grad():
+            hidden = self.states(input_ids, position_ids) if hidden is None else hidden.to(backbone.dtype)
+            tokens = backbone_choices(backbone, hidden, input_ids) if argmax else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
         # Where head 0 has no label the next token but one is not the backbone's: no decoding step starts there.
         taught = (labels[0] != IGNORE).nonzero()[:, 0]
@@ -148,9 +197,12 @@ class HeadsOnBackbone(nn.Module):
         if args.objective == "distill":
             teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share)
         rows = hidden[taught].to(next(self.heads.parameters()).dtype)
-        return head_losses(
-            self.heads, rows, labels[:, taught], backbone.head, self.weighting, teacher, args.loss_backend
-        )
+        return Taught(rows, labels[:, taught], teacher)
+
+    def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The backbone's hidden states [B, T, H], in its own dtype whatever `bf16` says: decoding shows no others."""
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            return self._outside[0].hidden_states(input_ids, position_ids=position_ids, use_cache=False)
 
 
 class MedusaTrainer(Trainer):
@@ -168,6 +220,8 @@ class MedusaTrainer(Trainer):
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
         budget = TimeBudget(60 * self.minutes, cpu=args.max_cpu_minutes is not None) if self.minutes else None
+        if args.early_stopping_patience is not None:
+            kwargs.setdefault("callbacks", []).append(EarlyStoppingCallback(args.early_stopping_patience))
         callbacks = [*kwargs.pop("callbacks", []), LogBeforeSaving(), *([budget] if budget else [])]
         self.trained = HeadsOnBackbone(heads, model, args)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
@@ -177,6 +231,8 @@ class MedusaTrainer(Trainer):
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
         self._seen: dict[str, list[Tensor]] = {}
+        self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
+        self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
         self.reading_seconds = 0.0  # waited for batches
         foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
         if foreign:
@@ -222,7 +278,28 @@ class MedusaTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
         with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+            batch = self._prepare_inputs(inputs)
+            if "hidden" not in batch:
+                batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
+            taught = self.trained.taught(**batch)
+            ranks = ranks_of(self.backbone, self.heads, taught.hidden, taught.labels)
+            self._guesses.add(ranks, taught.labels != IGNORE)
+            return self.compute_loss(model, batch).detach(), None, None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `Trainer.evaluate`; the figures also hold each head's accuracies and the expected tau of `eval_tree`."""
+        self._guesses = GuessCounts(self.heads.config.num_heads, self.eval_tree)
+        return super().evaluate(*args, **kwargs)
+
+    def _guess_figures(self) -> dict[str, float]:
+        """Accuracies and tau over what all processes have evaluated."""
+        self._guesses.reduce(lambda sums: self.accelerator.reduce(sums.to(self.args.device), "sum").cpu())
+        figures = {"eval_tau": round(self._guesses.expected_tau, 4)}
+        for head in self._guesses.figures():
+            name = f"eval_head{head['head']}"
+            figures |= {f"{name}_top{top}": share for top, share in head["top"].items()}
+            figures[f"{name}_conditional"] = head["conditional_top1"]
+        return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add each head's loss (nats) and top-1, over all labels since the last line, to whatever is logged."""
@@ -234,6 +311,8 @@ class MedusaTrainer(Trainer):
                 labels = max(float(count[head]), 1.0)
                 logs[f"{prefix}head{head + 1}_loss"] = round(float(loss[head]) / labels, 4)
                 logs[f"{prefix}head{head + 1}_top1"] = round(float(correct[head]) / labels, 4)
+            if split == "eval":
+                logs |= self._guess_figures()
         super().log(logs, start_time)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
@@ -295,6 +374,9 @@ class MedusaTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.heads.load_state_dict(load_heads(resume_from_checkpoint).state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
 class TimeBudget(TrainerCallback, ExportableState):
