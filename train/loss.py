@@ -230,71 +230,27 @@ class _ChunkedLoss(torch.autograd.Function):
         device = x_KRH.device.type
         # A shared LM head may be kept in bfloat16 beside heads in float32, and autocast asks for it too.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        with torch.autocast(device, enabled=False):
-            return _ChunkedLoss._forward(ctx, x_KRH, weight, bias_V, labels, weighting, teacher, dtype)
-
-    @staticmethod
-    def _forward(
-        ctx: Any,
-        x_KRH: Tensor,
-        weight: Tensor,
-        bias_V: Tensor | None,
-        labels: Tensor,
-        weighting: Weighting,
-        teacher: Teacher | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_heads, positions, _ = x_KRH.shape
         own = weight.dim() == 3
         matrix = weight.to(dtype) if own else weight.to(dtype).T  # [(K,) H, V]
-        wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and own  # a shared one is frozen
-        grad_x = torch.empty_like(x_KRH) if wants_x else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_x = torch.empty_like(x_KRH) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and own else None  # a shared one is frozen
         counts = (labels != IGNORE).sum(1)
-        objective = x_KRH.new_zeros(num_heads, dtype=torch.float32)
-        loss = x_KRH.new_zeros(num_heads, dtype=torch.float32)
-        correct = torch.zeros_like(counts)
-        step = chunk_rows(num_heads, matrix.shape[-1], x_KRH.device.type)
-        for start in range(0, positions, step):
-            rows = slice(start, start + step)
-            x_KCH, target = x_KRH[:, rows].to(dtype), labels[:, rows]
-            logits = _times(x_KCH, matrix).float()  # [K, C, V]; ends up as the gradient
-            if bias_V is not None:
-                logits += bias_V
-            taught = target != IGNORE
-            soft = None
-            if teacher is not None:
-                soft, index, target = teacher.targets(rows, target)
-            target = target.clamp_min(0)[..., None]
-            at_label, cross_entropy = [], []
-            for head in range(num_heads):  # one at a time: what is made on the way has the size of one head's logits
-                log_p = logits[head].log_softmax(-1)
-                found = log_p.gather(1, target[head])[:, 0]
-                correct[head] += ((log_p.argmax(-1) == target[head, :, 0]) & taught[head]).sum()
-                at_label.append(found)
-                gradient = torch.exp(log_p, out=logits[head])
-                if soft is None:
-                    cross_entropy.append(-found)
-                    gradient.scatter_add_(1, target[head], torch.full_like(found, -1.0)[:, None])
-                else:
-                    wanted = soft[index[head]]
-                    cross_entropy.append(-torch.linalg.vecdot(wanted, log_p))
-                    gradient -= wanted
-            entropies = torch.stack(cross_entropy)
-            mean = taught / counts.clamp_min(1)[:, None]
-            weights = weighting(torch.stack(at_label).exp(), taught) * mean
-            loss += (entropies * mean).sum(1)
-            objective += (entropies * weights).sum(1)
-            if grad_x is None and grad_weight is None:
-                continue
-            gradient_KCV = logits.to(dtype)
-            if grad_x is not None:
-                grad_x[:, rows] = _times(gradient_KCV, matrix.mT).float() * weights[..., None]
-            if grad_weight is not None:
-                _add_weight_gradient(grad_weight, (x_KCH * weights[..., None]).to(dtype), gradient_KCV)
+        totals = _Totals(*(x_KRH.new_zeros(num_heads, dtype=kind) for kind in (torch.float, torch.float, torch.long)))
+        step = chunk_rows(num_heads, matrix.shape[-1], device)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, positions, step):
+                rows = slice(start, start + step)
+                x_KCH, target, soft = x_KRH[:, rows].to(dtype), labels[:, rows], None
+                mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
+                if teacher is not None:
+                    *soft, target = teacher.targets(rows, target)
+                place = None if grad_x is None else grad_x[:, rows]
+                _chunk(totals, x_KCH, matrix, bias_V, target, soft, mean, weighting, place, grad_weight)
+                del soft  # or the next chunk's would be made beside it
         ctx.save_for_backward(grad_x, grad_weight)
-        ctx.mark_non_differentiable(loss, correct, counts)
-        return objective, loss, correct, counts
+        ctx.mark_non_differentiable(totals.loss, totals.correct, counts)
+        return *totals, counts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -306,6 +262,64 @@ class _ChunkedLoss(torch.autograd.Function):
             None if grad_weight is None else grad_weight.mul_(scale),
             *(None,) * 4,
         )
+
+
+class _Totals(NamedTuple):
+    """Sums over chunks, all [K]; see `HeadLosses`."""
+
+    objective: Tensor
+    loss: Tensor
+    correct: Tensor
+
+
+def _chunk(
+    totals: _Totals,
+    x_KCH: Tensor,
+    matrix: Tensor,
+    bias_V: Tensor | None,
+    target_KC: Tensor,
+    soft: list[Tensor] | None,
+    mean_KC: Tensor,
+    weighting: Weighting,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+) -> None:
+    """Add a chunk to `totals` and its gradients to `grad_x` [K, C, H] and `grad_weight` [K, H, V].
+
+    A function of its own, so that a chunk's logits are gone before the next chunk's are made.
+    """
+    logits = _times(x_KCH, matrix).float()  # [K, C, V]; ends up as the gradient
+    if bias_V is not None:
+        logits += bias_V
+    taught = target_KC != IGNORE
+    target_KC1 = target_KC.clamp_min(0)[..., None]
+    at_label, cross_entropy = [], []
+    for head, target in enumerate(target_KC1):  # one at a time: what is made on the way has the size of one's logits
+        log_p = logits[head].log_softmax(-1)
+        found = log_p.gather(1, target)[:, 0]
+        totals.correct[head] += ((log_p.argmax(-1) == target[:, 0]) & taught[head]).sum()
+        at_label.append(found)
+        gradient = torch.exp(log_p, out=logits[head])
+        if soft is None:
+            cross_entropy.append(-found)
+            gradient.scatter_add_(1, target, torch.full_like(found, -1.0)[:, None])
+        else:
+            distributions, index = soft
+            wanted = distributions[index[head]]
+            cross_entropy.append(-torch.linalg.vecdot(wanted, log_p))
+            gradient -= wanted
+            del wanted
+        del log_p
+    entropies = torch.stack(cross_entropy)
+    weights = weighting(torch.stack(at_label).exp(), taught) * mean_KC
+    totals.loss.add_((entropies * mean_KC).sum(1))
+    totals.objective.add_((entropies * weights).sum(1))
+    if grad_x is not None or grad_weight is not None:
+        gradient_KCV = logits.to(matrix.dtype)
+        if grad_x is not None:
+            grad_x.copy_(_times(gradient_KCV, matrix.mT).float() * weights[..., None])
+        if grad_weight is not None:
+            _add_weight_gradient(grad_weight, (x_KCH * weights[..., None]).to(matrix.dtype), gradient_KCV)
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
