@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--texts", type=int, default=10_000, help="of 128 tokens each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=12, help="CPU minutes for everything (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for medusa train")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -57,6 +58,10 @@ def main() -> None:
         for recipe in args.recipes:
             rows.append(row := run(args, recipe, seed, prompts, excluded))
             print(json.dumps(row), flush=True)
+    if args.json:
+        about = {"texts": args.texts, "new_tokens": NEW_TOKENS, "minutes": args.minutes, "tree": TREE}
+        about |= {"temperatures": TEMPERATURES, "recipes": {name: RECIPES[name] for name in args.recipes}}
+        args.json.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print("| recipe | tau | of each seed | CPU minutes |\n|---|---|---|---|")
     for recipe in args.recipes:
         mine = [row for row in rows if row["recipe"] == recipe]

@@ -215,6 +215,17 @@ def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[O
     assert not any(parameter.grad is not None for parameter in run.heads.parameters())
 
 
+def test_distillation_is_evaluated_by_what_the_backbone_would_say(model: Any, tmp_path: Path) -> None:
+    """On text that is not its own, that is not what stands there."""
+    foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
+    figures = {}
+    for objective in ("text", "argmax", "distill"):
+        run = trainer(model, foreign, tmp_path, objective=objective)
+        run.eval_dataset = run.train_dataset
+        figures[objective] = {key: value for key, value in run.evaluate().items() if "top" in key}
+    assert figures["distill"] == figures["argmax"] != figures["text"]
+
+
 def test_training_stops_when_evaluation_gets_no_better(recipe: Any, tmp_path: Path) -> None:
     evaluated = {"eval_data": str(tmp_path / "own.jsonl")}
     settings = {"eval_steps": 1, "early_stopping_patience": 2, "learning_rate": 0.0, "max_steps": 9}
