@@ -60,6 +60,8 @@ class TrainConfig:
     """cpu, cuda, ...; a GPU where there is one."""
     attention: str | None = None
     """sdpa or eager."""
+    shard_backbone: bool = False
+    """Cut the backbone's blocks over all processes (FSDP2): for one that does not fit on a single GPU."""
     trust_remote_code: bool = False
     """Run code that comes with the backbone."""
 

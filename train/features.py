@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medusa.backbone import DTYPES, Backbone, fingerprint
+from medusa.backbone import DTYPES, Backbone
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, write_json
 from train.data import Counts, PackedDataset, positions_of
@@ -119,14 +119,9 @@ def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
 
-def manifest_of(model: Any, name: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What every manifest says: the format, the backbone, and how its hidden states are stored."""
-    known = fingerprint(model, name)
-    return FORMAT | {
-        "backbone": known,
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": Backbone(model).hidden_size,
-    }
+def manifest_of(known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What every manifest says: the format, the backbone's fingerprint, and how its hidden states are stored."""
+    return FORMAT | {"backbone": known, "dtype": str(dtype).removeprefix("torch."), "hidden_size": hidden_size}
 
 
 def is_features(path: str | Path) -> bool:
@@ -187,20 +182,22 @@ def _bytes(number: float) -> str:
 class FeatureCache:
     """Features of one dataset: planned, written where they are missing, and read."""
 
-    def __init__(self, folder: Path, rows: PackedDataset, model: Any, name: str, dtype: str | None = None) -> None:
-        """`dtype` is how hidden states are stored; the backbone's own, if not said.
+    def __init__(
+        self, folder: Path, rows: PackedDataset, backbone: Backbone, known: Any, dtype: str | None = None
+    ) -> None:
+        """`known` is the backbone's fingerprint; `dtype` is how hidden states are stored, if not in the backbone's own.
 
         Raises:
             RequestError: no such dtype.
         """
         if dtype is not None and dtype not in DTYPES:
             raise RequestError(f"features_dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-        self.folder, self.rows, self.backbone = folder, rows, Backbone(model)
+        self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype = DTYPES[dtype] if dtype else self.backbone.dtype
         self.row_length = rows.input_ids.shape[1]
         self.row_bytes = self.row_length * (self.backbone.hidden_size * self.dtype.itemsize + 4 + 4 + 1)
         self.rows_per_shard = max(1, min(len(rows), SHARD_BYTES // self.row_bytes))
-        self.manifest = manifest_of(model, name, self.dtype) | {
+        self.manifest = manifest_of(known, backbone.hidden_size, self.dtype) | {
             "rows": len(rows),
             "row_length": self.row_length,
             "rows_per_shard": self.rows_per_shard,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from train.data import PackedDataset, load_dataset, require_data
 from train.features import FeatureCache, Features
 from train.footprint import footprint
 from train.resume import all_checkpoints, checkpoints
+from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer, MedusaTrainingArguments
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -47,11 +49,15 @@ def train(
     require_data(config.data)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    if launched_alone():
+        _say(
+            "warning: accelerate launch --cpu starts one process, whatever --num_processes says; "
+            "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
+        )
     arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     loaded = backbones.load_backbone(
         config.backbone,
-        dtype=config.dtype,
-        device=config.device,
+        **placement(config.device, config.dtype, config.shard_backbone, sizes),
         attention=config.attention,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
@@ -60,12 +66,15 @@ def train(
     dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
+    if config.shard_backbone:
+        shard_backbone(loaded.model.requires_grad_(False), arguments.device)
+        heads.to(arguments.device)
     trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
     if plan:
         foreseen = _cache(config, dataset, trainer).plan(trainer)
         _say(str(foreseen))
         return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
-    if overwrite:  # or a checkpoint of the old run would pass for one of this
+    if overwrite and arguments.process_index == 0:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
     trainer.provenance = provenance(config, dataset, trainer)
@@ -102,7 +111,7 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
 
 def _cache(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> FeatureCache:
     folder = Path(config.features_dir or Path(config.output_dir) / "features")
-    return FeatureCache(folder, dataset, trainer.backbone.model, config.backbone, config.features_dtype)
+    return FeatureCache(folder, dataset, trainer.backbone, trainer.heads.config.backbone, config.features_dtype)
 
 
 def _cached(
@@ -139,6 +148,9 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
+    arguments._n_gpu = min(
+        arguments.n_gpu, 1
+    )  # several GPUs need a launcher: DataParallel would copy heads, no backbone
     if arguments.eval_strategy != "no":
         raise RequestError("training.eval_strategy needs evaluation data, which a recipe cannot name yet; leave it out")
     return arguments
@@ -223,4 +235,5 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one process speaks for all
+        print(message, file=sys.stderr)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,7 +18,7 @@ from medusa.backbone import Backbone
 from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
-from train.labels import IGNORE, head_labels
+from train.labels import IGNORE, head_labels, label_counts
 from train.loss import HeadLosses, backbone_choices, head_losses, head_weights, weighted
 from train.progress import ProgressBar
 from train.resume import LogBeforeSaving
@@ -52,6 +53,7 @@ class MedusaTrainingArguments(TrainingArguments):
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
     report_to: str | list[str] | None = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ..."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "our rows hold what the loss reads"})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "all heads learn in every step"})
     restore_callback_states_from_checkpoint: bool = field(
         default=True, metadata={"help": "a resumed run has the time left that it had"}
     )
@@ -76,6 +78,10 @@ class HeadsOnBackbone(nn.Module):
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, objective: str) -> None:
         super().__init__()
         self.heads, self.objective = heads, objective
+        if getattr(
+            model, "hf_device_map", None
+        ):  # spread over devices: then the Trainer leaves the heads in their place
+            self.hf_device_map = model.hf_device_map
         self._outside = (Backbone(model.requires_grad_(False).eval()),)  # a tuple: no submodule
 
     def forward(
@@ -123,7 +129,8 @@ class MedusaTrainer(Trainer):
             self.remove_callback(noisy)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
-        self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
+        self.model_accepts_loss_kwargs = False  # or the Trainer would count labels its own way
+        self.loss_is_scaled_for_ga = True  # see _share
         self.weights = head_weights(heads.config.num_heads, args.head_decay)
         self._seen: dict[str, list[Tensor]] = {}
         self.reading_seconds = 0.0  # waited for batches
@@ -147,10 +154,15 @@ class MedusaTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of one optimiser step, and each head's labels in all of them on all processes [K]."""
         start = time.perf_counter()
-        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
-        return batches
+        counts = torch.zeros(self.heads.config.num_heads, dtype=torch.long, device=device)
+        for batch in batches:
+            ids, mask, documents = (batch[name].to(device) for name in ("input_ids", "loss_mask", "document_ids"))
+            counts += label_counts(ids, mask, documents, self.heads.config.num_heads)
+        return batches, self.accelerator.reduce(counts, "sum")
 
     def compute_loss(
         self,
@@ -164,8 +176,18 @@ class MedusaTrainer(Trainer):
         self._seen.setdefault(split, []).append(
             torch.stack([losses.loss.detach() * losses.total, losses.correct, losses.total]).double().cpu()
         )
-        loss = weighted(losses.loss, self.weights)
+        loss = weighted(losses.loss * self._share(losses.total, num_items_in_batch), self.weights)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
+
+    def _share(self, labels: Tensor, of_step: Tensor | int | None) -> Tensor | float:
+        """What a micro-batch's mean counts for in the mean over all labels of an optimiser step [K].
+
+        Micro-batches are added up, and processes averaged: so the loss and its gradients are those of one process with
+        one batch, whatever number of labels falls on which.
+        """
+        if not isinstance(of_step, Tensor):  # in evaluation every batch stands for itself
+            return 1.0
+        return labels * self.args.world_size / of_step.clamp_min(1)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -177,7 +199,8 @@ class MedusaTrainer(Trainer):
         """Add each head's loss (nats) and top-1, over all labels since the last line, to whatever is logged."""
         split = "eval" if any(key.startswith("eval_") for key in logs) else "train"
         if split in self._seen and ("loss" in logs or "eval_loss" in logs):
-            loss, correct, count = torch.stack(self._seen.pop(split)).sum(0)
+            seen = torch.stack(self._seen.pop(split)).sum(0)
+            loss, correct, count = self.accelerator.reduce(seen.to(self.args.device), "sum").cpu()
             prefix = "eval_" if split == "eval" else ""
             for head in range(len(count)):
                 labels = max(float(count[head]), 1.0)
@@ -201,7 +224,7 @@ class MedusaTrainer(Trainer):
         """Set `max_steps` beyond what the time budget can hold, by a few steps on a copy of the heads."""
         if self.budget is None:
             return
-        seconds = self.seconds_per_step()
+        seconds = broadcast_object_list([self.seconds_per_step()])[0]
         self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> float:
@@ -252,6 +275,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     def __init__(self, seconds: float, elapsed: float = 0.0) -> None:
         self.seconds, self.elapsed = seconds, elapsed
         self._resumed_at: float | None = None
+        self._agreed: float | None = None
 
     def state(self) -> dict[str, Any]:
         return {"args": {"seconds": self.seconds}, "attributes": {"elapsed": self.spent()}}
@@ -262,8 +286,9 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def learning_rate_factor(self, warmup: float) -> float:
         """Linear warm-up over that share of the budget, then linear to 0, by the clock."""
-        progress = self.spent() / self.seconds
-        if not self.spent():
+        spent = self.spent() if self._agreed is None else self._agreed
+        progress = spent / self.seconds
+        if not spent:
             return 1e-3  # the first step comes before the clock has moved
         return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
 
@@ -272,6 +297,14 @@ class TimeBudget(TrainerCallback, ExportableState):
     ) -> None:
         self._resumed_at = time.monotonic()
 
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if (
+            args.world_size > 1
+        ):  # one clock for all, or learning rates would differ and one process stop before the others
+            self._agreed = broadcast_object_list([self.spent()])[0]
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.spent() >= self.seconds:
+        if (self.spent() if self._agreed is None else self._agreed) >= self.seconds:
             control.should_training_stop = True

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, fingerprint
 from medusa.checkpoint import load_heads
 from medusa.errors import RequestError
 from tests.helpers import HIDDEN, random_ids, tiny_model
@@ -60,8 +60,12 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return run
 
 
+def cache_of(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> FeatureCache:
+    return FeatureCache(folder, rows, Backbone(model), fingerprint(model), **kwargs)
+
+
 def written(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> FeatureCache:
-    cache = FeatureCache(folder, rows, model, "tiny", **kwargs)
+    cache = cache_of(folder, rows, model, **kwargs)
     cache.require_belonging()
     assert sum(cache.write(4)) == len(rows)
     return cache
@@ -103,7 +107,7 @@ def test_shorter_dtypes_halve_the_disk(rows: PackedDataset, model: Any, tmp_path
         assert str(hidden.dtype) == f"torch.{dtype}"
         torch.testing.assert_close(hidden.float(), exact[0]["hidden"], rtol=error, atol=1e-6)
     with pytest.raises(RequestError, match=r"features_dtype is 'int8'; choose one of"):
-        FeatureCache(tmp_path, rows, model, "tiny", dtype="int8")
+        cache_of(tmp_path, rows, model, dtype="int8")
 
 
 def test_features_travel_to_worker_processes(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
@@ -172,13 +176,13 @@ def test_an_interrupted_writer_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr(features_module, "SHARD_BYTES", 3 * ROW_BYTES)
     whole = written(tmp_path / "whole", rows, model)
-    cache = FeatureCache(tmp_path / "cut", rows, model, "tiny")
+    cache = cache_of(tmp_path / "cut", rows, model)
     for _, _ in zip(range(5), cache.write(1), strict=False):  # five rows: one shard and two thirds
         pass
     assert [path.name for path in shards(tmp_path / "cut")] == ["00000.safetensors"]
     with pytest.raises(RequestError, match="holds 3 of 10 rows"):
         cache.read()
-    again = FeatureCache(tmp_path / "cut", rows, model, "tiny")
+    again = cache_of(tmp_path / "cut", rows, model)
     again.require_belonging()
     assert again.missing_rows == sum(again.write(3)) == 7
     for ours, theirs in zip(shards(tmp_path / "cut"), shards(whole.folder), strict=True):
@@ -189,7 +193,7 @@ def test_processes_share_the_shards(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features_module, "SHARD_BYTES", 3 * ROW_BYTES)
-    cache = FeatureCache(tmp_path, rows, model, "tiny")
+    cache = cache_of(tmp_path, rows, model)
     assert sum(cache.write(3, process=0, processes=2)) == 6
     assert sum(cache.write(3, process=1, processes=2)) == 4
     assert len(cache.read()) == ROWS
@@ -209,7 +213,7 @@ def test_features_that_do_not_belong_are_refused_and_replaced_only_when_asked(
         rows.loss_mask[0] = ~rows.loss_mask[0]
     elif other == "length":
         rows = PackedDataset([Example(random_ids(13), [True] * 13)], 10)
-    cache = FeatureCache(tmp_path, rows, model, "tiny", dtype=dtype)
+    cache = cache_of(tmp_path, rows, model, dtype=dtype)
     with pytest.raises(RequestError, match=r"the features in .* are of (an)?other .*features_dir.*--overwrite"):
         cache.require_belonging()
     cache.require_belonging(replace=True)
@@ -229,7 +233,7 @@ def test_a_damaged_shard_is_named(rows: PackedDataset, model: Any, tmp_path: Pat
 
 def test_a_folder_of_something_else_is_left_alone(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    cache = FeatureCache(tmp_path, rows, model, "tiny")
+    cache = cache_of(tmp_path, rows, model)
     with pytest.raises(RequestError, match="holds something else"):
         cache.require_belonging(replace=True)
     assert (tmp_path / "thesis.txt").is_file()
