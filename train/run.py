@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, fingerprint
-from medusa.checkpoint import WEIGHTS
+from medusa.checkpoint import WEIGHTS, load_heads
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import require_absent
@@ -27,6 +28,7 @@ from train.config import HeadsConfig, TrainConfig
 from train.data import PackedDataset, load_dataset, require_data
 from train.features import FeatureCache, Features
 from train.footprint import footprint
+from train.medusa2 import Medusa2Trainer, adapt, quality, write_merged
 from train.resume import all_checkpoints, checkpoints
 from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer, MedusaTrainingArguments
@@ -47,6 +49,8 @@ def train(
     output = Path(config.output_dir)
     checkpoint = None if plan else _checkpoint(output, resume, overwrite)
     require_data(config.data)
+    if config.quantization is not None:
+        backbones.quantized(config.quantization)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
     if launched_alone():
@@ -61,15 +65,22 @@ def train(
         attention=config.attention,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
     )
     backbone = Backbone(loaded.model)
     dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
+    _require_adaptable(config, heads)
     if config.shard_backbone:
         shard_backbone(loaded.model.requires_grad_(False), arguments.device)
         heads.to(arguments.device)
-    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    trainer: MedusaTrainer
+    if config.adapter is None:
+        trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset)
+    else:
+        adapt(loaded.model, config.adapter)
+        trainer = Medusa2Trainer(loaded.model, heads, arguments, config.adapter, train_dataset=dataset)
     if plan:
         foreseen = _cache(config, dataset, trainer).plan(trainer)
         _say(str(foreseen))
@@ -84,8 +95,13 @@ def train(
     if config.cache_features:
         trainer.train_dataset = _cached(config, dataset, trainer, overwrite, quiet)
     outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
+    result = _result(trainer, outcome.metrics)
+    if isinstance(trainer, Medusa2Trainer):
+        result |= _quality(config, trainer, dataset, loaded.tokenizer)
+    trainer.provenance["result"] = result
     trainer.save_model()
+    if config.adapter is not None and config.adapter.merge and arguments.process_index == 0:
+        _merge(config, trainer, loaded.tokenizer)
     if not quiet:
         _say(summary(result))
         _say(f"heads saved in {output}")
@@ -135,6 +151,43 @@ def _cached(
     return cache.read()
 
 
+def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
+    if config.adapter is None:
+        return
+    if config.shard_backbone:
+        raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
+    if config.adapter.lm_head and heads.config.lm_head == "shared":
+        raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
+
+
+def _quality(
+    config: TrainConfig, trainer: Medusa2Trainer, dataset: PackedDataset, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, float]:
+    """Perplexity before and after, said and returned."""
+    where = trainer.adapter.quality_data
+    if where is not None:
+        backbone = trainer.backbone
+        data = replace(config.data, path=where, exclude=None)
+        dataset = load_dataset(data, tokenizer, backbone.vocab_size, backbone.context)
+    found = quality(trainer, dataset)
+    before, after = found["perplexity_before"], found["perplexity_after"]
+    _say(
+        f"perplexity on {where or 'training data'}: {before:.3f} before, {after:.3f} after ({after / before - 1:+.2%})"
+    )
+    return found
+
+
+def _merge(config: TrainConfig, trainer: MedusaTrainer, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    base = backbones.load_backbone(
+        config.backbone,
+        dtype=str(trainer.backbone.dtype).removeprefix("torch."),
+        device="cpu",
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    _say(f"merged backbone saved in {write_merged(base.model, tokenizer, trainer.heads, Path(config.output_dir))}")
+
+
 def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
     given: dict[str, Any] = {
         "save_strategy": "steps",
@@ -151,6 +204,9 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
     arguments._n_gpu = min(
         arguments.n_gpu, 1
     )  # several GPUs need a launcher: DataParallel would copy heads, no backbone
+    checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name
+    if config.adapter is None and any(getattr(arguments, name, False) for name in checkpointing):
+        raise RequestError("training.activation_checkpointing saves nothing where the backbone is frozen; leave it out")
     if arguments.eval_strategy != "no":
         raise RequestError("training.eval_strategy needs evaluation data, which a recipe cannot name yet; leave it out")
     return arguments
@@ -162,6 +218,8 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     if not isinstance(backbone.head, nn.Linear):
         kind = type(backbone.head).__name__
         raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
+    if asked.start is not None:
+        return _trained_heads(asked, backbone, fingerprint(model, name, revision))
     chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
     heads = MedusaHeads(
         MedusaConfig(
@@ -176,6 +234,27 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     )
     heads.start_from(backbone.head_weight.detach())
     return heads.to(backbone.head_weight.device)
+
+
+def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]) -> MedusaHeads:
+    """The heads that a run goes on from."""
+    heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
+    held = heads.config
+    wanted = {
+        "hidden_size": backbone.hidden_size,
+        "block": asked.block,
+        "num_layers": asked.layers,
+        "expansion": asked.expansion,
+        "lm_head": asked.lm_head,
+        "num_heads": None if asked.num == HeadsConfig.num else asked.num,
+    }
+    if held.vocab_size is not None:
+        wanted["vocab_size"] = backbone.vocab_size
+    for key, value in wanted.items():
+        if value is not None and value != getattr(held, key):
+            raise RequestError(f"heads.start: {asked.start} has {key} {getattr(held, key)!r}, not {value!r}")
+    held.backbone, held.tree = known, None  # the tree was for the old weights
+    return heads.train()
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:

@@ -100,7 +100,8 @@ class HeadsOnBackbone(nn.Module):
         with torch.no_grad():
             if hidden is None:
                 hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
-            hidden = hidden.to(backbone.dtype)
+        hidden = hidden.to(backbone.dtype)  # may carry gradients
+        with torch.no_grad():
             tokens = input_ids if self.objective == "text" else backbone_choices(backbone, hidden, input_ids)
         labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
         taught = (labels[0] != IGNORE).nonzero()[:, 0]  # head 0 reaches least far: where it has no label, none has
@@ -123,20 +124,28 @@ class MedusaTrainer(Trainer):
         self.heads, self.provenance, self.minutes = heads, dict(provenance or {}), args.max_minutes
         budget = None if args.max_minutes is None else TimeBudget(60 * args.max_minutes)
         callbacks = [*kwargs.pop("callbacks", []), LogBeforeSaving(), *([budget] if budget else [])]
-        self.trained = HeadsOnBackbone(heads, model, args.objective)
+        self.trained = self.assemble(heads, model, args)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
         for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
             self.remove_callback(noisy)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # or the Trainer would count labels its own way
-        self.loss_is_scaled_for_ga = True  # see _share
+        self.loss_is_scaled_for_ga = True  # see share
         self.weights = head_weights(heads.config.num_heads, args.head_decay)
         self._seen: dict[str, list[Tensor]] = {}
         self.reading_seconds = 0.0  # waited for batches
-        foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
+        foreign = [n for n, p in self.trained.named_parameters() if p.requires_grad and not self.is_ours(n)]
         if foreign:
             raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
+
+    def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
+        """The module to train."""
+        return HeadsOnBackbone(heads, model, args.objective)
+
+    def is_ours(self, parameter: str) -> bool:
+        """Whether a parameter of this name may be trained."""
+        return parameter.startswith("heads.")
 
     @property
     def backbone(self) -> Backbone:
@@ -154,15 +163,16 @@ class MedusaTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """The batches of one optimiser step, and each head's labels in all of them on all processes [K]."""
+        """The batches of one optimiser step, and how many labels are in all of them on all processes."""
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
-        counts = torch.zeros(self.heads.config.num_heads, dtype=torch.long, device=device)
-        for batch in batches:
-            ids, mask, documents = (batch[name].to(device) for name in ("input_ids", "loss_mask", "document_ids"))
-            counts += label_counts(ids, mask, documents, self.heads.config.num_heads)
+        counts = torch.stack([self.label_counts(batch) for batch in batches]).sum(0).to(device)
         return batches, self.accelerator.reduce(counts, "sum")
+
+    def label_counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many labels each head has in a batch [K]."""
+        return label_counts(batch["input_ids"], batch["loss_mask"], batch["document_ids"], self.heads.config.num_heads)
 
     def compute_loss(
         self,
@@ -176,16 +186,20 @@ class MedusaTrainer(Trainer):
         self._seen.setdefault(split, []).append(
             torch.stack([losses.loss.detach() * losses.total, losses.correct, losses.total]).double().cpu()
         )
-        loss = weighted(losses.loss * self._share(losses.total, num_items_in_batch), self.weights)
+        loss = self.total_loss(losses, num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
-    def _share(self, labels: Tensor, of_step: Tensor | int | None) -> Tensor | float:
-        """What a micro-batch's mean counts for in the mean over all labels of an optimiser step [K].
+    def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
+        """What is minimised: the heads' mean losses, weighted. `of_step`: how many labels the whole step has [K]."""
+        return weighted(losses.loss * self.share(losses.total, of_step), self.weights)
+
+    def share(self, labels: Tensor, of_step: Tensor | None) -> Tensor | float:
+        """What a micro-batch's mean counts for in the mean over all labels of an optimiser step.
 
         Micro-batches are added up, and processes averaged: so the loss and its gradients are those of one process with
         one batch, whatever number of labels falls on which.
         """
-        if not isinstance(of_step, Tensor):  # in evaluation every batch stands for itself
+        if of_step is None:  # in evaluation every batch stands for itself
             return 1.0
         return labels * self.args.world_size / of_step.clamp_min(1)
 
@@ -229,10 +243,11 @@ class MedusaTrainer(Trainer):
 
     def seconds_per_step(self, prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> float:
         """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
-        before = {name: tensor.clone() for name, tensor in self.trained.state_dict().items()}
+        learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in learning]
         rng = torch.get_rng_state()
         batches = iter(self.get_train_dataloader())
-        optimizer = torch.optim.AdamW(self.trained.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(learning, lr=1e-4)
         times = []
         for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
             if batch is None:
@@ -243,7 +258,8 @@ class MedusaTrainer(Trainer):
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
-        self.trained.load_state_dict(before)
+        for parameter, old in zip(learning, before, strict=True):
+            parameter.data.copy_(old)
         torch.set_rng_state(rng)
         self._seen.clear()  # and the transfer of its figures has waited for the device
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
@@ -284,11 +300,14 @@ class TimeBudget(TrainerCallback, ExportableState):
         """Seconds of training so far, those before an interruption included."""
         return self.elapsed + (0.0 if self._resumed_at is None else time.monotonic() - self._resumed_at)
 
+    def now(self) -> float:
+        """Seconds spent, the same on all processes."""
+        return self.spent() if self._agreed is None else self._agreed
+
     def learning_rate_factor(self, warmup: float) -> float:
         """Linear warm-up over that share of the budget, then linear to 0, by the clock."""
-        spent = self.spent() if self._agreed is None else self._agreed
-        progress = spent / self.seconds
-        if not spent:
+        progress = self.now() / self.seconds
+        if not progress:
             return 1e-3  # the first step comes before the clock has moved
         return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
 
@@ -306,5 +325,5 @@ class TimeBudget(TrainerCallback, ExportableState):
             self._agreed = broadcast_object_list([self.spent()])[0]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if (self.spent() if self._agreed is None else self._agreed) >= self.seconds:
+        if self.now() >= self.seconds:
             control.should_training_stop = True
