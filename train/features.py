@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medusa.backbone import DTYPES, Backbone
+from medusa.backbone import DTYPES, Backbone, differs
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, write_json
 from train.data import Counts, PackedDataset, positions_of
@@ -117,6 +117,71 @@ def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
     tensors = {"hidden": hidden, **{name: per_token[name] for name in PER_TOKEN}}
     with replacing(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+
+
+class Recorder:
+    """Adds texts with their hidden states to a folder of features: what real use leaves for training."""
+
+    def __init__(self, folder: Path, known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> None:
+        """`known` is the backbone's fingerprint.
+
+        Raises:
+            RequestError: the folder holds something else, or features of another backbone or dtype.
+        """
+        self.folder, self.dtype = folder, dtype
+        manifest = manifest_of(known, hidden_size, dtype)
+        if not is_features(folder):
+            if folder.is_dir() and any(folder.iterdir()):
+                raise RequestError(f"{folder} holds something else than features; give another folder")
+            write_json(folder / MANIFEST, manifest)
+        elif _stored(read_json(folder / MANIFEST)) != _stored(manifest) or "rows" in read_json(folder / MANIFEST):
+            raise RequestError(f"{folder} holds features of another backbone or dtype, or a cache; give another folder")
+        self._texts: list[dict[str, Tensor]] = []
+
+    def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
+        """One text: ids [T] and hidden [T or fewer, H], since the last tokens may not have been read; T >= 1.
+
+        The prompt's tokens are not taught.
+        """
+        ids = torch.tensor(input_ids, dtype=torch.int32)
+        states = _padded(hidden.detach().to("cpu", self.dtype), len(ids) - len(hidden), 0)
+        taught = torch.arange(len(ids)) >= prompt_tokens
+        documents = torch.full_like(ids, len(self._texts))
+        self._texts.append({"hidden": states, "input_ids": ids, "document_ids": documents, "loss_mask": taught})
+        if sum(text["hidden"].nbytes for text in self._texts) >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added since the last shard as the next one."""
+        if self._texts:
+            number = 1 + max((int(path.stem) for path in shards(self.folder)), default=-1)
+            joined = {name: torch.cat([text[name] for text in self._texts]) for name in self._texts[0]}
+            write_shard(self.folder / f"{number:05}.safetensors", **joined)
+            self._texts.clear()
+
+
+def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
+    """A folder of features as training data for `backbone`.
+
+    Raises:
+        RequestError: they are another backbone's, or there are none.
+    """
+    held = read_json(folder / MANIFEST)
+    known = held.get("backbone") or {}
+    if held.get("hidden_size") != backbone.hidden_size or differs(backbone.model, known):
+        raise RequestError(f"the features in {folder} are of another backbone, {known.get('name')}")
+    features = Features(folder, row_length)
+    if not features.counts.taught:
+        raise RequestError(f"nothing to train on in {folder}: {features.counts}")
+    return features
+
+
+def _weights(manifest: dict[str, Any]) -> Any:
+    return (manifest.get("backbone") or {}).get("weights")
+
+
+def _stored(manifest: dict[str, Any]) -> tuple[Any, ...]:
+    return (_weights(manifest), *(manifest.get(key) for key in ("format", "version", "dtype", "hidden_size")))
 
 
 def manifest_of(known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:

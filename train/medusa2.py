@@ -28,6 +28,7 @@ from medusa.files import replacing_folder
 from medusa.heads import MedusaHeads
 from train.config import AdapterConfig
 from train.data import PackedDataset
+from train.features import Features
 from train.labels import IGNORE, NEXT, head_labels
 from train.loss import CHUNK
 from train.trainer import HeadsOnBackbone, MedusaTrainer, MedusaTrainingArguments
@@ -260,7 +261,7 @@ class Medusa2Trainer(MedusaTrainer):
 
 
 @torch.no_grad()
-def perplexity(backbone: Backbone, rows: PackedDataset, batch_size: int = 4) -> float:
+def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
     """exp of the mean cross-entropy of the taught tokens in the first `QUALITY_ROWS` rows."""
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
@@ -274,7 +275,7 @@ def perplexity(backbone: Backbone, rows: PackedDataset, batch_size: int = 4) -> 
     return math.exp(total / max(count, 1))
 
 
-def quality(trainer: Medusa2Trainer, rows: PackedDataset) -> dict[str, float]:
+def quality(trainer: Medusa2Trainer, rows: PackedDataset | Features) -> dict[str, float]:
     """Perplexity of the untouched and of the adapted backbone on the same rows."""
     model = trainer.backbone.model
     model.eval()

@@ -25,8 +25,9 @@ from medusa.files import require_absent
 from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
+from train.curves import PICTURE, draw_curves
 from train.data import PackedDataset, load_dataset, require_data
-from train.features import FeatureCache, Features
+from train.features import FeatureCache, Features, is_features, recorded
 from train.footprint import footprint
 from train.medusa2 import Medusa2Trainer, adapt, quality, write_merged
 from train.resume import all_checkpoints, checkpoints
@@ -48,7 +49,9 @@ def train(
     """
     output = Path(config.output_dir)
     checkpoint = None if plan else _checkpoint(output, resume, overwrite)
-    require_data(config.data)
+    from_features = _is_features(config)
+    if not from_features:
+        require_data(config.data)
     if config.quantization is not None:
         backbones.quantized(config.quantization)
     backbones.require_placement(config.dtype, config.device, config.attention)
@@ -68,7 +71,11 @@ def train(
         quantization=config.quantization,
     )
     backbone = Backbone(loaded.model)
-    dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    dataset: PackedDataset | Features
+    if from_features:
+        dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
+    else:
+        dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     _require_adaptable(config, heads)
@@ -82,6 +89,8 @@ def train(
         adapt(loaded.model, config.adapter)
         trainer = Medusa2Trainer(loaded.model, heads, arguments, config.adapter, train_dataset=dataset)
     if plan:
+        if not isinstance(dataset, PackedDataset):
+            raise RequestError(f"{config.data.path} holds features; there is nothing to plan")
         foreseen = _cache(config, dataset, trainer).plan(trainer)
         _say(str(foreseen))
         return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
@@ -92,7 +101,7 @@ def train(
     if not quiet:
         _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
-    if config.cache_features:
+    if config.cache_features and isinstance(dataset, PackedDataset):
         trainer.train_dataset = _cached(config, dataset, trainer, overwrite, quiet)
     outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     result = _result(trainer, outcome.metrics)
@@ -104,8 +113,28 @@ def train(
         _merge(config, trainer, loaded.tokenizer)
     if not quiet:
         _say(summary(result))
+        if arguments.process_index == 0 and not draw_curves(trainer.state.log_history, output / PICTURE):
+            _say(f"no {PICTURE}: it needs matplotlib")
         _say(f"heads saved in {output}")
     return result
+
+
+def _is_features(config: TrainConfig) -> bool:
+    """Whether the data are hidden states already.
+
+    Raises:
+        RequestError: they are, and something is asked that they cannot give.
+    """
+    if not is_features(config.data.path):
+        return False
+    for name, given in (
+        ("cache_features", config.cache_features),
+        ("data.exclude", config.data.exclude),
+        ("data.max_examples", config.data.max_examples),
+    ):
+        if given:
+            raise RequestError(f"{config.data.path} holds features; leave {name} out")
+    return True
 
 
 def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
@@ -161,7 +190,10 @@ def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
 
 
 def _quality(
-    config: TrainConfig, trainer: Medusa2Trainer, dataset: PackedDataset, tokenizer: PreTrainedTokenizerBase | None
+    config: TrainConfig,
+    trainer: Medusa2Trainer,
+    dataset: PackedDataset | Features,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, float]:
     """Perplexity before and after, said and returned."""
     where = trainer.adapter.quality_data
@@ -269,7 +301,7 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     return line
 
 
-def provenance(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
+def provenance(config: TrainConfig, dataset: PackedDataset | Features, trainer: MedusaTrainer) -> dict[str, Any]:
     """Where a set of heads comes from."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
