@@ -218,6 +218,11 @@ class Medusa2Trainer(MedusaTrainer):
             self._lm_seen.append(torch.stack([losses.lm.detach() * losses.lm_total, losses.lm_total]).double().cpu())
         return lm + heads_weight(self.adapter, self.progress()) * heads
 
+    def seconds_per_step(self, *args: Any) -> float:
+        seconds = super().seconds_per_step(*args)
+        self._lm_seen.clear()
+        return seconds
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the LM loss (nats), over all labels since the last line."""
         if self._lm_seen and "loss" in logs:

@@ -76,6 +76,7 @@ def train(
         dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
     else:
         dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     _require_adaptable(config, heads)
@@ -106,7 +107,7 @@ def train(
     outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     result = _result(trainer, outcome.metrics)
     if isinstance(trainer, Medusa2Trainer):
-        result |= _quality(config, trainer, dataset, loaded.tokenizer)
+        result |= _quality(trainer, quality_rows)
     trainer.provenance["result"] = result
     trainer.save_model()
     if config.adapter is not None and config.adapter.merge and arguments.process_index == 0:
@@ -189,23 +190,23 @@ def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
 
-def _quality(
-    config: TrainConfig,
-    trainer: Medusa2Trainer,
-    dataset: PackedDataset | Features,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> dict[str, float]:
+def _quality_rows(
+    config: TrainConfig, rows: PackedDataset | Features, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone
+) -> PackedDataset | Features:
+    """What the perplexity is taken on."""
+    if config.adapter is None or config.adapter.quality_data is None:
+        return rows
+    data = replace(config.data, path=config.adapter.quality_data, exclude=None)
+    return load_dataset(data, tokenizer, backbone.vocab_size, backbone.context)
+
+
+def _quality(trainer: Medusa2Trainer, rows: PackedDataset | Features) -> dict[str, float]:
     """Perplexity before and after, said and returned."""
-    where = trainer.adapter.quality_data
-    if where is not None:
-        backbone = trainer.backbone
-        data = replace(config.data, path=where, exclude=None)
-        dataset = load_dataset(data, tokenizer, backbone.vocab_size, backbone.context)
-    found = quality(trainer, dataset)
+    where = trainer.adapter.quality_data or "training data"
+    found = quality(trainer, rows)
     before, after = found["perplexity_before"], found["perplexity_after"]
-    _say(
-        f"perplexity on {where or 'training data'}: {before:.3f} before, {after:.3f} after ({after / before - 1:+.2%})"
-    )
+    change = f"{after / before - 1:+.2%}"
+    _say(f"perplexity on {where}: {before:.3f} before, {after:.3f} after ({change})")
     return found
 
 
@@ -233,9 +234,8 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
-    arguments._n_gpu = min(
-        arguments.n_gpu, 1
-    )  # several GPUs need a launcher: DataParallel would copy heads, no backbone
+    # Several GPUs need a launcher: DataParallel would copy the heads, but not the backbone beside them.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name
     if config.adapter is None and any(getattr(arguments, name, False) for name in checkpointing):
         raise RequestError("training.activation_checkpointing saves nothing where the backbone is frozen; leave it out")

@@ -78,9 +78,7 @@ class HeadsOnBackbone(nn.Module):
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, objective: str) -> None:
         super().__init__()
         self.heads, self.objective = heads, objective
-        if getattr(
-            model, "hf_device_map", None
-        ):  # spread over devices: then the Trainer leaves the heads in their place
+        if getattr(model, "hf_device_map", None):  # spread over devices: the Trainer then leaves heads in their place
             self.hf_device_map = model.hf_device_map
         self._outside = (Backbone(model.requires_grad_(False).eval()),)  # a tuple: no submodule
 
@@ -319,9 +317,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if (
-            args.world_size > 1
-        ):  # one clock for all, or learning rates would differ and one process stop before the others
+        if args.world_size > 1:  # one clock for all, or learning rates would differ, and one process would stop early
             self._agreed = broadcast_object_list([self.spent()])[0]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -156,6 +156,23 @@ def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.
     assert lm_loss(head, teacher[:0], labels[:0], None).item() == 0
 
 
+def test_the_teacher_reads_an_adapted_lm_head_without_its_adapter() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = torch.nn.Linear(8, VOCAB)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * self.base_layer(rows)
+
+    head, hidden = Adapted(), torch.randn(7, 8)
+    p, log_q = head.base_layer(hidden).softmax(-1), head(hidden).log_softmax(-1)
+    expected = (p * (p.log() - log_q)).sum(-1).mean()
+    ours = lm_loss(head, hidden, torch.zeros(7, dtype=torch.long), hidden)
+    torch.testing.assert_close(ours, expected)
+    assert ours > 0.01, "the adapter moves it"
+
+
 def test_the_teacher_is_the_untouched_backbone(llama: Any) -> None:
     model = tiny_model("llama")
     adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.5))
@@ -186,6 +203,16 @@ def test_perplexity_is_that_of_transformers_own_loss(llama: Any) -> None:
     losses = [llama(input_ids=row["input_ids"][None], labels=row["input_ids"][None]).loss for row in rows]
     ours = perplexity(Backbone(llama), rows, batch_size=2)
     assert ours == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-5)
+
+
+def test_quality_is_taken_where_asked_and_a_wrong_file_is_told_first(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    own = recipe("own", training={"max_steps": 1})
+    (tmp_path / "other.jsonl").write_text(json.dumps({"input_ids": [3] * LENGTH}), encoding="utf-8")
+    other = recipe("other", training={"max_steps": 1}, adapter={"quality_data": str(tmp_path / "other.jsonl")})
+    assert own["perplexity_before"] != other["perplexity_before"]
+    with pytest.raises(RequestError, match=r"absent\.jsonl"):
+        recipe("absent", adapter={"quality_data": str(tmp_path / "absent.jsonl")})
+    assert len(seen) == 2, "the third run never began"
 
 
 def test_next_labels_are_those_of_the_lm_head() -> None:
