@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medusa.backbone import DTYPES, Backbone, fingerprint
+from medusa.backbone import DTYPES, Backbone, differs
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, write_json
 from train.data import Counts, PackedDataset, positions_of
@@ -119,14 +119,74 @@ def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
 
-def manifest_of(model: Any, name: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What every manifest says: the format, the backbone, and how its hidden states are stored."""
-    known = fingerprint(model, name)
-    return FORMAT | {
-        "backbone": known,
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": Backbone(model).hidden_size,
-    }
+class Recorder:
+    """Adds texts with their hidden states to a folder of features: what real use leaves for training."""
+
+    def __init__(self, folder: Path, known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> None:
+        """`known` is the backbone's fingerprint.
+
+        Raises:
+            RequestError: the folder holds something else, or features of another backbone or dtype.
+        """
+        self.folder, self.dtype = folder, dtype
+        manifest = manifest_of(known, hidden_size, dtype)
+        if not is_features(folder):
+            if folder.is_dir() and any(folder.iterdir()):
+                raise RequestError(f"{folder} holds something else than features; give another folder")
+            write_json(folder / MANIFEST, manifest)
+        elif _stored(read_json(folder / MANIFEST)) != _stored(manifest) or "rows" in read_json(folder / MANIFEST):
+            raise RequestError(f"{folder} holds features of another backbone or dtype, or a cache; give another folder")
+        self._texts: list[dict[str, Tensor]] = []
+
+    def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
+        """One text: ids [T] and hidden [T or fewer, H], since the last tokens may not have been read; T >= 1.
+
+        The prompt's tokens are not taught.
+        """
+        ids = torch.tensor(input_ids, dtype=torch.int32)
+        states = _padded(hidden.detach().to("cpu", self.dtype), len(ids) - len(hidden), 0)
+        taught = torch.arange(len(ids)) >= prompt_tokens
+        documents = torch.full_like(ids, len(self._texts))
+        self._texts.append({"hidden": states, "input_ids": ids, "document_ids": documents, "loss_mask": taught})
+        if sum(text["hidden"].nbytes for text in self._texts) >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added since the last shard as the next one."""
+        if self._texts:
+            number = 1 + max((int(path.stem) for path in shards(self.folder)), default=-1)
+            joined = {name: torch.cat([text[name] for text in self._texts]) for name in self._texts[0]}
+            write_shard(self.folder / f"{number:05}.safetensors", **joined)
+            self._texts.clear()
+
+
+def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
+    """A folder of features as training data for `backbone`.
+
+    Raises:
+        RequestError: they are another backbone's, or there are none.
+    """
+    held = read_json(folder / MANIFEST)
+    known = held.get("backbone") or {}
+    if held.get("hidden_size") != backbone.hidden_size or differs(backbone.model, known):
+        raise RequestError(f"the features in {folder} are of another backbone, {known.get('name')}")
+    features = Features(folder, row_length)
+    if not features.counts.taught:
+        raise RequestError(f"nothing to train on in {folder}: {features.counts}")
+    return features
+
+
+def _weights(manifest: dict[str, Any]) -> Any:
+    return (manifest.get("backbone") or {}).get("weights")
+
+
+def _stored(manifest: dict[str, Any]) -> tuple[Any, ...]:
+    return (_weights(manifest), *(manifest.get(key) for key in ("format", "version", "dtype", "hidden_size")))
+
+
+def manifest_of(known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What every manifest says: the format, the backbone's fingerprint, and how its hidden states are stored."""
+    return FORMAT | {"backbone": known, "dtype": str(dtype).removeprefix("torch."), "hidden_size": hidden_size}
 
 
 def is_features(path: str | Path) -> bool:
@@ -187,20 +247,22 @@ def _bytes(number: float) -> str:
 class FeatureCache:
     """Features of one dataset: planned, written where they are missing, and read."""
 
-    def __init__(self, folder: Path, rows: PackedDataset, model: Any, name: str, dtype: str | None = None) -> None:
-        """`dtype` is how hidden states are stored; the backbone's own, if not said.
+    def __init__(
+        self, folder: Path, rows: PackedDataset, backbone: Backbone, known: Any, dtype: str | None = None
+    ) -> None:
+        """`known` is the backbone's fingerprint; `dtype` is how hidden states are stored, if not in the backbone's own.
 
         Raises:
             RequestError: no such dtype.
         """
         if dtype is not None and dtype not in DTYPES:
             raise RequestError(f"features_dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-        self.folder, self.rows, self.backbone = folder, rows, Backbone(model)
+        self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype = DTYPES[dtype] if dtype else self.backbone.dtype
         self.row_length = rows.input_ids.shape[1]
         self.row_bytes = self.row_length * (self.backbone.hidden_size * self.dtype.itemsize + 4 + 4 + 1)
         self.rows_per_shard = max(1, min(len(rows), SHARD_BYTES // self.row_bytes))
-        self.manifest = manifest_of(model, name, self.dtype) | {
+        self.manifest = manifest_of(known, backbone.hidden_size, self.dtype) | {
             "rows": len(rows),
             "row_length": self.row_length,
             "rows_per_shard": self.rows_per_shard,

@@ -29,7 +29,8 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 WEIGHTINGS = ("decay", "dpace")
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits of a chunk, all heads together: a core's share of the cache, or what a GPU needs to be busy."""
-MIN_ROWS = 32  # of a chunk, whatever V is: with fewer, reading the LM head costs more than multiplying by it
+MIN_ROWS = 24  # of a chunk, whatever V is: with fewer, reading the LM head costs more than multiplying by it
+MIN_ROWS_OWN = 64  # every chunk also reads and writes the gradient of each own LM head
 
 
 class HeadLosses(NamedTuple):
@@ -204,10 +205,10 @@ def _linear(lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
     return lm_head.weight, lm_head.bias
 
 
-def chunk_rows(num_heads: int, vocab_size: int, device: str) -> int:
+def chunk_rows(num_heads: int, vocab_size: int, device: str, least: int = MIN_ROWS) -> int:
     """Positions in a chunk."""
     budget = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
-    return max(MIN_ROWS, budget // (4 * num_heads * vocab_size))
+    return max(least, budget // (4 * num_heads * vocab_size))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -237,7 +238,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and own else None  # a shared one is frozen
         counts = (labels != IGNORE).sum(1)
         totals = _Totals(*(x_KRH.new_zeros(num_heads, dtype=kind) for kind in (torch.float, torch.float, torch.long)))
-        step = chunk_rows(num_heads, matrix.shape[-1], device)
+        step = chunk_rows(num_heads, matrix.shape[-1], device, MIN_ROWS_OWN if own else MIN_ROWS)
         with torch.autocast(device, enabled=False):
             for start in range(0, positions, step):
                 rows = slice(start, start + step)

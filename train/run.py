@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, fingerprint
-from medusa.checkpoint import WEIGHTS
+from medusa.checkpoint import WEIGHTS, load_heads
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import require_absent
 from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
+from train.curves import PICTURE, draw_curves
 from train.data import PackedDataset, load_dataset, require_data
-from train.features import FeatureCache, Features
+from train.features import FeatureCache, Features, is_features, recorded
 from train.footprint import footprint
+from train.medusa2 import Medusa2Trainer, adapt, quality, write_merged
 from train.resume import all_checkpoints, checkpoints
+from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer, MedusaTrainingArguments
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -44,47 +49,96 @@ def train(
     """
     output = Path(config.output_dir)
     checkpoint = None if plan else _checkpoint(output, resume, overwrite)
-    for data in filter(None, (config.data, config.eval_data)):
+    from_features = _is_features(config)
+    for data in filter(None, (None if from_features else config.data, config.eval_data)):
         require_data(data)
+    if config.quantization is not None:
+        backbones.quantized(config.quantization)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    if launched_alone():
+        _say(
+            "warning: accelerate launch --cpu starts one process, whatever --num_processes says; "
+            "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
+        )
     arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     loaded = backbones.load_backbone(
         config.backbone,
-        dtype=config.dtype,
-        device=config.device,
+        **placement(config.device, config.dtype, config.shard_backbone, sizes),
         attention=config.attention,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
     )
     backbone = Backbone(loaded.model)
-    dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    dataset: PackedDataset | Features
+    if from_features:
+        dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
+    else:
+        dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context)
     evaluated = None
     if config.eval_data is not None:
         evaluated = load_dataset(config.eval_data, loaded.tokenizer, backbone.vocab_size, backbone.context)
+    quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
-    trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset, eval_dataset=evaluated)
+    _require_adaptable(config, heads)
+    if config.shard_backbone:
+        shard_backbone(loaded.model.requires_grad_(False), arguments.device)
+        heads.to(arguments.device)
+    trainer: MedusaTrainer
+    if config.adapter is None:
+        trainer = MedusaTrainer(loaded.model, heads, arguments, train_dataset=dataset, eval_dataset=evaluated)
+    else:
+        adapt(loaded.model, config.adapter)
+        trainer = Medusa2Trainer(loaded.model, heads, arguments, config.adapter, train_dataset=dataset)
     if plan:
+        if not isinstance(dataset, PackedDataset):
+            raise RequestError(f"{config.data.path} holds features; there is nothing to plan")
         foreseen = _cache(config, dataset, trainer).plan(trainer)
         _say(str(foreseen))
         return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
-    if overwrite:  # or a checkpoint of the old run would pass for one of this
+    if overwrite and arguments.process_index == 0:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
     trainer.provenance = provenance(config, dataset, trainer)
     if not quiet:
         _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
-    if config.cache_features:
+    if config.cache_features and isinstance(dataset, PackedDataset):
         trainer.train_dataset = _cached(config, dataset, trainer, overwrite, quiet)
     outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.provenance["result"] = result = _result(trainer, outcome.metrics)
+    result = _result(trainer, outcome.metrics)
+    if isinstance(trainer, Medusa2Trainer):
+        result |= _quality(trainer, quality_rows)
+    trainer.provenance["result"] = result
     trainer.save_model()
+    if config.adapter is not None and config.adapter.merge and arguments.process_index == 0:
+        _merge(config, trainer, loaded.tokenizer)
     if not quiet:
         _say(summary(result))
+        if arguments.process_index == 0 and not draw_curves(trainer.state.log_history, output / PICTURE):
+            _say(f"no {PICTURE}: it needs matplotlib")
         _say(f"heads saved in {output}")
     return result
+
+
+def _is_features(config: TrainConfig) -> bool:
+    """Whether the data are hidden states already.
+
+    Raises:
+        RequestError: they are, and something is asked that they cannot give.
+    """
+    if not is_features(config.data.path):
+        return False
+    for name, given in (
+        ("cache_features", config.cache_features),
+        ("data.exclude", config.data.exclude),
+        ("data.max_examples", config.data.max_examples),
+    ):
+        if given:
+            raise RequestError(f"{config.data.path} holds features; leave {name} out")
+    return True
 
 
 def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
@@ -106,7 +160,7 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
 
 def _cache(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> FeatureCache:
     folder = Path(config.features_dir or Path(config.output_dir) / "features")
-    return FeatureCache(folder, dataset, trainer.backbone.model, config.backbone, config.features_dtype)
+    return FeatureCache(folder, dataset, trainer.backbone, trainer.heads.config.backbone, config.features_dtype)
 
 
 def _cached(
@@ -130,6 +184,46 @@ def _cached(
     return cache.read()
 
 
+def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
+    if config.adapter is None:
+        return
+    if config.shard_backbone:
+        raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
+    if config.adapter.lm_head and heads.config.lm_head == "shared":
+        raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
+
+
+def _quality_rows(
+    config: TrainConfig, rows: PackedDataset | Features, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone
+) -> PackedDataset | Features:
+    """What the perplexity is taken on."""
+    if config.adapter is None or config.adapter.quality_data is None:
+        return rows
+    data = replace(config.data, path=config.adapter.quality_data, exclude=None)
+    return load_dataset(data, tokenizer, backbone.vocab_size, backbone.context)
+
+
+def _quality(trainer: Medusa2Trainer, rows: PackedDataset | Features) -> dict[str, float]:
+    """Perplexity before and after, said and returned."""
+    where = trainer.adapter.quality_data or "training data"
+    found = quality(trainer, rows)
+    before, after = found["perplexity_before"], found["perplexity_after"]
+    change = f"{after / before - 1:+.2%}"
+    _say(f"perplexity on {where}: {before:.3f} before, {after:.3f} after ({change})")
+    return found
+
+
+def _merge(config: TrainConfig, trainer: MedusaTrainer, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    base = backbones.load_backbone(
+        config.backbone,
+        dtype=str(trainer.backbone.dtype).removeprefix("torch."),
+        device="cpu",
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    _say(f"merged backbone saved in {write_merged(base.model, tokenizer, trainer.heads, Path(config.output_dir))}")
+
+
 def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
     given: dict[str, Any] = {
         "save_strategy": "steps",
@@ -145,6 +239,13 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
+    # Several GPUs need a launcher: DataParallel would copy the heads, but not the backbone beside them.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name
+    if config.adapter is None and any(getattr(arguments, name, False) for name in checkpointing):
+        raise RequestError("training.activation_checkpointing saves nothing where the backbone is frozen; leave it out")
+    if config.adapter is not None and config.eval_data is not None:
+        raise RequestError("eval_data is for a frozen backbone; with an adapter, leave it out")
     if arguments.eval_strategy != "no" and config.eval_data is None:
         raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
     return arguments
@@ -156,6 +257,8 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     if not isinstance(backbone.head, nn.Linear):
         kind = type(backbone.head).__name__
         raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
+    if asked.start is not None:
+        return _trained_heads(asked, backbone, fingerprint(model, name, revision))
     chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
     heads = MedusaHeads(
         MedusaConfig(
@@ -172,6 +275,27 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     return heads.to(backbone.head_weight.device)
 
 
+def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]) -> MedusaHeads:
+    """The heads that a run goes on from."""
+    heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
+    held = heads.config
+    wanted = {
+        "hidden_size": backbone.hidden_size,
+        "block": asked.block,
+        "num_layers": asked.layers,
+        "expansion": asked.expansion,
+        "lm_head": asked.lm_head,
+        "num_heads": None if asked.num == HeadsConfig.num else asked.num,
+    }
+    if held.vocab_size is not None:
+        wanted["vocab_size"] = backbone.vocab_size
+    for key, value in wanted.items():
+        if value is not None and value != getattr(held, key):
+            raise RequestError(f"heads.start: {asked.start} has {key} {getattr(held, key)!r}, not {value!r}")
+    held.backbone, held.tree = known, None  # the tree was for the old weights
+    return heads.train()
+
+
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     """One line about heads that are to be trained, and who will be able to load them."""
     width = f" of width {config.inner_size}" if config.block == "mlp" else ""
@@ -184,7 +308,7 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     return line
 
 
-def provenance(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
+def provenance(config: TrainConfig, dataset: PackedDataset | Features, trainer: MedusaTrainer) -> dict[str, Any]:
     """Where a set of heads comes from."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -229,4 +353,5 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one process speaks for all
+        print(message, file=sys.stderr)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import (
@@ -27,7 +28,7 @@ from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import load_tree
 from train.evaluate import GuessCounts, ranks_of
-from train.labels import IGNORE, head_labels
+from train.labels import IGNORE, head_labels, label_counts
 from train.loss import WEIGHTINGS, HeadLosses, Teacher, Weighting, backbone_choices, head_losses, require_backend
 from train.progress import ProgressBar
 from train.resume import LogBeforeSaving
@@ -91,6 +92,7 @@ class MedusaTrainingArguments(TrainingArguments):
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
     report_to: str | list[str] | None = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ..."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "our rows hold what the loss reads"})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "all heads learn in every step"})
     restore_callback_states_from_checkpoint: bool = field(
         default=True, metadata={"help": "a resumed run has the time left that it had"}
     )
@@ -150,6 +152,8 @@ class HeadsOnBackbone(nn.Module):
         super().__init__()
         self.heads, self.args = heads, args
         self.weighting = Weighting(args.head_weighting, args.head_decay, args.dpace_smoothing)
+        if getattr(model, "hf_device_map", None):  # spread over devices: the Trainer then leaves heads in their place
+            self.hf_device_map = model.hf_device_map
         backbone = Backbone(model.requires_grad_(False).eval())
         if args.objective == "distill" and not backbone.splits:
             raise RequestError(
@@ -187,7 +191,9 @@ class HeadsOnBackbone(nn.Module):
         # In evaluation, what `distill` teaches is also compared with the heads' guesses, token by token.
         argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
         with torch.no_grad():
-            hidden = self.states(input_ids, position_ids) if hidden is None else hidden.to(backbone.dtype)
+            hidden = self.states(input_ids, position_ids) if hidden is None else hidden
+        hidden = hidden.to(backbone.dtype)  # may carry gradients
+        with torch.no_grad():
             tokens = backbone_choices(backbone, hidden, input_ids) if argmax else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, self.heads.config.num_heads).flatten(1)
         # Where head 0 has no label the next token but one is not the backbone's: no decoding step starts there.
@@ -223,20 +229,29 @@ class MedusaTrainer(Trainer):
         if args.early_stopping_patience is not None:
             kwargs.setdefault("callbacks", []).append(EarlyStoppingCallback(args.early_stopping_patience))
         callbacks = [*kwargs.pop("callbacks", []), LogBeforeSaving(), *([budget] if budget else [])]
-        self.trained = HeadsOnBackbone(heads, model, args)
+        self.trained = self.assemble(heads, model, args)
         super().__init__(model=self.trained, args=args, callbacks=callbacks, **kwargs)
         for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
             self.remove_callback(noisy)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
-        self.model_accepts_loss_kwargs = False  # losses are means, so gradient accumulation divides them by its steps
+        self.model_accepts_loss_kwargs = False  # or the Trainer would count labels its own way
+        self.loss_is_scaled_for_ga = True  # see share
         self._seen: dict[str, list[Tensor]] = {}
         self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
         self.reading_seconds = 0.0  # waited for batches
-        foreign = [name for name, _ in self.trained.named_parameters() if not name.startswith("heads.")]
+        foreign = [n for n, p in self.trained.named_parameters() if p.requires_grad and not self.is_ours(n)]
         if foreign:
             raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
+
+    def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
+        """The module to train."""
+        return HeadsOnBackbone(heads, model, args)
+
+    def is_ours(self, parameter: str) -> bool:
+        """Whether a parameter of this name may be trained."""
+        return parameter.startswith("heads.")
 
     @property
     def backbone(self) -> Backbone:
@@ -254,10 +269,16 @@ class MedusaTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of one optimiser step, and how many labels are in all of them on all processes."""
         start = time.perf_counter()
-        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
-        return batches
+        counts = torch.stack([self.label_counts(batch) for batch in batches]).sum(0).to(device)
+        return batches, self.accelerator.reduce(counts, "sum")
+
+    def label_counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many labels each head has in a batch [K]."""
+        return label_counts(batch["input_ids"], batch["loss_mask"], batch["document_ids"], self.heads.config.num_heads)
 
     def compute_loss(
         self,
@@ -271,8 +292,22 @@ class MedusaTrainer(Trainer):
         self._seen.setdefault(split, []).append(
             torch.stack([losses.loss * losses.total, losses.correct, losses.total]).double().cpu()
         )
-        loss = losses.objective.sum()
+        loss = self.total_loss(losses, num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
+
+    def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
+        """What is minimised: the heads' mean losses, weighted. `of_step`: how many labels the whole step has [K]."""
+        return (losses.objective * self.share(losses.total, of_step)).sum()
+
+    def share(self, labels: Tensor, of_step: Tensor | None) -> Tensor | float:
+        """What a micro-batch's mean counts for in the mean over all labels of an optimiser step.
+
+        Micro-batches are added up, and processes averaged: so the loss and its gradients are those of one process with
+        one batch, whatever number of labels falls on which.
+        """
+        if of_step is None:  # in evaluation every batch stands for itself
+            return 1.0
+        return labels * self.args.world_size / of_step.clamp_min(1)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -305,7 +340,8 @@ class MedusaTrainer(Trainer):
         """Add each head's loss (nats) and top-1, over all labels since the last line, to whatever is logged."""
         split = "eval" if any(key.startswith("eval_") for key in logs) else "train"
         if split in self._seen and ("loss" in logs or "eval_loss" in logs):
-            loss, correct, count = torch.stack(self._seen.pop(split)).sum(0)
+            seen = torch.stack(self._seen.pop(split)).sum(0)
+            loss, correct, count = self.accelerator.reduce(seen.to(self.args.device), "sum").cpu()
             prefix = "eval_" if split == "eval" else ""
             for head in range(len(count)):
                 labels = max(float(count[head]), 1.0)
@@ -331,15 +367,16 @@ class MedusaTrainer(Trainer):
         """Set `max_steps` beyond what the time budget can hold, by a few steps on a copy of the heads."""
         if self.budget is None:
             return
-        seconds = self.seconds_per_step()
+        seconds = broadcast_object_list([self.seconds_per_step()])[0]
         self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> float:
         """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
-        before = {name: tensor.clone() for name, tensor in self.trained.state_dict().items()}
+        learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in learning]
         rng = torch.get_rng_state()
         batches = iter(self.get_train_dataloader())
-        optimizer = torch.optim.AdamW(self.trained.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(learning, lr=1e-4)
         times = []
         for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
             if batch is None:
@@ -350,7 +387,8 @@ class MedusaTrainer(Trainer):
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
-        self.trained.load_state_dict(before)
+        for parameter, old in zip(learning, before, strict=True):
+            parameter.data.copy_(old)
         torch.set_rng_state(rng)
         self._seen.clear()  # and the transfer of its figures has waited for the device
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
@@ -386,6 +424,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         """`cpu`: seconds of this process' CPU time, not of the clock's."""
         self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
         self._resumed_at: float | None = None
+        self._agreed: float | None = None
 
     def state(self) -> dict[str, Any]:
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
@@ -397,10 +436,14 @@ class TimeBudget(TrainerCallback, ExportableState):
     def _now(self) -> float:
         return time.process_time() if self.cpu else time.monotonic()
 
+    def now(self) -> float:
+        """Seconds spent, the same on all processes."""
+        return self.spent() if self._agreed is None else self._agreed
+
     def learning_rate_factor(self, warmup: float) -> float:
         """Linear warm-up over that share of the budget, then linear to 0, by the clock."""
-        progress = self.spent() / self.seconds
-        if not self.spent():
+        progress = self.now() / self.seconds
+        if not progress:
             return 1e-3  # the first step comes before the clock has moved
         return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
 
@@ -409,6 +452,12 @@ class TimeBudget(TrainerCallback, ExportableState):
     ) -> None:
         self._resumed_at = self._now()
 
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.world_size > 1:  # one clock for all, or learning rates would differ, and one process would stop early
+            self._agreed = broadcast_object_list([self.spent()])[0]
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.spent() >= self.seconds:
+        if self.now() >= self.seconds:
             control.should_training_stop = True

@@ -9,6 +9,7 @@ Only heads are trained and saved. An interrupted run goes on with --resume.
 from __future__ import annotations
 
 import argparse
+import os
 
 from medusa.commands import common
 
@@ -35,4 +36,5 @@ def run(args: argparse.Namespace) -> None:
     args.seed = int(config.training.get("seed", 42))
     common.prepare_machine(args)
     figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet, plan=args.plan)
-    common.write_results(args, figures)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one writes
+        common.write_results(args, figures)

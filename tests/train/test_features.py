@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, fingerprint
 from medusa.checkpoint import load_heads
 from medusa.errors import RequestError
 from tests.helpers import HIDDEN, random_ids, tiny_model
 from train import features as features_module
 from train.config import parse_config
 from train.data import Example, PackedDataset
-from train.features import MANIFEST, FeatureCache, Features, Plan, is_features, shards
+from train.features import MANIFEST, FeatureCache, Features, Plan, Recorder, is_features, shards
 from train.run import train
 
 LENGTH, ROWS = 20, 10
@@ -60,8 +60,12 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return run
 
 
+def cache_of(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> FeatureCache:
+    return FeatureCache(folder, rows, Backbone(model), fingerprint(model), **kwargs)
+
+
 def written(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> FeatureCache:
-    cache = FeatureCache(folder, rows, model, "tiny", **kwargs)
+    cache = cache_of(folder, rows, model, **kwargs)
     cache.require_belonging()
     assert sum(cache.write(4)) == len(rows)
     return cache
@@ -103,7 +107,7 @@ def test_shorter_dtypes_halve_the_disk(rows: PackedDataset, model: Any, tmp_path
         assert str(hidden.dtype) == f"torch.{dtype}"
         torch.testing.assert_close(hidden.float(), exact[0]["hidden"], rtol=error, atol=1e-6)
     with pytest.raises(RequestError, match=r"features_dtype is 'int8'; choose one of"):
-        FeatureCache(tmp_path, rows, model, "tiny", dtype="int8")
+        cache_of(tmp_path, rows, model, dtype="int8")
 
 
 def test_features_travel_to_worker_processes(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
@@ -172,13 +176,13 @@ def test_an_interrupted_writer_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr(features_module, "SHARD_BYTES", 3 * ROW_BYTES)
     whole = written(tmp_path / "whole", rows, model)
-    cache = FeatureCache(tmp_path / "cut", rows, model, "tiny")
+    cache = cache_of(tmp_path / "cut", rows, model)
     for _, _ in zip(range(5), cache.write(1), strict=False):  # five rows: one shard and two thirds
         pass
     assert [path.name for path in shards(tmp_path / "cut")] == ["00000.safetensors"]
     with pytest.raises(RequestError, match="holds 3 of 10 rows"):
         cache.read()
-    again = FeatureCache(tmp_path / "cut", rows, model, "tiny")
+    again = cache_of(tmp_path / "cut", rows, model)
     again.require_belonging()
     assert again.missing_rows == sum(again.write(3)) == 7
     for ours, theirs in zip(shards(tmp_path / "cut"), shards(whole.folder), strict=True):
@@ -189,7 +193,7 @@ def test_processes_share_the_shards(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features_module, "SHARD_BYTES", 3 * ROW_BYTES)
-    cache = FeatureCache(tmp_path, rows, model, "tiny")
+    cache = cache_of(tmp_path, rows, model)
     assert sum(cache.write(3, process=0, processes=2)) == 6
     assert sum(cache.write(3, process=1, processes=2)) == 4
     assert len(cache.read()) == ROWS
@@ -209,7 +213,7 @@ def test_features_that_do_not_belong_are_refused_and_replaced_only_when_asked(
         rows.loss_mask[0] = ~rows.loss_mask[0]
     elif other == "length":
         rows = PackedDataset([Example(random_ids(13), [True] * 13)], 10)
-    cache = FeatureCache(tmp_path, rows, model, "tiny", dtype=dtype)
+    cache = cache_of(tmp_path, rows, model, dtype=dtype)
     with pytest.raises(RequestError, match=r"the features in .* are of (an)?other .*features_dir.*--overwrite"):
         cache.require_belonging()
     cache.require_belonging(replace=True)
@@ -229,10 +233,69 @@ def test_a_damaged_shard_is_named(rows: PackedDataset, model: Any, tmp_path: Pat
 
 def test_a_folder_of_something_else_is_left_alone(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    cache = FeatureCache(tmp_path, rows, model, "tiny")
+    cache = cache_of(tmp_path, rows, model)
     with pytest.raises(RequestError, match="holds something else"):
         cache.require_belonging(replace=True)
     assert (tmp_path / "thesis.txt").is_file()
+
+
+# --- recorded in use --------------------------------------------------------------------------------------------------
+
+
+def record(folder: Path, model: Any, texts: list[list[int]], prompt_tokens: int = 3) -> Recorder:
+    recorder = Recorder(folder, fingerprint(model, "tiny"), HIDDEN, torch.float32)
+    for ids in texts:
+        hidden = Backbone(model).hidden_states(torch.tensor([ids]), use_cache=False)[0]
+        recorder.add(ids, hidden[:-1], prompt_tokens)  # a decoder has not read the last token that it wrote
+    return recorder
+
+
+def test_what_use_leaves_is_training_data(recipe: Any, model: Any, tmp_path: Path) -> None:
+    """Recorded in two sittings, read in rows: the heads are those of training on the texts themselves."""
+    texts = [random_ids(40, seed=seed) for seed in range(16)]
+    for part in (texts[:9], texts[9:]):
+        record(tmp_path / "recorded", model, part, prompt_tokens=0).flush()
+    assert [path.name for path in shards(tmp_path / "recorded")] == ["00000.safetensors", "00001.safetensors"]
+    recipe("online")
+    recipe("recorded-run", data={"path": str(tmp_path / "recorded"), "sequence_length": 40})
+    ours, theirs = load_heads(tmp_path / "recorded-run").state_dict(), load_heads(tmp_path / "online").state_dict()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=5e-4, rtol=0)  # as with features of a cache
+
+
+def test_prompts_are_recorded_and_not_taught(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features_module, "SHARD_BYTES", 20 * 4 * HIDDEN)
+    recorder = record(tmp_path, model, [random_ids(13, seed=seed) for seed in range(3)])
+    assert len(shards(tmp_path)) == 1, "the second text filled a shard"
+    recorder.flush()
+    recorder.flush()
+    first, second = (load_file(path) for path in shards(tmp_path))
+    assert first["document_ids"].tolist() == [0] * 13 + [1] * 13
+    assert second["loss_mask"].tolist() == [False] * 3 + [True] * 10
+    assert not second["hidden"][-1].any()
+
+
+def test_recordings_do_not_mix(recipe: Any, rows: PackedDataset, model: Any, tmp_path: Path) -> None:
+    record(tmp_path / "a", model, [random_ids(9)]).flush()
+    other = tiny_model("llama", seed=1)
+    with pytest.raises(RequestError, match="features of another backbone or dtype"):
+        record(tmp_path / "a", other, [random_ids(9)])
+    written(tmp_path / "cache", rows, model)
+    with pytest.raises(RequestError, match="or a cache"):
+        record(tmp_path / "cache", model, [random_ids(9)])
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RequestError, match="holds something else"):
+        record(tmp_path, model, [random_ids(9)])
+    record(tmp_path / "b", other, [random_ids(9)]).flush()
+    with pytest.raises(RequestError, match="are of another backbone, tiny"):
+        recipe(data=str(tmp_path / "b"))
+    with pytest.raises(RequestError, match="holds features; leave cache_features out"):
+        recipe(data=str(tmp_path / "a"), cache_features=True)
+    with pytest.raises(RequestError, match=r"holds features; leave data\.exclude out"):
+        recipe(data={"path": str(tmp_path / "a"), "exclude": "x"})
+    record(tmp_path / "untaught", model, [random_ids(9)], prompt_tokens=9).flush()
+    with pytest.raises(RequestError, match="nothing to train on"):
+        recipe(data=str(tmp_path / "untaught"))
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
