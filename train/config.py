@@ -97,7 +97,7 @@ class TrainConfig:
     adapter: AdapterConfig | None = None
     """With it the backbone learns, too, through LoRA: Medusa-2 (`train.medusa2`)."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Fields of transformers' TrainingArguments and ours (head_decay, max_minutes)."""
+    """Fields of transformers' TrainingArguments and ours (objective, head_weighting, max_minutes, ...)."""
     cache_features: bool = False
     """Run the backbone once and train the heads from its hidden states on disk (`train.features`)."""
     features_dir: str | None = None

@@ -1,6 +1,6 @@
 """Medusa-2: heads and backbone learn together (paper, section 2.2.2), the backbone through a LoRA adapter.
 
-    loss = L_LM + lambda_0(t) * sum over heads of head_decay^k * L_k
+    loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k, with lambda_k = head_decay^k in the paper
 
 L_LM keeps the backbone what it is: the divergence from the untouched backbone (the paper's self-distillation, 2.3.2),
 which is the same weights with the adapter off, or the cross-entropy on the text. The heads may learn alone first.

@@ -34,6 +34,7 @@ from train.progress import ProgressBar
 from train.resume import LogBeforeSaving
 
 OBJECTIVES = ("text", "argmax", "distill")
+DECAY = 0.8  # the paper's
 PROBE_STEPS = 3  # timed training steps from which the length of a run with a time budget is guessed
 MARGIN = 5  # a budget ends a run by the clock; its guessed number of steps must not, however slow the probe was
 
@@ -54,14 +55,16 @@ class MedusaTrainingArguments(TrainingArguments):
     label_share: float = field(
         default=0.0, metadata={"help": "of distill's targets that goes to the most probable token alone"}
     )
-    head_weighting: str = field(
-        default="decay",
+    head_weighting: str | None = field(
+        default=None,
         metadata={
-            "help": "decay (head k's loss counts head_decay^k) or dpace (each position's share in the expected number "
-            "of accepted guesses)"
+            "help": "dpace (each position's share in the expected number of accepted guesses; the default) or decay "
+            "(head k's loss counts head_decay^k; the default where head_decay is given)"
         },
     )
-    head_decay: float = field(default=0.8, metadata={"help": "loss weight of head k is head_decay^k (paper, 2.2.1)"})
+    head_decay: float | None = field(
+        default=None, metadata={"help": "loss weight of head k is head_decay^k; 0.8 with decay (paper, 2.2.1)"}
+    )
     dpace_smoothing: float = field(default=0.5, metadata={"help": "0: dpace as derived; 1: all heads count as right"})
     loss_backend: str = field(
         default="auto",
@@ -108,12 +111,15 @@ class MedusaTrainingArguments(TrainingArguments):
                 raise RequestError(f"training.{name} is {getattr(self, name)}; it must be above 0")
         if self.max_minutes is not None and self.max_cpu_minutes is not None:
             raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")
-        if not 0 < self.head_decay <= 1:
-            raise RequestError(f"training.head_decay is {self.head_decay}; it must be above 0 and at most 1")
-        if self.head_weighting not in WEIGHTINGS:
+        if self.head_weighting not in (None, *WEIGHTINGS):
             raise RequestError(
                 f"training.head_weighting is {self.head_weighting!r}; choose one of {', '.join(WEIGHTINGS)}"
             )
+        if self.head_decay is not None:
+            if self.head_weighting == "dpace":
+                raise RequestError("training.head_decay is for head_weighting decay; leave one of them out")
+            if not 0 < self.head_decay <= 1:
+                raise RequestError(f"training.head_decay is {self.head_decay}; it must be above 0 and at most 1")
         if not self.teacher_temperature > 0:
             raise RequestError(
                 f"training.teacher_temperature is {self.teacher_temperature}; it must be above 0 (the limit is argmax)"
@@ -128,7 +134,13 @@ class MedusaTrainingArguments(TrainingArguments):
                 )
             if self.eval_strategy == "no":
                 raise RequestError("training.early_stopping_patience needs evaluations; add eval_data to the recipe")
-        require_backend(self.loss_backend, self.objective, self.head_weighting)
+        require_backend(self.loss_backend, self.objective, self.weighting.kind)
+
+    @property
+    def weighting(self) -> Weighting:
+        """How much each head's error counts."""
+        kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
+        return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
 
 
 class Taught(NamedTuple):
@@ -151,7 +163,7 @@ class HeadsOnBackbone(nn.Module):
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
         super().__init__()
         self.heads, self.args = heads, args
-        self.weighting = Weighting(args.head_weighting, args.head_decay, args.dpace_smoothing)
+        self.weighting = args.weighting
         if getattr(model, "hf_device_map", None):  # spread over devices: the Trainer then leaves heads in their place
             self.hf_device_map = model.hf_device_map
         backbone = Backbone(model.requires_grad_(False).eval())

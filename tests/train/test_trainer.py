@@ -25,6 +25,8 @@ from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig, parse_config
 from train.data import Example, PackedDataset
 from train.evaluate import OwnText, head_accuracy
+from train.loss import Weighting
+from train.progress import summarize
 from train.resume import checkpoints
 from train.run import new_heads, train
 from train.trainer import TimeBudget
@@ -211,6 +213,7 @@ def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[O
     assert line["eval_tau"] > 1.1, "or nothing was compared"
     for head in range(1, HEADS + 1):
         assert line[f"eval_head{head}_top1"] <= line[f"eval_head{head}_top5"] <= line[f"eval_head{head}_top10"] <= 1
+    assert summarize(line).endswith(f"tau {line['eval_tau']:.3f}"), "told on the terminal"
     assert figures["eval_tau"] == line["eval_tau"], "what early stopping and metric_for_best_model can go by"
     assert not any(parameter.grad is not None for parameter in run.heads.parameters())
 
@@ -315,6 +318,17 @@ def test_distillation_is_towards_the_backbones_own_distributions(model: Any, tmp
     assert figures.total.tolist() == counts.tolist()
     torch.testing.assert_close(figures.loss, sums / counts, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(figures.objective, weighted / counts, atol=1e-4, rtol=1e-4)
+
+
+def test_giving_a_decay_is_asking_for_it(tmp_path: Path) -> None:
+    def weighting(**training: Any) -> Weighting:
+        return MedusaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training).weighting
+
+    assert weighting().kind == "dpace"
+    assert weighting(head_decay=0.5) == Weighting("decay", 0.5)
+    assert weighting(head_weighting="decay") == Weighting("decay", 0.8), "the paper's"
+    with pytest.raises(RequestError, match="leave one of them out"):
+        weighting(head_weighting="dpace", head_decay=0.8)
 
 
 def test_a_backbone_that_caps_its_logits_cannot_be_a_teacher(texts: list[OwnText], tmp_path: Path) -> None:
