@@ -6,6 +6,7 @@ The stock model is used as it is: nothing is copied, patched or left on it.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError
@@ -208,11 +216,13 @@ def load_backbone(
     attention: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> Loaded:
     """The backbone `name_or_path` names: `demo`, a local folder (also one of a peft adapter) or a Hub id.
 
     `dtype` defaults to float32 on a CPU and to the checkpoint's own on a GPU; `device` to a GPU where there is one;
     `device="auto"` spreads the layers over what there is. `attention` defaults to sdpa where the model offers it.
+    `quantization` is "4bit" or "8bit", by bitsandbytes.
 
     Raises:
         RequestError: no such model, a damaged file, or a value that is not allowed.
@@ -223,7 +233,9 @@ def load_backbone(
     on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
     chosen = DTYPES[dtype] if dtype else (torch.float32 if on_cpu else "auto")
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    placed = {"device_map": "auto"} if device == "auto" else {}
+    placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    if quantization is not None:
+        placed = {"device_map": placed.get("device_map", {"": device}), "quantization_config": quantized(quantization)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=chosen, attn_implementation=attention, output_loading_info=True, **placed, **common
@@ -301,6 +313,28 @@ def require_placement(dtype: str | None, device: str | None, attention: str | No
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def quantized(kind: str) -> Any:
+    """transformers' setting for a backbone in 4 or 8 bits.
+
+    Raises:
+        RequestError: another kind, or bitsandbytes is not installed.
+    """
+    if kind not in ("4bit", "8bit"):
+        raise RequestError(f"quantization is {kind!r}; choose 4bit or 8bit, or leave it out")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RequestError(
+            f"quantization: {kind} needs bitsandbytes, which is not installed; install it or leave this out"
+        )
+    if kind == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=True,
+    )
 
 
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from medusa.config import BLOCKS, KINDS, LM_HEADS
 from medusa.errors import RequestError
 from train.data import DataConfig
 
+SCHEDULES = ("constant", "linear", "sine")
+LM_LOSSES = ("kl", "text")
+
 
 @dataclass
 class HeadsConfig:
@@ -32,6 +35,51 @@ class HeadsConfig:
     """Width of an MLP block in hidden sizes."""
     lm_head: str | None = None
     """own (V x H more weights a head) or shared (the backbone's)."""
+    start: str | None = None
+    """Go on from these trained heads, a folder or Hub id, instead of fresh ones; what is said above must agree."""
+
+
+@dataclass
+class AdapterConfig:
+    """The `adapter` section of a training YAML: with it, the backbone learns too (Medusa-2)."""
+
+    rank: int = 32
+    """Of the low-rank matrices (paper: 32)."""
+    alpha: int = 16
+    """They are scaled by alpha / rank (paper: 16)."""
+    dropout: float = 0.05
+    """Before them (paper: 0.05)."""
+    modules: str | list[str] = "all-linear"
+    """Which layers: all linear ones but the LM head, or names as peft takes them."""
+    lm_head: bool = False
+    """The LM head too (paper); heads then need LM heads of their own."""
+    learning_rate: float | None = None
+    """Peak; a quarter of `training.learning_rate`, which is the heads', if not said (paper: heads x 4)."""
+    lm_loss: str = "kl"
+    """kl: stay close to the untouched backbone; text: learn the text."""
+    lambda_0: float = 0.2
+    """Weight of the heads' loss beside the LM loss (paper: 0.2; 0.01 in self-distillation)."""
+    schedule: str = "sine"
+    """How lambda_0 is reached: constant, linear or sine (a quarter wave); rising ones spare the backbone at first."""
+    heads_first: float = 0.1
+    """Share of the run in which the heads learn alone; 0 where they start from trained ones (`heads.start`)."""
+    quality_data: str | None = None
+    """Texts whose perplexity is taken before and after; a part of the training data, if not said."""
+    merge: bool = False
+    """Also write the backbone with the adapter merged into it, in `output_dir`/merged."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("schedule", SCHEDULES), ("lm_loss", LM_LOSSES)):
+            if getattr(self, name) not in allowed:
+                raise RequestError(f"adapter.{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+        if self.rank < 1:
+            raise RequestError(f"adapter.rank is {self.rank}; take 1 or more")
+        if not 0 <= self.heads_first < 1:
+            raise RequestError(f"adapter.heads_first is {self.heads_first}; it is a share of the run, below 1")
+        if not 0 <= self.dropout < 1:
+            raise RequestError(f"adapter.dropout is {self.dropout}; it must be at least 0 and below 1")
+        if not self.lambda_0 > 0:
+            raise RequestError(f"adapter.lambda_0 is {self.lambda_0}; it must be above 0")
 
 
 @dataclass
@@ -44,8 +92,18 @@ class TrainConfig:
     output_dir: str
     """Where heads, checkpoints and provenance go."""
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    eval_data: DataConfig | None = None
+    """Text to evaluate on while training, in the forms of `data`; evaluation is then every 500 steps if not said."""
+    adapter: AdapterConfig | None = None
+    """With it the backbone learns, too, through LoRA: Medusa-2 (`train.medusa2`)."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Fields of transformers' TrainingArguments and ours (head_decay, max_minutes)."""
+    """Fields of transformers' TrainingArguments and ours (objective, head_weighting, max_minutes, ...)."""
+    cache_features: bool = False
+    """Run the backbone once and train the heads from its hidden states on disk (`train.features`)."""
+    features_dir: str | None = None
+    """Where they go: `output_dir`/features if not said."""
+    features_dtype: str | None = None
+    """How they are stored: as the backbone gives them, or float16 or bfloat16."""
     revision: str | None = None
     """Of the backbone on the Hub."""
     dtype: str | None = None
@@ -54,6 +112,10 @@ class TrainConfig:
     """cpu, cuda, ...; a GPU where there is one."""
     attention: str | None = None
     """sdpa or eager."""
+    shard_backbone: bool = False
+    """Cut the backbone's blocks over all processes (FSDP2): for one that does not fit on a single GPU."""
+    quantization: str | None = None
+    """4bit or 8bit: load the backbone so, with bitsandbytes."""
     trust_remote_code: bool = False
     """Run code that comes with the backbone."""
 
@@ -80,17 +142,24 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 def parse_config(content: dict[str, Any], source: str) -> TrainConfig:
     """A checked `TrainConfig`; see `load_config`."""
-    data = content.get("data")
-    content = content | {"data": {"path": data} if isinstance(data, str) else data}
+    for name in ("data", "eval_data"):
+        if isinstance(content.get(name), str):
+            content = content | {name: {"path": content[name]}}
     _known(content, TrainConfig, source, "")
     for name in ("backbone", "data", "output_dir"):
         if not content.get(name):
             raise RequestError(f"{source} says no {name}; add `{name}: ...`")
     _typed(content, TrainConfig, source, "")
-    if isinstance(content["data"], dict) and not content["data"].get("path"):
-        raise RequestError(f"{source} says no data.path; add `data: FILE` or `data: {{path: FILE}}`")
-    sections = {"data": _section(content["data"], DataConfig, source, "data")}
+    sections = {}
+    for name in ("data", "eval_data"):
+        if content.get(name) is None:
+            continue
+        if isinstance(content[name], dict) and not content[name].get("path"):
+            raise RequestError(f"{source} says no {name}.path; add `{name}: FILE` or `{name}: {{path: FILE}}`")
+        sections[name] = _section(content[name], DataConfig, source, name)
     sections["heads"] = _section(content.get("heads") or {}, HeadsConfig, source, "heads")
+    if content.get("adapter") is not None:
+        sections["adapter"] = _section(content["adapter"], AdapterConfig, source, "adapter")
     training = content.get("training")
     training = {} if training is None else training
     if not isinstance(training, dict):
@@ -168,7 +237,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     *parents, last = name.split(".")
     place = content
     for parent in parents:
-        if isinstance(place.get(parent), str) and parent == "data":
+        if isinstance(place.get(parent), str) and parent in ("data", "eval_data"):
             place[parent] = {"path": place[parent]}
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):

@@ -6,7 +6,7 @@ with. In a text that the backbone wrote greedily, the rest of the text is its gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
+from medusa.tree import Tree
 from train.labels import IGNORE, head_labels
+from train.loss import chunk_rows
 
 TOPS = (1, 5, 10)
 
@@ -26,6 +28,66 @@ class OwnText(NamedTuple):
     prompt_tokens: int
 
 
+class GuessCounts:
+    """What is counted about guesses: everything is a sum, so counts of batches and processes add up.
+
+    The expected tau of a tree is the mean over positions of one plus the guesses accepted there, as if a step were as
+    likely to start at one position as at another. In truth steps start where the last one ended: `medusa benchmark`
+    measures that; this costs nothing and moves with it.
+    """
+
+    def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
+        self.tree = tree
+        self.hits = torch.zeros(num_heads, max(TOPS), dtype=torch.float64)  # labels by rank
+        self.labels = torch.zeros(num_heads, dtype=torch.float64)
+        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all heads before were right ...
+        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # ... and this one too
+        self.walks = torch.zeros(2, dtype=torch.float64)  # accepted guesses, positions
+
+    def add(self, ranks: Tensor, taught: Tensor) -> None:
+        """ranks [K, M] from `guess_ranks` and where there is a label [K, M]; chains count where all heads have one."""
+        ranks, taught = ranks.cpu(), taught.cpu()
+        for rank in range(max(TOPS)):
+            self.hits[:, rank] += ((ranks == rank) & taught).sum(1)
+        self.labels += taught.sum(1)
+        whole = ranks[:, taught.all(0)]
+        right = (whole == 0).long().cumprod(0)  # this head and all before
+        self.given += torch.cat([torch.ones_like(right[:1]), right[:-1]]).sum(1)
+        self.chained += right.sum(1)
+        if self.tree is not None:
+            self.walks += torch.tensor([accepted(whole, self.tree).sum(), whole.shape[1]])
+
+    def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
+        """Replace each sum by that of all processes."""
+        for name in ("hits", "labels", "given", "chained", "walks"):
+            setattr(self, name, over_processes(getattr(self, name)))
+
+    def figures(self) -> list[dict[str, Any]]:
+        """For each head: its share of labels within the top 1, 5 and 10, and top-1 where all heads before are right."""
+        within = self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]
+        return [
+            {
+                "head": head + 1,
+                "top": {str(top): round(float(within[head, top - 1]), 4) for top in TOPS},
+                "conditional_top1": round(float(self.chained[head] / self.given[head].clamp_min(1)), 4),
+            }
+            for head in range(len(within))
+        ]
+
+    @property
+    def expected_tau(self) -> float:
+        """Tokens a step with `tree`, the root included."""
+        return float(1 + self.walks[0] / self.walks[1].clamp_min(1))
+
+
+def accepted(ranks: Tensor, tree: Tree) -> Tensor:
+    """ranks [K, M] of the right tokens among the heads' guesses -> depth that the tree reaches at each position [M]."""
+    wrong = ranks[tree.depth.clamp_min(1) - 1] != tree.rank[:, None]  # [N, M] this node is not the right token
+    wrong[0] = False  # the root is decided
+    reached = (tree.ancestors.float() @ wrong.float()) == 0
+    return (reached * tree.depth[:, None]).max(0).values
+
+
 @torch.no_grad()
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> dict[str, Any]:
     """What `medusa evaluate --json` writes: per head top-1, 5 and 10, and top-1 given that all heads before were right.
@@ -33,31 +95,12 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
     Positions from the prompt's last on count: where a step can start. For every head the same positions count, those
     from which the text goes on for as long as the heads reach.
     """
-    num_heads = heads.config.num_heads
-    hits = torch.zeros(num_heads, max(TOPS), dtype=torch.long)
-    given, chained, positions = torch.zeros(num_heads), torch.zeros(num_heads), 0
+    counts = GuessCounts(heads.config.num_heads)
     for text in texts:
         ids = torch.tensor([text.input_ids], device=backbone.device)
         ranks = guess_ranks(backbone, heads, ids, text.prompt_tokens)  # [K, M]
-        positions += ranks.shape[1]
-        for rank in range(max(TOPS)):
-            hits[:, rank] += (ranks == rank).sum(1).cpu()
-        right = (ranks == 0).long().cumprod(0)  # this head and all before
-        before = torch.cat([torch.ones_like(right[:1]), right[:-1]])
-        given += before.sum(1).cpu()
-        chained += right.sum(1).cpu()
-    within = hits.cumsum(1) / max(positions, 1)
-    return {
-        "heads": [
-            {
-                "head": head + 1,
-                "top": {str(top): round(float(within[head, top - 1]), 4) for top in TOPS},
-                "conditional_top1": round(float(chained[head] / given[head].clamp_min(1)), 4),
-            }
-            for head in range(num_heads)
-        ],
-        "tokens": positions,
-    }
+        counts.add(ranks, torch.ones_like(ranks, dtype=torch.bool))
+    return {"heads": counts.figures(), "tokens": int(counts.labels[0])}
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
@@ -69,6 +112,15 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
     usable = (labels != IGNORE).all(0)
     usable[:start] = False
     where = usable.nonzero()[:, 0]
-    guesses = heads(hidden[0, where], backbone.lm_head).topk(min(max(TOPS), backbone.vocab_size), -1).indices
-    match = guesses == labels[:, where, None]  # [K, M, top]
-    return torch.where(match.any(-1), match.int().argmax(-1), max(TOPS))
+    return ranks_of(backbone, heads, hidden[0, where], labels[:, where])
+
+
+def ranks_of(backbone: Backbone, heads: MedusaHeads, hidden: Tensor, labels: Tensor) -> Tensor:
+    """hidden [M, H], labels [K, M] -> rank of each label among its head's guesses [K, M]; `max(TOPS)`: not there."""
+    ranks = []
+    rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
+    for part, wanted in zip(hidden.split(rows), labels.split(rows, dim=1), strict=True):
+        guesses = heads(part, backbone.lm_head).topk(min(max(TOPS), backbone.vocab_size), -1).indices
+        match = guesses == wanted[..., None]  # [K, C, top]
+        ranks.append(torch.where(match.any(-1), match.int().argmax(-1), max(TOPS)))
+    return torch.cat(ranks, dim=1)

@@ -2,62 +2,103 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from medusa import backbone as backbones
-from medusa.backbone import Backbone, fingerprint
-from medusa.checkpoint import WEIGHTS
+from medusa.backbone import Backbone, Loaded, fingerprint
+from medusa.checkpoint import WEIGHTS, load_heads
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
+from train.curves import PICTURE, draw_curves
 from train.data import PackedDataset, StreamedDataset, load_dataset, require_data
 from train.disk import require_room
-from train.trainer import MedusaTrainer, MedusaTrainingArguments, checkpoints
+from train.features import FeatureCache, Features, is_features, recorded
+from train.footprint import footprint
+from train.medusa2 import Medusa2Trainer, adapt, quality, write_merged
+from train.resume import all_checkpoints, checkpoints
+from train.sharding import launched_alone, placement, shard_backbone
+from train.trainer import MedusaTrainer, MedusaTrainingArguments
 
+Rows = PackedDataset | StreamedDataset | Features
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
-def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False, plan: bool = False
+) -> dict[str, Any]:
     """Train as `config` says and save the heads in its `output_dir`; returns the final figures.
+
+    With `plan`, only time a few steps and say what features on disk would take and save.
 
     Raises:
         RequestError: the request cannot be carried out; said before anything long starts.
     """
     output = Path(config.output_dir)
-    checkpoint = _checkpoint(output, resume, overwrite)
-    require_data(config.data)
+    checkpoint = None if plan else _checkpoint(output, resume, overwrite)
+    for data in filter(None, (None if _is_features(config) else config.data, config.eval_data)):
+        require_data(data)
+    if config.quantization is not None:
+        backbones.quantized(config.quantization)
     backbones.require_placement(config.dtype, config.device, config.attention)
     sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    if launched_alone():
+        _say(
+            "warning: accelerate launch --cpu starts one process, whatever --num_processes says; "
+            "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
+        )
     arguments = _arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
-    if config.data.streaming and arguments.max_steps <= 0 and arguments.max_minutes is None:
+    if config.data.streaming and config.cache_features:
+        raise RequestError("data.streaming has no end, so its hidden states cannot be kept; leave cache_features out")
+    if config.data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     loaded = backbones.load_backbone(
         config.backbone,
-        dtype=config.dtype,
-        device=config.device,
+        **placement(config.device, config.dtype, config.shard_backbone, sizes),
         attention=config.attention,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
     )
     backbone = Backbone(loaded.model)
-    dataset = load_dataset(config.data, loaded.tokenizer, backbone.vocab_size, backbone.context, arguments.seed)
+    dataset, evaluated = _datasets(config, loaded, backbone, arguments.seed)
+    quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
-    require_room(output, heads, arguments)
-    trainer = MedusaTrainer(loaded.model, heads, arguments)
+    _require_adaptable(config, heads)
+    if config.shard_backbone:
+        shard_backbone(loaded.model.requires_grad_(False), arguments.device)
+        heads.to(arguments.device)
+    trainer: MedusaTrainer
+    if config.adapter is None:
+        trainer = MedusaTrainer(loaded.model, heads, arguments, eval_dataset=evaluated)
+    else:
+        adapt(loaded.model, config.adapter)
+        trainer = Medusa2Trainer(loaded.model, heads, arguments, config.adapter)
     trainer.train_dataset = dataset  # not before: a stream has no length, and a time budget finds max_steps later
-    if overwrite:  # or a checkpoint of the old run would pass for one of this
+    if plan:
+        if not isinstance(dataset, PackedDataset):
+            raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")
+        foreseen = _cache(config, dataset, trainer).plan(trainer)
+        _say(str(foreseen))
+        return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
+    require_room(output, heads, arguments)
+    if overwrite and arguments.process_index == 0:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
     trainer.provenance = provenance(config, dataset, trainer)
@@ -66,13 +107,22 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
             _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
     with disk_may_fill(output, lambda: _way_out(output)):
+        if config.cache_features and isinstance(dataset, PackedDataset):
+            trainer.train_dataset = _cached(config, dataset, trainer, overwrite, quiet)
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        trainer.provenance |= {"data": dataset.counts.to_dict(), "result": _result(trainer, outcome.metrics)}
+        result = _result(trainer, outcome.metrics)
+        if isinstance(trainer, Medusa2Trainer):
+            result |= _quality(trainer, quality_rows)
+        trainer.provenance |= {"data": dataset.counts.to_dict(), "result": result}
         trainer.save_model()
-    result = trainer.provenance["result"]
+        if config.adapter is not None and config.adapter.merge and arguments.process_index == 0:
+            _merge(config, trainer, loaded.tokenizer)
     if not quiet:
         if isinstance(dataset, StreamedDataset):
             _say(f"data, as far as it was read: {dataset.counts}")
+        _say(summary(result))
+        if arguments.process_index == 0 and not draw_curves(trainer.state.log_history, output / PICTURE):
+            _say(f"no {PICTURE}: it needs matplotlib")
         _say(f"heads saved in {output}")
     return result
 
@@ -84,6 +134,38 @@ def _way_out(output: Path) -> str:
     return "nothing was saved yet: make room and start again"
 
 
+def _datasets(config: TrainConfig, loaded: Loaded, backbone: Backbone, seed: int) -> tuple[Rows, Rows | None]:
+    """What is taught, and what is only looked at."""
+    sizes = (backbone.vocab_size, backbone.context)
+    dataset: Rows
+    if _is_features(config):
+        dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
+    else:
+        dataset = load_dataset(config.data, loaded.tokenizer, *sizes, seed)
+    if config.eval_data is None:
+        return dataset, None
+    return dataset, load_dataset(config.eval_data, loaded.tokenizer, *sizes)
+
+
+def _is_features(config: TrainConfig) -> bool:
+    """Whether the data are hidden states already.
+
+    Raises:
+        RequestError: they are, and something is asked that they cannot give.
+    """
+    if not is_features(config.data.path):
+        return False
+    for name, given in (
+        ("cache_features", config.cache_features),
+        ("data.exclude", config.data.exclude),
+        ("data.max_examples", config.data.max_examples),
+        ("data.streaming", config.data.streaming),
+    ):
+        if given:
+            raise RequestError(f"{config.data.path} holds features; leave {name} out")
+    return True
+
+
 def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
     found = checkpoints(output)
     if resume and overwrite:
@@ -91,11 +173,83 @@ def _checkpoint(output: Path, resume: bool, overwrite: bool) -> Path | None:
     if resume:
         if not found:
             raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+        newest = all_checkpoints(output)[-1]
+        if newest != found[-1]:
+            _say(f"{newest.name} was cut off while it was written; going on from {found[-1].name}")
         return found[-1]
     if found and not overwrite:
         raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
+
+
+def _cache(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> FeatureCache:
+    folder = Path(config.features_dir or Path(config.output_dir) / "features")
+    return FeatureCache(folder, dataset, trainer.backbone, trainer.heads.config.backbone, config.features_dtype)
+
+
+def _cached(
+    config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer, overwrite: bool, quiet: bool
+) -> Features:
+    """`dataset` with the backbone's hidden states, which are written first where they are missing."""
+    cache, args = _cache(config, dataset, trainer), trainer.args
+    with args.main_process_first(desc="looking at features"):
+        cache.require_belonging(replace=overwrite and args.process_index == 0)
+    plan = cache.plan(trainer)
+    plan.require_space(cache.folder)
+    if not quiet:
+        _say(str(plan))
+    done = cache.write(args.train_batch_size, args.process_index, args.world_size)
+    progress = Progress(console=Console(stderr=True), disable=quiet or args.process_index > 0)
+    with progress:
+        task = progress.add_task("hidden states", total=cache.missing_rows / args.world_size)
+        for rows in done:
+            progress.advance(task, rows)
+    trainer.accelerator.wait_for_everyone()
+    return cache.read()
+
+
+def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
+    if config.adapter is None:
+        return
+    if config.shard_backbone:
+        raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
+    if config.data.streaming and config.adapter.quality_data is None:
+        raise RequestError("data.streaming has no end to take a perplexity on; name a file as adapter.quality_data")
+    if config.adapter.lm_head and heads.config.lm_head == "shared":
+        raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
+
+
+def _quality_rows(
+    config: TrainConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone
+) -> Rows:
+    """What the perplexity is taken on."""
+    if config.adapter is None or config.adapter.quality_data is None:
+        return rows
+    data = replace(config.data, path=config.adapter.quality_data, exclude=None, streaming=False)
+    return load_dataset(data, tokenizer, backbone.vocab_size, backbone.context)
+
+
+def _quality(trainer: Medusa2Trainer, rows: Rows) -> dict[str, float]:
+    """Perplexity before and after, said and returned."""
+    where = trainer.adapter.quality_data or "training data"
+    assert not isinstance(rows, StreamedDataset)  # refused with the adapter
+    found = quality(trainer, rows)
+    before, after = found["perplexity_before"], found["perplexity_after"]
+    change = f"{after / before - 1:+.2%}"
+    _say(f"perplexity on {where}: {before:.3f} before, {after:.3f} after ({change})")
+    return found
+
+
+def _merge(config: TrainConfig, trainer: MedusaTrainer, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    base = backbones.load_backbone(
+        config.backbone,
+        dtype=str(trainer.backbone.dtype).removeprefix("torch."),
+        device="cpu",
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    _say(f"merged backbone saved in {write_merged(base.model, tokenizer, trainer.heads, Path(config.output_dir))}")
 
 
 def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
@@ -104,6 +258,8 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         "save_steps": 500,
         "dataloader_pin_memory": config.device not in (None, "cpu"),
     }
+    if config.eval_data is not None:
+        given |= {"eval_strategy": "steps", "eval_steps": 500}
     given["learning_rate"] = learning_rate(hidden_size)
     given["use_cpu"] = (config.device or "").startswith("cpu")
     given["disable_tqdm"] = quiet  # by default it follows the level of transformers' own log
@@ -111,8 +267,15 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
-    if arguments.eval_strategy != "no":
-        raise RequestError("training.eval_strategy needs evaluation data, which a recipe cannot name yet; leave it out")
+    # Several GPUs need a launcher: DataParallel would copy the heads, but not the backbone beside them.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name
+    if config.adapter is None and any(getattr(arguments, name, False) for name in checkpointing):
+        raise RequestError("training.activation_checkpointing saves nothing where the backbone is frozen; leave it out")
+    if config.adapter is not None and config.eval_data is not None:
+        raise RequestError("eval_data is for a frozen backbone; with an adapter, leave it out")
+    if arguments.eval_strategy != "no" and config.eval_data is None:
+        raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
     return arguments
 
 
@@ -122,6 +285,8 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     if not isinstance(backbone.head, nn.Linear):
         kind = type(backbone.head).__name__
         raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
+    if asked.start is not None:
+        return _trained_heads(asked, backbone, fingerprint(model, name, revision))
     chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
     heads = MedusaHeads(
         MedusaConfig(
@@ -138,6 +303,27 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     return heads.to(backbone.head_weight.device)
 
 
+def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]) -> MedusaHeads:
+    """The heads that a run goes on from."""
+    heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
+    held = heads.config
+    wanted = {
+        "hidden_size": backbone.hidden_size,
+        "block": asked.block,
+        "num_layers": asked.layers,
+        "expansion": asked.expansion,
+        "lm_head": asked.lm_head,
+        "num_heads": None if asked.num == HeadsConfig.num else asked.num,
+    }
+    if held.vocab_size is not None:
+        wanted["vocab_size"] = backbone.vocab_size
+    for key, value in wanted.items():
+        if value is not None and value != getattr(held, key):
+            raise RequestError(f"heads.start: {asked.start} has {key} {getattr(held, key)!r}, not {value!r}")
+    held.backbone, held.tree = known, None  # the tree was for the old weights
+    return heads.train()
+
+
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     """One line about heads that are to be trained, and who will be able to load them."""
     width = f" of width {config.inner_size}" if config.block == "mlp" else ""
@@ -150,7 +336,7 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     return line
 
 
-def provenance(config: TrainConfig, dataset: PackedDataset | StreamedDataset, trainer: MedusaTrainer) -> dict[str, Any]:
+def provenance(config: TrainConfig, dataset: Rows, trainer: MedusaTrainer) -> dict[str, Any]:
     """Where a set of heads comes from."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -177,8 +363,19 @@ def _result(trainer: MedusaTrainer, metrics: dict[str, float]) -> dict[str, Any]
         "steps": trainer.state.global_step,
         "seconds": metrics.get("train_runtime"),
         "loss": metrics.get("train_loss"),
+        "reading_share": round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
+        **footprint(trainer.heads, str(trainer.args.output_dir)),
     } | heads
 
 
+def summary(result: dict[str, Any]) -> str:
+    """What a run took, in one line."""
+    memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in result["peak_memory_bytes"].items())
+    checkpoint = result["checkpoint_bytes"]
+    saved = "" if checkpoint is None else f"; a checkpoint {checkpoint / 1e6:,.1f} MB"
+    return f"peak memory: {memory}; heads {result['heads_bytes'] / 1e6:,.1f} MB{saved}"
+
+
 def _say(message: str) -> None:
-    print(message, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one process speaks for all
+        print(message, file=sys.stderr)

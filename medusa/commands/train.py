@@ -12,6 +12,7 @@ training and without the backbone's weights:
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from medusa.commands import common
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show N examples (3) with what is taught in them, count the data, and do not train",
     )
     parser.add_argument("--ids", action="store_true", help="with --inspect: a line for every token, too")
+    parser.add_argument(
+        "--plan", action="store_true", help="only say what features on disk (cache_features) would take and save"
+    )
     parser.add_argument("--threads", type=common.positive, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--json", metavar="FILE", help="write the final figures")
     parser.add_argument("--quiet", action="store_true", help="no progress, no log lines")
@@ -50,8 +54,9 @@ def run(args: argparse.Namespace) -> None:
     if args.inspect:
         inspect(args, config)
         return
-    figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet)
-    common.write_results(args, figures)
+    figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet, plan=args.plan)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one writes
+        common.write_results(args, figures)
 
 
 def inspect(args: argparse.Namespace, config: TrainConfig) -> None:

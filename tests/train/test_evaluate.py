@@ -11,8 +11,9 @@ from torch import Tensor
 from decode.results import plain_method
 from decode.settings import Settings
 from medusa.backbone import Backbone
+from medusa.tree import Tree
 from tests.helpers import VOCAB, random_heads, random_ids
-from train.evaluate import TOPS, OwnText, guess_ranks, head_accuracy
+from train.evaluate import TOPS, GuessCounts, OwnText, accepted, guess_ranks, head_accuracy
 
 HEADS = 3
 
@@ -130,3 +131,18 @@ def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
     model = tiny_model("llama", vocab_size=7)
     figures = head_accuracy(Backbone(model), random_heads(model, 2), [OwnText([1, 2, 3, 4, 5, 6, 0, 1], 1)])
     assert figures["heads"][0]["top"]["10"] == 1.0
+
+
+def test_a_tree_accepts_the_deepest_path_whose_every_guess_is_right() -> None:
+    tree = Tree.from_paths([[0], [1], [0, 0], [0, 2], [0, 0, 1]])
+    ranks = torch.tensor([[0, 0, 1, 2, 0, 0], [0, 2, 0, 0, 1, 0], [1, 1, 1, 1, 1, 0]])
+    assert accepted(ranks, tree).tolist() == [3, 2, 1, 0, 1, 2]
+    counts = GuessCounts(3, tree)
+    taught = torch.ones_like(ranks, dtype=torch.bool)
+    taught[2, 5] = False  # the text ends before the last head's label: no chain, but the nearer heads' labels count
+    counts.add(ranks, taught)
+    assert counts.expected_tau == 1 + (3 + 2 + 1 + 0 + 1) / 5
+    assert [head["top"]["1"] for head in counts.figures()] == pytest.approx([4 / 6, 4 / 6, 0.0], abs=5e-5)
+    assert [head["conditional_top1"] for head in counts.figures()] == pytest.approx([3 / 5, 1 / 3, 0.0], abs=5e-5)
+    counts.reduce(lambda sums: 2 * sums)  # two processes that counted the same
+    assert counts.expected_tau == 1 + 7 / 5

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import loss as loss_module
 from train.labels import IGNORE
-from train.loss import HeadLosses, backbone_choices, head_losses, head_losses_plain, head_weights, weighted
+from train.loss import (
+    HeadLosses,
+    Teacher,
+    Weighting,
+    backbone_choices,
+    chunk_rows,
+    head_losses,
+    head_losses_plain,
+    head_weights,
+    require_backend,
+)
 
-HEADS, ROWS = 3, 21
+HEADS, ROWS, POSITIONS = 3, 21, 40
 KINDS = [(block, lm_head) for block in ("square", "mlp") for lm_head in ("own", "shared")]
+WEIGHTINGS = {"decay": Weighting("decay", 0.8), "dpace": Weighting("dpace", smoothing=0.3)}
 # Both versions add the same float32 numbers in another order: at most ROWS x VOCAB = 1281 terms of order 1, whose
 # rounding errors (6e-8 each) add up like a random walk to some 2e-6. A wrong row or a missing chunk shows as 1e-2.
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -36,12 +51,43 @@ def some_labels() -> Tensor:
     return labels.masked_fill(torch.rand(HEADS, ROWS) < 1 / 3, IGNORE)
 
 
-def outcome(losses: Any, heads: MedusaHeads, *args: Any) -> tuple[HeadLosses, dict[str, Tensor]]:
-    """The figures, and every parameter's gradient of their weighted sum."""
+def some_teacher(backbone: Backbone, **kwargs: Any) -> Teacher:
+    """For ROWS of POSITIONS; the last row is the last position, whose targets lie beyond the end."""
+    rows = torch.randperm(POSITIONS - 1)[: ROWS - 1].sort().values
+    return Teacher(
+        torch.randn(POSITIONS, HIDDEN), torch.cat([rows, torch.tensor([POSITIONS - 1])]), backbone.head, **kwargs
+    )
+
+
+def chunks_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *args: rows)
+
+
+def outcome(
+    losses: Any, heads: MedusaHeads, *args: Any, scale: float | Tensor = 1.0, **kwargs: Any
+) -> tuple[HeadLosses, dict[str, Tensor]]:
+    """The figures, and every parameter's gradient of their sum, each head's times `scale`."""
     heads.zero_grad()
-    figures = losses(heads, *args)
-    weighted(figures.loss, head_weights(HEADS, 0.8)).backward()
+    figures = losses(heads, *args, **kwargs)
+    (figures.objective * scale).sum().backward()
     return figures, {name: p.grad.clone() for name, p in heads.named_parameters() if p.grad is not None}
+
+
+def assert_same(heads: MedusaHeads, *args: Any, **kwargs: Any) -> None:
+    """In chunks and plainly: every figure and every gradient."""
+    scale = torch.tensor([1.0, 2.0, 0.5])  # as a share of a larger batch would
+    ours, our_gradients = outcome(head_losses, heads, *args, scale=scale, **kwargs)
+    plain, plain_gradients = outcome(head_losses_plain, heads, *args, scale=scale, **kwargs)
+    torch.testing.assert_close(ours.objective, plain.objective, **CLOSE)
+    torch.testing.assert_close(ours.loss, plain.loss, **CLOSE)
+    assert ours.correct.tolist() == plain.correct.tolist()
+    assert ours.total.tolist() == plain.total.tolist()
+    assert our_gradients.keys() == dict(heads.named_parameters()).keys()
+    for name, gradient in plain_gradients.items():
+        assert gradient.any(), "an oracle of zeros would show nothing"
+        torch.testing.assert_close(
+            our_gradients[name], gradient, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("chunk", [1, 4, ROWS, 256])
@@ -49,19 +95,100 @@ def outcome(losses: Any, heads: MedusaHeads, *args: Any) -> tuple[HeadLosses, di
 def test_chunks_change_neither_figures_nor_gradients(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch, block: str, lm_head: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK", chunk)
+    chunks_of(monkeypatch, chunk)
     heads = random_heads(backbone.model, HEADS, block=block, lm_head=lm_head, num_layers=2)
-    args = (torch.randn(ROWS, HIDDEN), some_labels(), backbone.head)
-    ours, our_gradients = outcome(head_losses, heads, *args)
-    plain, plain_gradients = outcome(head_losses_plain, heads, *args)
-    torch.testing.assert_close(ours.loss, plain.loss, **CLOSE)
-    assert ours.correct.tolist() == plain.correct.tolist()
-    assert ours.total.tolist() == plain.total.tolist()
-    assert our_gradients.keys() == dict(heads.named_parameters()).keys()
-    for name, gradient in plain_gradients.items():
-        torch.testing.assert_close(
-            our_gradients[name], gradient, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_same(heads, torch.randn(ROWS, HIDDEN), some_labels(), backbone.head)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("teacher", [None, {}, {"temperature": 0.5}, {"label_share": 0.3}], ids=str)
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_nor_do_they_under_any_objective_and_weighting(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str, teacher: dict[str, float] | None, weighting: str
+) -> None:
+    chunks_of(monkeypatch, 4)
+    heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
+    labels = some_labels()
+    labels[:, -1] = IGNORE  # as at a text's end
+    taught_by = None if teacher is None else some_teacher(backbone, **teacher)
+    assert_same(heads, torch.randn(ROWS, HIDDEN), labels, backbone.head, WEIGHTINGS[weighting], taught_by)
+
+
+def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbone: Backbone) -> None:
+    """A head that says what the model itself says there has the distribution's entropy as its loss, and no gradient.
+
+    The model is asked directly, with its own logits: head k at t is about token t + k + 2, which logits[t + k + 1]
+    predict. An offset that is wrong by one shows.
+    """
+    ids = torch.tensor([random_ids(POSITIONS, seed=3)])
+    hidden = backbone.hidden_states(ids, use_cache=False)[0]
+    told = backbone.model(input_ids=ids, use_cache=False).logits[0].softmax(-1)
+    position = torch.arange(POSITIONS - HEADS)
+    teacher = Teacher(hidden, position, backbone.head)
+    soft, index, labels = teacher.targets(slice(2, 9), torch.zeros(HEADS, 7, dtype=torch.long))
+    for head in range(HEADS):
+        for row, t in enumerate(range(2, 9)):
+            torch.testing.assert_close(soft[index[head, row]], told[t + head + 1], atol=1e-6, rtol=1e-5)
+            assert labels[head, row] == told[t + head + 1].argmax()
+
+    class Oracle(MedusaHeads):
+        def features(self, states: Tensor, num_heads: int | None = None) -> Tensor:
+            return torch.stack([hidden[position + head + 1] for head in range(HEADS)]).requires_grad_()
+
+    heads = Oracle(random_heads(backbone.model, HEADS, lm_head="shared").config)
+    features = heads.features(hidden)
+    heads.features = lambda *args: features  # type: ignore[method-assign]
+    figures = head_losses(
+        heads, hidden[position], torch.zeros(HEADS, len(position), dtype=torch.long), backbone.head, teacher=teacher
+    )
+    figures.objective.sum().backward()
+    for head in range(HEADS):
+        distributions = told[position + head + 1]
+        entropy = -(distributions * distributions.log()).sum(-1).mean()
+        torch.testing.assert_close(figures.loss[head], entropy, atol=1e-5, rtol=1e-5)
+    assert figures.correct.tolist() == figures.total.tolist()
+    assert features.grad.abs().max() < 1e-6, "p - q = 0, up to the rounding of a softmax"
+
+
+def test_a_cold_teacher_is_the_backbones_choice(backbone: Backbone) -> None:
+    """At temperature 1e-5 the distribution is one-hot; so is one of which the label has all."""
+    heads = random_heads(backbone.model, HEADS)
+    hidden, labels = torch.randn(ROWS, HIDDEN), torch.zeros(HEADS, ROWS, dtype=torch.long)
+    teacher = some_teacher(backbone, temperature=1e-5)
+    choices = teacher.targets(slice(None), labels)[2]
+    expected, gradients = outcome(head_losses, heads, hidden, choices, backbone.head)
+    sharp = Teacher(teacher.hidden, teacher.position, backbone.head, label_share=1.0)
+    for of in (teacher, sharp):
+        figures, ours = outcome(head_losses, heads, hidden, labels, backbone.head, teacher=of)
+        torch.testing.assert_close(figures.loss, expected.loss, **CLOSE)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(ours[name], gradient, **CLOSE)
+
+
+def test_dpace_weights_by_hand() -> None:
+    """q = .5, .8, .5 gains .5 + .4 + .2 tokens: head 0 has a share in all three, head 2 in the last alone."""
+    taught = torch.ones(3, 2, dtype=torch.bool)
+    probability = torch.tensor([[0.5, 1.0], [0.8, 0.0], [0.5, 1.0]])
+    weights = Weighting("dpace", smoothing=0.0)(probability, taught)
+    torch.testing.assert_close(weights, torch.tensor([[1.1, 1.0], [0.6, 0.0], [0.2, 0.0]]))
+    lifted = Weighting("dpace", smoothing=1.0)(probability, taught)
+    torch.testing.assert_close(lifted, torch.tensor([[3.0, 3.0], [2.0, 2.0], [1.0, 1.0]]))
+    taught[2, 0] = taught[1, 1] = False  # the text ends there: nothing to gain, and a gap ends the chain
+    torch.testing.assert_close(
+        Weighting("dpace", smoothing=0.0)(probability, taught), torch.tensor([[0.9, 1.0], [0.4, 0.0], [0.0, 0.0]])
+    )
+
+
+def test_dpace_follows_the_gradient_of_the_expected_gain(backbone: Backbone) -> None:
+    """Without smoothing, the gradient is that of minus the expected number of accepted guesses (mean over rows)."""
+    heads = random_heads(backbone.model, HEADS, lm_head="own")
+    hidden, labels = torch.randn(ROWS, HIDDEN), torch.randint(0, VOCAB, (HEADS, ROWS))
+    _, ours = outcome(head_losses, heads, hidden, labels, None, Weighting("dpace", smoothing=0.0))
+    heads.zero_grad()
+    right = heads(hidden).softmax(-1).gather(-1, labels[..., None])[..., 0]
+    (-right.cumprod(0).sum(0).mean()).backward()
+    for name, parameter in heads.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, **CLOSE, msg=name)
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
@@ -69,8 +196,8 @@ def test_a_head_without_labels_costs_nothing_and_is_not_nan(backbone: Backbone, 
     heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
     labels = some_labels()
     labels[1] = IGNORE
-    for losses in (head_losses, head_losses_plain):
-        figures, gradients = outcome(losses, heads, torch.randn(ROWS, HIDDEN), labels, backbone.head)
+    for losses, weighting in itertools.product((head_losses, head_losses_plain), WEIGHTINGS.values()):
+        figures, gradients = outcome(losses, heads, torch.randn(ROWS, HIDDEN), labels, backbone.head, weighting)
         assert figures.loss[1] == 0
         assert figures.total[1] == 0
         assert torch.isfinite(figures.loss).all()
@@ -97,18 +224,63 @@ def test_the_loss_is_the_mean_in_nats_over_the_labels(backbone: Backbone) -> Non
     assert (figures.correct.item(), figures.total.item()) == (2, 3), "the best of equals is id 0"
 
 
-def test_no_more_than_a_chunk_of_logits_is_held(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, linear = [], F.linear
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_no_more_than_a_chunk_of_logits_is_held(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str
+) -> None:
+    chunks_of(monkeypatch, 4)
+    heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
+    teacher = some_teacher(backbone)
+    sizes: list[int] = []
+    weights = {HIDDEN * VOCAB, heads.lm_heads.numel() if heads.lm_heads is not None else 0}
 
-    def spy(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows.append(len(x))
-        return linear(x, weight, bias)
+    class Spy(TorchDispatchMode):
+        """Counts the elements of everything with a dimension of V that is not an LM head or its gradient."""
 
-    monkeypatch.setattr(loss_module, "CHUNK", 4)
-    monkeypatch.setattr(F, "linear", spy)
-    heads = random_heads(backbone.model, 1, lm_head="shared")
-    head_losses(heads, torch.randn(10, HIDDEN), torch.zeros(1, 10, dtype=torch.long), backbone.head)
-    assert rows == [4, 4, 2]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+            sizes.extend(t.numel() for t in made if VOCAB in t.shape and t.numel() not in weights)
+            return out
+
+    with Spy():
+        figures = head_losses(heads, torch.randn(ROWS, HIDDEN), some_labels(), backbone.head, teacher=teacher)
+        figures.objective.sum().backward()
+    assert max(sizes) == HEADS * 4 * VOCAB
+
+
+def test_a_chunk_is_bounded_in_bytes_but_never_a_few_rows() -> None:
+    assert chunk_rows(4, 512, "cpu") * 4 * 512 * 4 == 4 << 20
+    assert chunk_rows(4, 4096, "cpu") == 64
+    assert chunk_rows(4, 128_000, "cpu") == chunk_rows(4, 256_000, "cpu") == 24
+    assert chunk_rows(4, 4096, "cuda") == 4096
+
+
+def test_under_autocast_the_figures_are_those_of_bfloat16(backbone: Backbone) -> None:
+    """The chunks choose their own dtype; autocast changes nothing else. bfloat16 has 8 bits: 1 % of each figure."""
+    for lm_head in ("own", "shared"):
+        heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
+        args = (torch.randn(ROWS, HIDDEN), some_labels(), backbone.head)
+        full, gradients = outcome(head_losses, heads, *args)
+        with torch.autocast("cpu", torch.bfloat16):
+            half, ours = outcome(head_losses, heads, *args)
+        assert half.objective.dtype == torch.float32
+        assert not torch.equal(half.objective, full.objective), "bfloat16 was used"
+        torch.testing.assert_close(half.objective, full.objective, atol=0, rtol=1e-2)
+        for name, gradient in gradients.items():
+            assert ours[name].dtype == torch.float32
+            assert (ours[name] - gradient).norm() < 0.05 * gradient.norm(), name
+
+
+def test_backends_that_cannot_be_had_are_refused() -> None:
+    require_backend("auto", "distill", "dpace")
+    with pytest.raises(RequestError, match="'fast'; choose one of auto, chunked, plain, liger"):
+        require_backend("fast", "text", "decay")
+    with pytest.raises(RequestError, match="liger has labels and head_weighting decay only"):
+        require_backend("liger", "distill", "decay")
+    if importlib.util.find_spec("liger_kernel") is None:
+        with pytest.raises(RequestError, match="needs the package liger_kernel"):
+            require_backend("liger", "text", "decay")
 
 
 def test_the_backbones_lm_head_gets_no_gradient(backbone: Backbone) -> None:
@@ -127,12 +299,13 @@ def test_an_lm_head_with_a_bias_is_applied_with_it(backbone: Backbone) -> None:
 def test_far_heads_count_less() -> None:
     weights = head_weights(4, 0.8)
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.8, 0.64, 0.512]))
-    assert weighted(torch.tensor([1.0, 2.0, 3.0, 4.0]), weights).item() == pytest.approx(1 + 1.6 + 1.92 + 2.048)
+    taught = torch.tensor([[True, True], [True, False]])
+    torch.testing.assert_close(Weighting("decay", 0.5)(torch.rand(2, 2), taught), torch.tensor([[1, 1], [0.5, 0]]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_backbones_choice_is_its_argmax_after_each_prefix(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK", 4)
+    chunks_of(monkeypatch, 4)
     model = tiny_model(family)
     backbone = Backbone(model)
     ids = torch.tensor([random_ids(9, seed=1), random_ids(9, seed=2)])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from decode.results import medusa_method, plain_method, tau
 from decode.settings import Settings
@@ -24,8 +25,11 @@ from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig, parse_config
 from train.data import Example, PackedDataset
 from train.evaluate import OwnText, head_accuracy
+from train.loss import Weighting
+from train.progress import summarize
+from train.resume import checkpoints
 from train.run import new_heads, train
-from train.trainer import TimeBudget, checkpoints
+from train.trainer import TimeBudget
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
@@ -59,8 +63,14 @@ def recipe(folder: Path, texts: list[OwnText], tmp_path: Path) -> Callable[..., 
     data = tmp_path / "own.jsonl"
     data.write_text("".join(json.dumps({"input_ids": text.input_ids}) + "\n" for text in texts), encoding="utf-8")
 
-    def run(output: str = "out", heads: dict[str, Any] | None = None, train_with: Any = None, **training: Any) -> Any:
-        content = {
+    def run(
+        output: str = "out",
+        heads: dict[str, Any] | None = None,
+        train_with: Any = None,
+        content: dict[str, Any] | None = None,
+        **training: Any,
+    ) -> Any:
+        content = (content or {}) | {
             "backbone": str(folder),
             "data": {"path": str(data), "sequence_length": 52},
             "output_dir": str(tmp_path / output),
@@ -183,14 +193,60 @@ def test_the_log_tells_every_heads_loss_and_top1(model: Any, texts: list[OwnText
         assert all(0 <= line[f"head{head + 1}_top1"] <= 1 for head in range(HEADS))
 
 
-def test_evaluation_during_training_is_logged_apart(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    run = trainer(model, texts, tmp_path)
-    run.eval_dataset = run.train_dataset
+def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """On the backbone's own greedy text they are what `medusa evaluate` counts there."""
+    run = trainer(model, texts, tmp_path, eval_tree="chain", objective="distill", per_device_eval_batch_size=3)
+    for parameter in run.heads.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    answers = [Example(text.input_ids, [position >= 4 for position in range(52)]) for text in texts]
+    run.eval_dataset = PackedDataset(answers, sequence_length=52)
     figures = run.evaluate()
     assert figures["eval_loss"] > 0
     line = next(line for line in run.state.log_history if "eval_loss" in line)
-    assert {f"eval_head{head}_{name}" for head in range(1, HEADS + 1) for name in ("loss", "top1")} <= line.keys()
+    # The first label of the answer, at 4, is head 1's at position 2: one before the prompt's last.
+    expected = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 3) for text in texts])
+    first = expected["heads"][0]
+    assert line["eval_head1_conditional"] == first["conditional_top1"]
+    chain = [head["conditional_top1"] for head in expected["heads"]]
+    gain = chain[0] + chain[0] * chain[1] + chain[0] * chain[1] * chain[2]
+    assert line["eval_tau"] == pytest.approx(1 + gain, abs=5e-4), "each is rounded to four digits"
+    assert line["eval_tau"] > 1.1, "or nothing was compared"
+    for head in range(1, HEADS + 1):
+        assert line[f"eval_head{head}_top1"] <= line[f"eval_head{head}_top5"] <= line[f"eval_head{head}_top10"] <= 1
+    assert summarize(line).endswith(f"tau {line['eval_tau']:.3f}"), "told on the terminal"
+    assert figures["eval_tau"] == line["eval_tau"], "what early stopping and metric_for_best_model can go by"
     assert not any(parameter.grad is not None for parameter in run.heads.parameters())
+
+
+def test_distillation_is_evaluated_by_what_the_backbone_would_say(model: Any, tmp_path: Path) -> None:
+    """On text that is not its own, that is not what stands there."""
+    foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
+    figures = {}
+    for objective in ("text", "argmax", "distill"):
+        run = trainer(model, foreign, tmp_path, objective=objective)
+        run.eval_dataset = run.train_dataset
+        figures[objective] = {key: value for key, value in run.evaluate().items() if "top" in key}
+    assert figures["distill"] == figures["argmax"] != figures["text"]
+
+
+def test_training_stops_when_evaluation_gets_no_better(recipe: Any, tmp_path: Path) -> None:
+    evaluated = {"eval_data": str(tmp_path / "own.jsonl")}
+    settings = {"eval_steps": 1, "early_stopping_patience": 2, "learning_rate": 0.0, "max_steps": 9}
+    assert recipe(content=evaluated, **settings)["steps"] == 3, "the first is the best, two are not better"
+
+
+def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
+    """A learning rate that wrecks the heads after a good first step: the first checkpoint is what is saved."""
+    recipe(
+        content={"eval_data": {"path": str(tmp_path / "own.jsonl"), "sequence_length": 52}},
+        **{"max_steps": 3, "eval_steps": 1, "save_steps": 1, "learning_rate": 3.0, "warmup_steps": 3},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 3},
+    )
+    states = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    best = Path(states["best_model_checkpoint"])
+    assert best.name == "checkpoint-1"
+    assert same_weights(load_heads(tmp_path / "out"), load_heads(best))
+    assert not same_weights(load_heads(tmp_path / "out"), load_heads(tmp_path / "out" / "checkpoint-3"))
 
 
 def test_gradient_accumulation_is_the_larger_batch(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
@@ -229,6 +285,67 @@ def test_the_objective_says_whose_token_is_the_label(model: Any, tmp_path: Path)
             logits[head, :, :-offset].flatten(0, 1), said[:, offset:].flatten()
         )
         torch.testing.assert_close(seen["argmax"][head], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
+def test_distillation_is_towards_the_backbones_own_distributions(model: Any, tmp_path: Path, weighting: str) -> None:
+    """Against a loop over documents with the model's own logits: offsets, borders and averages are all its own."""
+    documents = [random_ids(length, seed=length) for length in (20, 11, 3, 30)]  # 64 tokens in rows of 32
+    dataset = PackedDataset([Example(ids, [True] * len(ids)) for ids in documents], sequence_length=32)
+    run = trainer(
+        model, [], tmp_path, objective="distill", teacher_temperature=0.7, head_weighting=weighting, dpace_smoothing=0.2
+    )
+    for parameter in run.heads.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    figures = run.model(**{name: torch.stack([row[name] for row in dataset]) for name in dataset[0]})
+    pieces = [documents[0], documents[1], documents[2][:1], documents[2][1:], documents[3][:30]]
+    sums, weighted, counts = torch.zeros(HEADS), torch.zeros(HEADS), torch.zeros(HEADS)
+    with torch.no_grad():
+        for ids in pieces:
+            hidden = Backbone(model).hidden_states(torch.tensor([ids]), use_cache=False)[0]
+            told = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            log_p = run.heads(hidden, model.lm_head).log_softmax(-1)
+            for t in range(len(ids) - 2):
+                reach = [head for head in range(HEADS) if t + head + 2 < len(ids)]
+                right = [float(log_p[head, t, told[t + head + 1].argmax()].exp()) for head in reach]
+                gains = torch.tensor([0.8 * q + 0.2 for q in right]).cumprod(0)
+                for head in reach:
+                    loss = -((told[t + head + 1] / 0.7).softmax(-1) * log_p[head, t]).sum()
+                    weight = 0.8**head if weighting == "decay" else gains[head:].sum()
+                    sums[head] += loss
+                    weighted[head] += weight * loss
+                    counts[head] += 1
+    assert figures.total.tolist() == counts.tolist()
+    torch.testing.assert_close(figures.loss, sums / counts, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(figures.objective, weighted / counts, atol=1e-4, rtol=1e-4)
+
+
+def test_giving_a_decay_is_asking_for_it(tmp_path: Path) -> None:
+    def weighting(**training: Any) -> Weighting:
+        return MedusaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training).weighting
+
+    assert weighting().kind == "dpace"
+    assert weighting(head_decay=0.5) == Weighting("decay", 0.5)
+    assert weighting(head_weighting="decay") == Weighting("decay", 0.8), "the paper's"
+    with pytest.raises(RequestError, match="leave one of them out"):
+        weighting(head_weighting="dpace", head_decay=0.8)
+
+
+def test_a_backbone_that_caps_its_logits_cannot_be_a_teacher(texts: list[OwnText], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="caps or scales its LM head's output"):
+        trainer(tiny_model("gemma2"), texts, tmp_path, objective="distill")
+
+
+def test_under_mixed_precision_the_backbone_keeps_its_own(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """Decoding will show the heads hidden states in the backbone's dtype, so training must."""
+    run = trainer(model, texts, tmp_path, bf16=True)
+    ids = torch.tensor([texts[0].input_ids])
+    positions = torch.arange(ids.shape[1])[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        states = run.trained.states(ids, positions)
+    assert torch.equal(states, run.trained.states(ids, positions))
+    run.train()
+    assert all(parameter.dtype == torch.float32 for parameter in run.heads.parameters())
 
 
 def test_rows_without_any_label_do_no_harm(model: Any, tmp_path: Path) -> None:
@@ -313,6 +430,22 @@ def test_a_time_budget_ends_the_run_with_a_learning_rate_of_almost_nothing(
     assert run.lr_scheduler.get_last_lr()[0] < 1e-4
 
 
+def test_a_budget_of_cpu_time_is_the_process_own(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """However busy the machine is: waiting is not counted."""
+
+    class Waits(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.2)
+
+    run = trainer(model, texts, tmp_path, max_steps=4, max_cpu_minutes=0.5 / 60)
+    run.add_callback(Waits())
+    start = time.process_time()
+    run.train()
+    assert run.state.global_step == 4 or time.process_time() - start > 0.5, "0.8 s of sleep did not end it"
+    with pytest.raises(RequestError, match="two budgets"):
+        MedusaTrainingArguments(output_dir=str(tmp_path), max_minutes=1.0, max_cpu_minutes=1.0)
+
+
 def test_the_learning_rate_follows_steps_or_the_clock_whichever_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("train.trainer.time.monotonic", lambda: now)
@@ -379,6 +512,16 @@ def test_a_run_shorter_than_a_line_of_the_log_gives_its_figures_too(recipe: Any)
         {"eval_strategy": "steps"},
         {"learning_rate": "fast"},
         {"output_dir": "elsewhere"},
+        {"objective": "sft"},
+        {"head_weighting": "even"},
+        {"teacher_temperature": 0.0},
+        {"label_share": 1.5},
+        {"dpace_smoothing": -0.1},
+        {"loss_backend": "fast"},
+        {"loss_backend": "liger", "objective": "distill"},
+        {"eval_tree": "no_such_tree"},
+        {"early_stopping_patience": 3},
+        {"max_cpu_minutes": 0.0},
     ],
 )
 def test_training_fields_that_cannot_be_had_are_refused(recipe: Any, training: dict[str, Any]) -> None:

@@ -1,0 +1,123 @@
+"""Peak memory and CPU time of the loss: all logits at once, and in chunks.
+
+    python scripts/benchmark_loss.py --output docs/results/loss_memory.json
+
+Every variant is a process of its own, with one thread. Memory is the most that a loss and its backward held beyond what
+was there before it (the kernel's high-water mark of resident memory), the gradients of the heads included; time is the
+least of three passes' process time. Heads have one square block, so that nearly all of both is the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PASSES = 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    backend: str
+    lm_head: str
+    objective: str
+    positions: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument(
+        "--positions", type=int, nargs="+", default=[512, 2048], help="the plain version: the first only"
+    )
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=128_000)
+    parser.add_argument("--output", type=Path, help="where the figures go (JSON)")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # one variant, in this process
+    args = parser.parse_args()
+    if args.only:
+        print(json.dumps(measure(Variant(**json.loads(args.only)), args)))
+        return
+    variants = [
+        Variant(backend, lm_head, objective, positions)
+        for lm_head in ("shared", "own")
+        for objective in ("labels", "distill")
+        for backend in ("plain", "chunked")
+        for positions in args.positions
+        if backend == "chunked" or positions == args.positions[0]
+    ]
+    rows = []
+    print("| LM head | objective | positions | version | peak MB | of plain | CPU s | of plain |")
+    print("|---" * 8 + "|")
+    for variant in variants:
+        rows.append(row := alone(variant))
+        plain = next(r for r in rows if (r["lm_head"], r["objective"]) == (row["lm_head"], row["objective"]))
+        share = "", ""
+        if row["positions"] == plain["positions"]:
+            share = f"1/{plain['peak_mb'] / row['peak_mb']:.1f}", f"{row['cpu_seconds'] / plain['cpu_seconds']:.2f}"
+        cells = row["lm_head"], row["objective"], row["positions"], row["backend"], round(row["peak_mb"]), share[0]
+        print("|", " | ".join(map(str, (*cells, f"{row['cpu_seconds']:.1f}", share[1]))), "|", flush=True)
+    if args.output:
+        sizes = {name: getattr(args, name) for name in ("heads", "hidden_size", "vocab_size")}
+        about = {**sizes, "dtype": "float32", "threads": 1, "machine": platform.processor() or platform.machine()}
+        args.output.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def alone(variant: Variant) -> dict[str, Any]:
+    """The figures of one variant, from a process that does nothing else."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    command = [sys.executable, *sys.argv, "--only", json.dumps(vars(variant))]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, **threads})
+    return json.loads(out.stdout)
+
+
+def measure(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from medusa.config import MedusaConfig
+    from medusa.heads import MedusaHeads
+    from train.loss import Teacher, Weighting, head_losses
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    num_heads, positions, hidden_size, vocab_size = args.heads, variant.positions, args.hidden_size, args.vocab_size
+    config = MedusaConfig(hidden_size, vocab_size, num_heads, block="square", lm_head=variant.lm_head)
+    heads = MedusaHeads(config)
+    lm_head = torch.nn.Linear(hidden_size, vocab_size, bias=False).requires_grad_(False)
+    heads.start_from(lm_head.weight)
+    hidden = torch.randn(positions + num_heads, hidden_size)
+    labels = torch.randint(0, vocab_size, (num_heads, positions))
+    teacher = Teacher(hidden, torch.arange(positions), lm_head) if variant.objective == "distill" else None
+    peak, seconds = 0.0, []
+    for _ in range(PASSES):
+        heads.zero_grad(set_to_none=True)
+        before = reset_peak()
+        start = time.process_time()
+        figures = head_losses(heads, hidden[:positions], labels, lm_head, Weighting(), teacher, variant.backend)
+        figures.objective.sum().backward()
+        seconds.append(time.process_time() - start)
+        peak = max(peak, resident("VmHWM") - before)
+    return {**vars(variant), "peak_mb": round(peak, 1), "cpu_seconds": round(min(seconds), 3)}
+
+
+def reset_peak() -> float:
+    """Make the high-water mark of resident memory start here (Linux); returns MB resident now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return resident("VmRSS")
+
+
+def resident(field: str) -> float:
+    """MB (10^6 bytes), as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The picture at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import random_ids, tiny_model
+from train.config import parse_config
+from train.curves import draw_curves, heads_in
+from train.run import train
+
+LOG: list[dict[str, Any]] = [
+    {"step": 1, "loss": 3.0, "head1_top1": 0.1, "head2_top1": 0.05},
+    {"step": 1, "eval_loss": 3.1, "eval_head1_top1": 0.1, "eval_head2_top1": 0.05},
+    {"step": 2, "loss": 2.0, "head1_top1": 0.5, "head2_top1": 0.3},
+    {"step": 2, "train_runtime": 1.0},
+]
+
+
+def test_loss_and_each_heads_guesses_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    assert draw_curves(LOG, tmp_path / "training.png")
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    loss, guesses = figures[0].axes
+    assert {line.get_label(): list(line.get_ydata()) for line in loss.lines} == {"loss": [3.0, 2.0], "eval_loss": [3.1]}
+    assert {line.get_label(): list(line.get_ydata()) for line in guesses.lines} == {
+        "head 1": [0.1, 0.5],
+        "head 2": [0.05, 0.3],
+        "eval_head 1": [0.1],
+        "eval_head 2": [0.05],
+    }
+    assert draw_curves([], tmp_path / "empty.png"), "a run without a line has a picture without lines"
+
+
+def test_heads_are_counted() -> None:
+    assert heads_in(LOG[:1]) == heads_in(LOG[1:2]) == 2
+    assert heads_in([{"loss": 1.0}]) == 0
+
+
+def test_a_run_leaves_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": random_ids(20)}), encoding="utf-8")
+    content = {
+        "backbone": str(tmp_path / "backbone"),
+        "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 20},
+        "output_dir": str(tmp_path / "out"),
+        "device": "cpu",
+        "training": {"max_steps": 2, "logging_steps": 1, "save_strategy": "no"},
+    }
+    train(parse_config(content, "test"))
+    assert (tmp_path / "out" / "training.png").is_file()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    train(parse_config(content | {"output_dir": str(tmp_path / "without")}, "test"))
+    assert not (tmp_path / "without" / "training.png").exists()
+    assert "no training.png: it needs matplotlib" in capsys.readouterr().err

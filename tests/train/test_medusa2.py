@@ -1,0 +1,371 @@
+"""Medusa-2: heads and an adapter learn together, the backbone stays close to what it was, and both decode."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from decode.results import medusa_method, plain_method
+from decode.settings import Settings
+from medusa.__main__ import main
+from medusa.backbone import Backbone, differs, load_backbone, quantized
+from medusa.checkpoint import load_heads
+from medusa.errors import RequestError
+from medusa.files import replacing_folder
+from tests.helpers import VOCAB, random_ids, tiny_model
+from train import MedusaTrainer
+from train.config import AdapterConfig, parse_config
+from train.data import Example, PackedDataset
+from train.labels import IGNORE, NEXT, head_labels
+from train.medusa2 import HeadsAndAdapter, adapt, heads_weight, lm_loss, perplexity, untouched
+from train.run import train
+
+LENGTH, STEPS = 32, 6
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A run of `medusa train` with an adapter; keywords override the recipe."""
+    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    lines = [json.dumps({"input_ids": random_ids(LENGTH, seed=seed)}) for seed in range(16)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def run(
+        output: str = "out", with_: Any = None, training: Any = None, adapter: Any = None, **overrides: Any
+    ) -> dict[str, Any]:
+        content = {
+            "backbone": str(tmp_path / "backbone"),
+            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": LENGTH},
+            "output_dir": str(tmp_path / output),
+            "heads": {"num": 2},
+            "device": "cpu",
+            "adapter": {"rank": 4, "dropout": 0.0, "heads_first": 0.0, "schedule": "constant"} | (adapter or {}),
+            "training": {"max_steps": STEPS, "logging_steps": 1, "save_steps": 3, "seed": 1} | (training or {}),
+        }
+        return train(parse_config(content | overrides, "test"), quiet=True, **(with_ or {}))
+
+    return run
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[MedusaTrainer]:
+    """The trainers that run."""
+    trainers: list[MedusaTrainer] = []
+    start = MedusaTrainer.train
+    monkeypatch.setattr(MedusaTrainer, "train", lambda self, **kw: (trainers.append(self), start(self, **kw))[1])
+    return trainers
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+
+
+def test_heads_and_adapter_learn_and_the_backbones_own_weights_do_not(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    before = dict(tiny_model("llama").named_parameters())
+    recipe()
+    model = seen[0].backbone.model
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            assert parameter.requires_grad
+            assert parameter.any(), f"{name} has learned: B starts at zero"
+        else:
+            assert not parameter.requires_grad
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")])
+
+
+def test_heads_learn_four_times_as_fast_unless_said_otherwise(recipe: Any, seen: Any) -> None:
+    recipe(training={"learning_rate": 4e-3, "lr_scheduler_type": "constant"})
+    recipe("other", training={"learning_rate": 4e-3, "lr_scheduler_type": "constant"}, adapter={"learning_rate": 2e-4})
+    for trainer, expected in zip(seen, (1e-3, 2e-4), strict=True):
+        of_heads = {id(parameter) for parameter in trainer.heads.parameters()}
+        rates = {False: set(), True: set()}
+        held = []
+        for group in trainer.optimizer.param_groups:
+            for parameter in group["params"]:
+                rates[id(parameter) in of_heads].add(group["lr"])
+                held.append(id(parameter))
+        assert rates == {True: {4e-3}, False: {expected}}
+        wanted = [id(parameter) for parameter in trainer.trained.parameters() if parameter.requires_grad]
+        assert sorted(held) == sorted(wanted), "each parameter once"
+
+
+def test_the_heads_learn_alone_first(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    recipe(adapter={"heads_first": 0.5})
+    halfway, end = adapter_of(tmp_path / "out" / "checkpoint-3"), adapter_of(tmp_path / "out")
+    assert not any(tensor.any() for name, tensor in halfway.items() if "lora_B" in name)
+    assert all(tensor.any() for name, tensor in end.items() if "lora_B" in name)
+    lines = [line for line in seen[0].state.log_history if "lm_loss" in line]
+    assert [line["lambda_0"] for line in lines] == [1.0, 1.0, 0.2, 0.2, 0.2, 0.2], "as it is for the next step"
+    assert [line["lm_loss"] > 0 for line in lines] == [False] * 4 + [True] * 2, "B is zero in the first joint step"
+
+
+def test_while_heads_learn_alone_they_learn_as_in_medusa_1(recipe: Any, tmp_path: Path) -> None:
+    recipe("joint", adapter={"heads_first": 0.99})
+    content = json.loads((tmp_path / "joint" / "provenance.json").read_text())["config"]
+    alone = {"adapter": None, "output_dir": str(tmp_path / "alone")}
+    train(parse_config(content | alone, "test"), quiet=True)
+    ours, theirs = load_heads(tmp_path / "joint").state_dict(), load_heads(tmp_path / "alone").state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"),
+    [("constant", [1, 0.2, 0.2, 0.2]), ("linear", [1, 0, 0.1, 0.2]), ("sine", [1, 0, 0.2 * math.sqrt(0.5), 0.2])],
+)
+def test_lambda_0_rises_from_where_the_backbone_joins(schedule: str, at: list[float]) -> None:
+    config = AdapterConfig(schedule=schedule, lambda_0=0.2, heads_first=0.5)
+    assert [heads_weight(config, progress) for progress in (0.4, 0.5, 0.75, 1.0)] == pytest.approx(at)
+
+
+# --- the LM loss ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr("train.medusa2.chunk_rows", lambda *args: chunk)
+    head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
+    teacher, labels = torch.randn(7, 8), torch.randint(0, VOCAB, (7,))
+    gradients = []
+    for kind in ("kl", "text"):
+        hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        ours = lm_loss(head, hidden, labels, teacher if kind == "kl" else None)
+        (ours_grad,) = torch.autograd.grad(ours, hidden)
+        if kind == "kl":
+            p, log_q = head(teacher).softmax(-1), head(hidden).log_softmax(-1)
+            plain = (p * (p.log() - log_q)).sum(-1).mean()
+        else:
+            plain = F.cross_entropy(head(hidden), labels)
+        (plain_grad,) = torch.autograd.grad(plain, hidden)
+        torch.testing.assert_close(ours, plain)  # the same float32 numbers: default tolerances
+        torch.testing.assert_close(ours_grad, plain_grad)
+        gradients.append(ours_grad)
+    assert not torch.allclose(*gradients)
+    assert lm_loss(head, teacher, labels, teacher).item() == pytest.approx(0, abs=1e-6)
+    assert lm_loss(head, teacher[:0], labels[:0], None).item() == 0
+
+
+def test_the_teacher_reads_an_adapted_lm_head_without_its_adapter() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = torch.nn.Linear(8, VOCAB)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * self.base_layer(rows)
+
+    head, hidden = Adapted(), torch.randn(7, 8)
+    p, log_q = head.base_layer(hidden).softmax(-1), head(hidden).log_softmax(-1)
+    expected = (p * (p.log() - log_q)).sum(-1).mean()
+    ours = lm_loss(head, hidden, torch.zeros(7, dtype=torch.long), hidden)
+    torch.testing.assert_close(ours, expected)
+    assert ours > 0.01, "the adapter moves it"
+
+
+def test_the_teacher_is_the_untouched_backbone(llama: Any) -> None:
+    model = tiny_model("llama")
+    adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.5))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = torch.tensor([random_ids(9)])
+    model.train()
+    with torch.no_grad(), untouched(model):
+        assert torch.equal(model(ids).logits, llama(ids).logits)
+    assert model.training
+    assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "lora_" in name)
+    assert not torch.allclose(model.eval()(ids).logits, llama(ids).logits)
+
+
+def test_kl_holds_the_backbone_where_it_is_and_text_does_not(recipe: Any) -> None:
+    settings = {"max_steps": 40, "save_strategy": "no", "learning_rate": 2e-2}
+    kept = recipe("kl", training=settings, adapter={"lambda_0": 1e-4})
+    learned = recipe("text", training=settings, adapter={"lambda_0": 1e-4, "lm_loss": "text"})
+    assert kept["perplexity_before"] == learned["perplexity_before"]
+    assert kept["perplexity_after"] == pytest.approx(kept["perplexity_before"], rel=0.02)
+    assert learned["perplexity_after"] < 0.8 * learned["perplexity_before"], "it learns these very texts by heart"
+
+
+def test_perplexity_is_that_of_transformers_own_loss(llama: Any) -> None:
+    rows = PackedDataset([Example(random_ids(LENGTH, seed=seed), [True] * LENGTH) for seed in range(5)], LENGTH)
+    losses = [llama(input_ids=row["input_ids"][None], labels=row["input_ids"][None]).loss for row in rows]
+    ours = perplexity(Backbone(llama), rows, batch_size=2)
+    assert ours == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-5)
+
+
+def test_quality_is_taken_where_asked_and_a_wrong_file_is_told_first(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    own = recipe("own", training={"max_steps": 1})
+    (tmp_path / "other.jsonl").write_text(json.dumps({"input_ids": [3] * LENGTH}), encoding="utf-8")
+    other = recipe("other", training={"max_steps": 1}, adapter={"quality_data": str(tmp_path / "other.jsonl")})
+    assert own["perplexity_before"] != other["perplexity_before"]
+    with pytest.raises(RequestError, match=r"absent\.jsonl"):
+        recipe("absent", adapter={"quality_data": str(tmp_path / "absent.jsonl")})
+    assert len(seen) == 2, "the third run never began"
+
+
+def test_next_labels_are_those_of_the_lm_head() -> None:
+    ids, documents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
+    labels = head_labels(ids, torch.ones_like(ids), documents, 1, first=NEXT)
+    assert labels.tolist() == [[[6, IGNORE, 8, IGNORE]]]
+
+
+def test_accumulation_and_memory_saving_change_nothing(recipe: Any, tmp_path: Path) -> None:
+    """Micro-batches, checkpointed activations, the untouched backbone's states from disk: the same outcome."""
+    recipe("plain", training={"per_device_train_batch_size": 4})
+    recipe("parts", training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})
+    recipe("checkpointed", training={"per_device_train_batch_size": 4, "activation_checkpointing": True})
+    recipe("cached", training={"per_device_train_batch_size": 4}, cache_features=True)
+    for other in ("parts", "checkpointed", "cached"):
+        for name, tensor in adapter_of(tmp_path / "plain").items():
+            # AdamW divides tiny gradients by their own size: rounding in float32 moves a weight by a share of a step.
+            torch.testing.assert_close(adapter_of(tmp_path / other)[name], tensor, atol=1e-3, rtol=0)
+
+
+def test_activations_are_checkpointed_when_asked(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    enable = HeadsAndAdapter.activation_checkpointing_enable
+    monkeypatch.setattr(
+        HeadsAndAdapter, "activation_checkpointing_enable", lambda self, **kw: (calls.append(1), enable(self, **kw))[1]
+    )
+    recipe(training={"activation_checkpointing": True, "max_steps": 2})
+    assert calls
+    alone = {"backbone": "demo", "data": "medusa/assets/prompts.jsonl", "output_dir": "unused"}
+    with pytest.raises(RequestError, match="activation_checkpointing saves nothing"):
+        train(parse_config(alone | {"training": {"activation_checkpointing": True}}, "test"), quiet=True)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_adapter_and_heads_lie_side_by_side_and_decode_together(
+    recipe: Any, seen: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    recipe(training={"max_steps": 30, "learning_rate": 2e-2}, adapter={"lm_loss": "text"})
+    out = tmp_path / "out"
+    loaded = load_backbone(str(out / "adapter"), device="cpu")
+    heads, ids = load_heads(out), torch.tensor([random_ids(9)])
+    trained = seen[0].backbone.model.eval()
+    assert torch.equal(loaded.model(ids).logits, trained(ids).logits)
+    assert not torch.allclose(trained(ids).logits, tiny_model("llama")(ids).logits, atol=0.1), "it has moved"
+    assert heads.config.backbone["weights"]
+    assert not differs(loaded.model, heads.config.backbone)
+    settings = Settings(max_new_tokens=20)
+    prompts = [random_ids(5, seed=seed) for seed in range(3)]
+    plain = [result.new_ids for result in plain_method(loaded.model, settings)(prompts, None)]
+    ours = [result.new_ids for result in medusa_method(loaded.model, heads, settings, tree="chain")(prompts, None)]
+    assert ours == plain, "the adapted backbone's own text"
+    prompt = tmp_path / "prompt.jsonl"
+    prompt.write_text(json.dumps({"input_ids": prompts[0]}), encoding="utf-8")
+    command = ["generate", "--backbone", str(out / "adapter"), "--heads", str(out), "--prompts", str(prompt)]
+    assert main([*command, "--max-new-tokens", "8", "--json", str(tmp_path / "g.json")]) == 0
+    assert "another" not in capsys.readouterr().err, "no warning that the heads are another backbone's"
+    assert json.loads((tmp_path / "g.json").read_text())["results"][0]["new_ids"] == plain[0][:8]
+
+
+def test_merged_on_request(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    recipe(training={"max_steps": 10, "learning_rate": 2e-2}, adapter={"merge": True, "lm_loss": "text"})
+    merged = load_backbone(str(tmp_path / "out" / "merged"), device="cpu").model
+    assert not hasattr(merged, "peft_config")
+    ids = torch.tensor([random_ids(9)])
+    # W + BA in one matrix instead of two products: float32 rounding of logits of order 10.
+    torch.testing.assert_close(merged(ids).logits, seen[0].backbone.model.eval()(ids).logits, atol=1e-3, rtol=1e-4)
+    heads = load_heads(tmp_path / "out" / "merged" / "heads")
+    assert not differs(merged, heads.config.backbone)
+    assert not (tmp_path / "out" / "checkpoint-3" / "merged").exists()
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(recipe: Any, tmp_path: Path) -> None:
+    recipe("whole", adapter={"heads_first": 0.2, "dropout": 0.1})
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    recipe("resumed", adapter={"heads_first": 0.2, "dropout": 0.1}, with_={"resume": True})
+    for name, tensor in adapter_of(tmp_path / "whole").items():
+        assert torch.equal(adapter_of(tmp_path / "resumed")[name], tensor)
+    ours, theirs = load_heads(tmp_path / "whole").state_dict(), load_heads(tmp_path / "resumed").state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    recipe("first")
+    recipe("second", heads={"start": str(tmp_path / "first")}, training={"learning_rate": 0.0})
+    ours, theirs = load_heads(tmp_path / "first").state_dict(), load_heads(tmp_path / "second").state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(RequestError, match=r"heads\.start: .* has block 'mlp', not 'square'"):
+        recipe("third", heads={"start": str(tmp_path / "first"), "block": "square"})
+    tiny_model("llama", hidden_size=16).save_pretrained(tmp_path / "small")
+    with pytest.raises(RequestError, match=r"has hidden_size 32, not 16"):
+        recipe("fourth", heads={"start": str(tmp_path / "first")}, backbone=str(tmp_path / "small"))
+
+
+def test_a_folder_takes_the_old_ones_place_whole_or_not_at_all(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with replacing_folder(tmp_path / "x") as folder:
+            (folder / content).write_text(content)
+        assert [path.name for path in (tmp_path / "x").iterdir()] == [content]
+
+    def fail() -> None:
+        with replacing_folder(tmp_path / "x") as folder:
+            (folder / "third").write_text("third")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
+
+
+def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    recipe(heads={"num": 2, "lm_head": "own"}, adapter={"lm_head": True})
+    assert any("lm_head.lora_B" in name and tensor.any() for name, tensor in adapter_of(tmp_path / "out").items())
+    ids = torch.tensor([random_ids(9)])
+    loaded = load_backbone(str(tmp_path / "out" / "adapter"), device="cpu").model
+    assert torch.equal(loaded(ids).logits, seen[0].backbone.model.eval()(ids).logits)
+    with pytest.raises(RequestError, match=r"adapter\.lm_head needs heads with LM heads of their own"):
+        recipe("shared", heads={"num": 2, "lm_head": "shared"}, adapter={"lm_head": True})
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"schedule": "cosine"}, {"lm_loss": "mse"}, {"rank": 0}, {"heads_first": 1.0}, {"dropout": 1}, {"lambda_0": 0}],
+)
+def test_settings_of_the_adapter_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"adapter.{next(iter(settings))} is"):
+        AdapterConfig(**settings)
+
+
+def test_backbones_that_cannot_be_adapted_are_refused(recipe: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="scales or caps its logits"):
+        adapt(tiny_model("gemma2"), AdapterConfig())
+    with pytest.raises(RequestError, match=r"adapter\.modules: .*no_such"):
+        adapt(tiny_model("llama"), AdapterConfig(modules=["no_such"]))
+    recipe()
+    with pytest.raises(RequestError, match="an adapter's folder already"):
+        recipe("again", backbone=str(tmp_path / "out" / "adapter"))
+    with pytest.raises(RequestError, match="sharded backbone cannot be adapted"):
+        recipe("sharded", shard_backbone=True)
+
+
+def test_a_quantised_backbone_needs_bitsandbytes(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa.backbone.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"quantization: 4bit needs bitsandbytes, which is not installed"):
+        recipe(quantization="4bit")
+    with pytest.raises(RequestError, match="quantization is '3bit'; choose 4bit or 8bit"):
+        recipe(quantization="3bit")
+    monkeypatch.setattr("medusa.backbone.importlib.util.find_spec", lambda name: object())
+    assert quantized("4bit").load_in_4bit
+    assert quantized("8bit").load_in_8bit

@@ -1,0 +1,182 @@
+"""Killed at any moment, a run goes on and ends as if nothing had happened: real processes, real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainerState
+
+from medusa.checkpoint import load_heads
+from medusa.heads import MedusaHeads
+from tests.helpers import random_ids, tiny_model
+from train.config import parse_config
+from train.resume import LogBeforeSaving, checkpoints, is_whole
+from train.run import train
+from train.trainer import MedusaTrainer
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+ROOT = Path(__file__).parents[2]
+STEPS, SAVE_STEPS, LOGGING_STEPS = 24, 4, 3  # a line of the log and a checkpoint seldom fall on one step
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    lines = [json.dumps({"input_ids": random_ids(20, seed=seed)}) for seed in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def content(output: str) -> dict[str, Any]:
+        return {
+            "backbone": str(tmp_path / "backbone"),
+            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 20},
+            "output_dir": str(tmp_path / output),
+            "heads": {"num": 2},
+            "device": "cpu",
+            "training": {
+                "max_steps": STEPS,
+                "save_steps": SAVE_STEPS,
+                "logging_steps": LOGGING_STEPS,
+                "seed": 3,
+                "per_device_train_batch_size": 4,  # 10 batches an epoch: kills fall into all three epochs
+            },
+        }
+
+    return content
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Process id of a copy of this process that does `work` and nothing else."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return process
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """The log as the last checkpoint holds it, without what the clock says."""
+    history = json.loads((checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
+    return [{key: line[key] for key in line if "runtime" not in key and "per_second" not in key} for line in history]
+
+
+def same(left: MedusaHeads, right: MedusaHeads) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(parse_config(recipe("whole"), "test"), quiet=True)
+    seed = random.SystemRandom().randrange(10**6)
+    rng = random.Random(seed)
+    at = sorted(rng.sample(range(SAVE_STEPS + 1, STEPS), 3))
+    for step in at:
+        reader, writer = os.pipe()
+
+        class Tell(TrainerCallback):
+            """One byte a step to the process that kills."""
+
+            def on_step_end(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
+                os.write(writer, bytes([state.global_step]))  # noqa: B023  the class lives as long as its round
+                time.sleep(0.002)
+
+        def run() -> None:
+            init = MedusaTrainer.__init__
+            monkeypatch.setattr(
+                MedusaTrainer,
+                "__init__",
+                lambda self, *args, **kwargs: init(self, *args, callbacks=[Tell()], **kwargs),
+            )
+            train(parse_config(recipe("killed"), "test"), quiet=True, resume=bool(checkpoints(killed)))
+
+        process = forked(run)
+        os.close(writer)
+        while os.read(reader, 1) != bytes([step]):
+            pass
+        time.sleep(rng.random() * 0.02)  # anywhere in the step, or in the saving behind it
+        os.kill(process, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL, "it was not finished"
+        os.close(reader)
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe("killed")), encoding="utf-8")
+    command = [sys.executable, "-m", "medusa", "train", str(tmp_path / "recipe.json"), "--resume", "--threads", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # a process of its own
+    assert done.returncode == 0, done.stderr
+    assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
+    assert [line["step"] for line in curve(whole)] == sorted({*range(3, 25, 3), *range(4, 25, 4)})
+    assert same(load_heads(killed), load_heads(whole))
+
+
+def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the second checkpoint's writing end in the middle of `stage`, by SIGKILL."""
+    calls = {"weights": 0, "optimizer": 0, "state": 0}
+
+    def half(name: str, path: Path, write: Callable[[], Any]) -> Any:
+        calls[name] += 1
+        result = write()
+        if name == stage and calls[name] == 2:
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    save, state_save, file_save = torch.save, TrainerState.save_to_json, __import__("safetensors.torch").torch.save_file
+    monkeypatch.setattr(
+        "medusa.checkpoint.save_file",
+        lambda tensors, path, **kwargs: half("weights", Path(path), lambda: file_save(tensors, path, **kwargs)),
+    )
+
+    def torch_save(what: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "optimizer" not in str(path):
+            return save(what, path, *args, **kwargs)
+        return half("optimizer", Path(path), lambda: save(what, path, *args, **kwargs))
+
+    monkeypatch.setattr(torch, "save", torch_save)
+    monkeypatch.setattr(
+        TrainerState, "save_to_json", lambda self, path: half("state", Path(path), lambda: state_save(self, path))
+    )
+
+
+@pytest.mark.parametrize("stage", ["weights", "optimizer", "state"])
+def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, stage: str
+) -> None:
+    out = tmp_path / "out"
+
+    def run() -> None:
+        cut_off(stage, monkeypatch)
+        train(parse_config(recipe("out"), "test"), quiet=True)
+
+    process = forked(run)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    assert (out / "checkpoint-8").is_dir()
+    assert not is_whole(out / "checkpoint-8")
+    assert checkpoints(out) == [out / "checkpoint-4"]
+    assert load_heads(out / "checkpoint-4").config.num_heads == 2
+    figures = train(parse_config(recipe("out"), "test"), quiet=True, resume=True)
+    assert figures["steps"] == STEPS
+    assert "checkpoint-8 was cut off while it was written; going on from checkpoint-4" in capsys.readouterr().err
+    assert [path.name for path in checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
+
+
+def test_there_is_a_line_of_the_log_at_every_checkpoint() -> None:
+    """Without it, a resumed run's next line would be the mean of fewer steps than an uninterrupted run's."""
+    from transformers import TrainerControl
+
+    for saves in (True, False):
+        control = TrainerControl(should_save=saves)
+        LogBeforeSaving().on_step_end(None, None, control)  # type: ignore[arg-type]
+        assert control.should_log is saves

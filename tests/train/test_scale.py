@@ -1,0 +1,185 @@
+"""Accumulated, on two processes, on a sharded backbone, in mixed precision: the loss of one process with one batch.
+
+What only a GPU can show is not run here: NCCL, two GPUs' memory, the speed of any of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from medusa.backbone import load_backbone
+from medusa.checkpoint import load_heads
+from medusa.errors import RequestError
+from tests.helpers import random_ids, tiny_model
+from train.config import parse_config
+from train.resume import checkpoints
+from train.run import train
+from train.sharding import blocks, placement
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+# One process adds the same float32 gradients in another order than two: after four steps of AdamW, which divides by
+# their size, weights part by at most a few 1e-5, losses by less. Means of means, on rows of 3 or of 30 taught tokens,
+# part by 1e-2.
+CLOSE = {"atol": 2e-4, "rtol": 0}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A recipe whose rows have very different numbers of labels; keywords override its training."""
+    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    rows = [
+        {"input_ids": random_ids(32, seed=seed), "prompt_tokens": (2 if seed % 4 < 2 else 29)}
+        for seed in range(STEPS * 4)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+    def content(output: str, **training: Any) -> dict[str, Any]:
+        return {
+            "backbone": str(tmp_path / "backbone"),
+            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 32},
+            "output_dir": str(tmp_path / output),
+            "heads": {"num": 2},
+            "device": "cpu",
+            "training": {"max_steps": STEPS, "logging_steps": 1, "save_steps": 2, "seed": 1} | training,
+        }
+
+    return content
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    """Per line of the log: the loss, and every head's."""
+    history = json.loads((checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
+    return [{key: line[key] for key in line if "loss" in key and "train" not in key} for line in history]
+
+
+def same_losses(left: list[dict[str, float]], right: list[dict[str, float]]) -> None:
+    assert len(left) == len(right) == STEPS
+    for ours, theirs in zip(left, right, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4), "heads' losses are logged with four digits"
+
+
+def same_heads(left: Path, right: Path) -> None:
+    ours, theirs = load_heads(left).state_dict(), load_heads(right).state_dict()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, **CLOSE)
+
+
+def launch(*command: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_accumulated_micro_batches_are_one_batch(recipe: Any, tmp_path: Path) -> None:
+    """Rows 0 and 1 of every four have ten times the labels of rows 2 and 3."""
+    train(parse_config(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    train(parse_config(recipe("four", **accumulated), "test"), quiet=True)
+    same_losses(losses(tmp_path / "four"), losses(tmp_path / "one"))
+    same_heads(tmp_path / "four", tmp_path / "one")
+
+
+def test_two_processes_are_one_with_the_same_global_batch(recipe: Any, tmp_path: Path) -> None:
+    train(parse_config(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    content = recipe("two", per_device_train_batch_size=2) | {"cache_features": True}
+    (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
+    settings = str(ROOT / "configs" / "accelerate" / "two_processes_cpu.yaml")
+    launch(
+        *("accelerate.commands.launch", "--config_file", settings, "--main_process_port", "0", "-m", "medusa", "train"),
+        *(str(tmp_path / "recipe.json"), "--threads", "1", "--json", str(tmp_path / "figures.json")),
+    )
+    two = tmp_path / "two"
+    same_losses(losses(two), losses(tmp_path / "one"))
+    same_heads(two, tmp_path / "one")
+    assert json.loads((tmp_path / "figures.json").read_text())["steps"] == STEPS
+    saved = checkpoints(two)[-1]
+    assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}, "there were two"
+    assert len(list(saved.glob("*.safetensors"))) == len(list(two.glob("*.safetensors"))) == 1
+
+
+def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(recipe: Any, tmp_path: Path) -> None:
+    """FSDP2 by torchrun and gloo; `sharded_run.py` sees that the parameters are DTensors (accelerate would run DDP)."""
+    train(parse_config(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    content = recipe("two", per_device_train_batch_size=2) | {"shard_backbone": True}
+    (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
+    launch(
+        *("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(ROOT / "tests/train/sharded_run.py"), str(tmp_path / "recipe.json"), str(tmp_path / "figures.json")),
+    )
+    same_losses(losses(tmp_path / "two"), losses(tmp_path / "one"))
+    same_heads(tmp_path / "two", tmp_path / "one")
+    known = load_heads(tmp_path / "two").config.backbone
+    assert known == load_heads(tmp_path / "one").config.backbone, "the fingerprint is that of the whole backbone"
+
+
+def test_a_launcher_that_started_one_process_of_several_is_told_on(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    train(parse_config(recipe("out", max_steps=1), "test"), quiet=True)
+    assert "accelerate launch --cpu starts one process" in capsys.readouterr().err
+
+
+def test_sharding_needs_processes(recipe: Any) -> None:
+    with pytest.raises(RequestError, match=r"shard_backbone: true needs several processes; start with torchrun"):
+        train(parse_config(recipe("out") | {"shard_backbone": True}, "test"), quiet=True)
+
+
+def test_blocks_are_what_transformers_keeps_in_one_piece(llama: Any) -> None:
+    assert [type(block).__name__ for block in blocks(llama)] == ["LlamaDecoderLayer"] * 2
+
+
+def test_every_process_has_its_gpu_and_a_sharded_backbone_starts_in_main_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = tiny_model("llama", dtype=torch.bfloat16).config
+    assert placement(None, None, False, sizes) == {"device": None, "dtype": None}
+    assert placement("cpu", "float32", True, sizes) == {"device": "cpu", "dtype": "float32"}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert placement(None, None, False, sizes) == {"device": "cuda:1", "dtype": None}
+    assert placement("cuda:0", None, False, sizes) == {"device": "cuda:0", "dtype": None}
+    assert placement("cuda", None, True, sizes) == {"device": "cpu", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path, lm_head: str) -> None:
+    finals = {}
+    for bf16 in (False, True):
+        content = recipe(f"{lm_head}-{bf16}", bf16=bf16) | {"heads": {"num": 2, "lm_head": lm_head}}
+        finals[bf16] = train(parse_config(content, "test"), quiet=True)["head1_loss"]
+    assert finals[True] != finals[False], "autocast was on"
+    # bfloat16 keeps 8 bits: logits of some units are off by some 1e-2, and the loss by less than that on average.
+    assert finals[True] == pytest.approx(finals[False], abs=0.1)
+    heads = load_heads(tmp_path / f"{lm_head}-True")
+    assert all(parameter.dtype == torch.float32 for parameter in heads.parameters())
+
+
+def test_a_backbone_spread_over_devices_can_be_trained_on(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`device: auto`; here its second layer is on disk, as where memory is short."""
+    plain = train(parse_config(recipe("plain"), "test"), quiet=True)
+    loaded = load_backbone(str(tmp_path / "backbone"), device="cpu")
+    here = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = dict.fromkeys(here, "cpu")
+    loaded.model = dispatch_model(
+        loaded.model, places | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path / "offload"
+    )
+    monkeypatch.setattr("train.run.backbones.load_backbone", lambda *args, **kwargs: loaded)
+    spread = train(parse_config(recipe("spread"), "test"), quiet=True)
+    assert spread["head1_loss"] == plain["head1_loss"]

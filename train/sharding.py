@@ -1,0 +1,73 @@
+"""A frozen backbone cut over several processes (FSDP2), for one that a single GPU cannot hold.
+
+Its blocks are sharded, and gathered one at a time while they run. The embedding and the LM head stay whole on every
+process: the loss reads the LM head's weights in chunks. Heads are trained beside it as always, in DDP.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from medusa.errors import RequestError
+
+
+def require_shardable(model: PreTrainedModel) -> None:
+    """Raises:
+    RequestError: there is a single process, or the model does not say what its blocks are."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        raise RequestError(
+            "shard_backbone: true needs several processes; start with torchrun --nproc-per-node N -m medusa train ..."
+        )
+    if not blocks(model):
+        raise RequestError(f"{type(model).__name__} does not say what its blocks are; leave shard_backbone out")
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that transformers keeps in one piece: the decoder's blocks."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
+    """Shard a frozen `model` in place over all processes; what stays whole goes to `device`.
+
+    Raises:
+        RequestError: see `require_shardable`.
+    """
+    require_shardable(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    whole = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    for module in whole:
+        module.to(device)
+    kept = {parameter for module in whole for parameter in module.parameters()}
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model.get_decoder(), mesh=mesh, ignored_params=kept)
+
+
+def local_device() -> str | None:
+    """This process's own GPU under a launcher, or `None`."""
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
+
+
+def placement(device: str | None, dtype: str | None, shard: bool, sizes: Any) -> dict[str, str | None]:
+    """Device and dtype to load a backbone with: one that is to be sharded is read into main memory first."""
+    device = local_device() if device in (None, "cuda") else device
+    if not shard or device is None:
+        return {"device": device, "dtype": dtype}
+    return {"device": "cpu", "dtype": dtype or str(sizes.dtype or torch.float32).removeprefix("torch.")}
+
+
+def launched_alone() -> bool:
+    """Whether accelerate was asked for several processes on a CPU and started a single one (as of 1.15 it does)."""
+    several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    return several and "RANK" not in os.environ
