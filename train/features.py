@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from medusa.backbone import DTYPES, Backbone, differs
 from medusa.errors import RequestError
-from medusa.files import read_json, replacing, write_json
+from medusa.files import free_bytes, read_json, readable, replacing, write_json
 from train.data import Counts, PackedDataset, positions_of
 
 if TYPE_CHECKING:
@@ -221,7 +221,8 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"features: {self.tokens:,} tokens, {_bytes(self.missing_bytes)} to write, {_bytes(self.free_bytes)} free; "
+            f"features: {self.tokens:,} tokens, {readable(self.missing_bytes)} to write, "
+            f"{readable(self.free_bytes)} free; "
             f"they save {self.saved_per_epoch:.0%} of every epoch after the first, {self.saved:.0%} of this run "
             f"({self.epochs:.3g} epochs)"
         )
@@ -231,17 +232,9 @@ class Plan:
         RequestError: the disk cannot hold them."""
         if self.missing_bytes > self.free_bytes:
             raise RequestError(
-                f"features would take {_bytes(self.missing_bytes)} in {folder}, where {_bytes(self.free_bytes)} are "
-                "free; leave cache_features out, give another features_dir, or features_dtype: float16"
+                f"features would take {readable(self.missing_bytes)} in {folder}, "
+                f"where {readable(self.free_bytes)} are free; leave cache_features out, give another features_dir, or features_dtype: float16"
             )
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
 
 
 class FeatureCache:
@@ -331,11 +324,10 @@ class FeatureCache:
         steps = args.max_steps if trainer.budget is None else trainer.budget.seconds / heads
         rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         epochs = steps * rows_per_step / len(self.rows) if steps > 0 else args.num_train_epochs
-        folder = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         return Plan(
             tokens=len(self.rows) * self.row_length,
             missing_bytes=self.missing_rows * self.row_bytes,
-            free_bytes=shutil.disk_usage(folder).free,
+            free_bytes=free_bytes(self.folder),
             backbone_seconds=min(forwards) * args.gradient_accumulation_steps,
             heads_seconds=heads,
             epochs=epochs,

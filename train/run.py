@@ -81,6 +81,8 @@ def train(
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
     heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
     _require_adaptable(config, heads)
+    if not plan:
+        require_room(output, heads, arguments)
     if config.shard_backbone:
         shard_backbone(loaded.model.requires_grad_(False), arguments.device)
         heads.to(arguments.device)
@@ -97,7 +99,6 @@ def train(
         foreseen = _cache(config, dataset, trainer).plan(trainer)
         _say(str(foreseen))
         return asdict(foreseen) | {"saved_per_epoch": foreseen.saved_per_epoch, "saved": foreseen.saved}
-    require_room(output, heads, arguments)
     if overwrite and arguments.process_index == 0:  # or a checkpoint of the old run would pass for one of this
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)

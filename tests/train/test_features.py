@@ -332,10 +332,7 @@ def test_a_plan_is_told_before_anything_is_written(recipe: Any, tmp_path: Path, 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr("train.features.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("train.features.free_bytes", lambda path: 1000)
     with pytest.raises(RequestError, match="features would take"):
         recipe(cache_features=True)
     assert not (tmp_path / "out" / "features" / MANIFEST).exists()

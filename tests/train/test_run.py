@@ -21,8 +21,8 @@ from medusa.errors import RequestError, RunError
 from tests.helpers import random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.config import parse_config
+from train.resume import checkpoints
 from train.run import train
-from train.trainer import checkpoints
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
