@@ -233,7 +233,8 @@ class Plan:
         if self.missing_bytes > self.free_bytes:
             raise RequestError(
                 f"features would take {readable(self.missing_bytes)} in {folder}, "
-                f"where {readable(self.free_bytes)} are free; leave cache_features out, give another features_dir, or features_dtype: float16"
+                f"where {readable(self.free_bytes)} are free; "
+                "leave cache_features out, give another features_dir, or features_dtype: float16"
             )
 
 
