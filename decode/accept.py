@@ -117,7 +117,7 @@ def _first_accepted(draft: Draft, walk: _Walk, beliefs: _Beliefs, draws: Draws) 
         token = draft.ids[walk.rows[trying], child[trying]]
         p, q = beliefs.of_token(trying, token)
         passes = passes_ratio(draws.uniform(walk.rows[trying]), p, q)
-        # q = 0: the draft ran out of words and drew nothing here, so there is nothing to accept or reject.
+        # q = 0: the draft ran out of words and repeats one (`draw_distinct`), so there is nothing to accept or reject.
         drawn = q > 0
         accepted[trying[passes & drawn]] = child[trying[passes & drawn]]
         fails = ~passes & drawn

@@ -246,7 +246,8 @@ class Experiment:
         logits = head_logits(heads, backbone, self.frontier.hidden, self.tree.max_depth)
         self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))
         # The figures to compare with come from plain forwards. Below float32 these differ from the tree's own by more
-        # than a million draws can overlook, so there they come from the tree's: measured, and not called exact.
+        # than a million draws can overlook, and so do two trees of different size. So there they come from the very
+        # forwards that are drawn from: measured, and not called exact.
         self.is_independent = model.dtype in (torch.float32, torch.float64)
         self.after_root = self.expected([self.text])[0] if self.is_independent else self.verified([[]])[0]
         self.firsts = self.after_root.softmax(-1).topk(min(FIRST_TOKENS, self.vocab)).indices.tolist()
@@ -254,7 +255,9 @@ class Experiment:
         self.after_firsts = (
             self.expected(texts) if self.is_independent else self.verified([[token] for token in self.firsts])
         )
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[int, Tensor] = (
+            {} if self.is_independent else dict(zip(self.firsts, self.after_firsts, strict=True))
+        )
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
         """The target's scores [len(texts), V] after texts of one length: plain forwards, transformers' warpers."""
@@ -296,7 +299,15 @@ class Experiment:
         place = torch.full((self.vocab,), -1)
         place[self.firsts] = torch.arange(len(self.firsts))
         accepted_tokens = 0
-        take = self._sampled(truncate) if rule.draft == "sample" else self._chosen(rule, truncate)
+        after_root, after_firsts = self.after_root, self.after_firsts
+        if rule.draft == "sample":
+            take = self._sampled(truncate)
+        else:
+            draft = self.drafter.propose(self.frontier)
+            scores = torch.cat(self._scores_of_nodes(draft))
+            take = self._chosen(rule, draft, _truncated(scores, truncate))
+            if not self.is_independent:
+                after_root, after_firsts = scores[0], self._of_firsts(draft, scores)
         at_once = max(1_000, min(ROWS, 2**28 // self.vocab))
         for start in range(0, draws, at_once):
             rows = min(at_once, draws - start)
@@ -316,8 +327,8 @@ class Experiment:
             if weight > 1:
                 break
         truncated = truncation if rule.against == "truncated target" else None
-        target = _probabilities(self.after_root, truncated).cpu()
-        after = _probabilities(self.after_firsts, truncated).cpu()
+        target = _probabilities(after_root, truncated).cpu()
+        after = _probabilities(after_firsts, truncated).cpu()
         found = compare(first, target)
         then = together([compare(counts, p) for counts, p in zip(second, after, strict=True)])
         return Case(
@@ -334,10 +345,17 @@ class Experiment:
             mean_accepted=accepted_tokens / draws,
         )
 
-    def _chosen(self, rule: Rule, truncate: Truncation | None) -> Callable[[int], tuple[Draft, Acceptance]]:
-        """The heads' best guesses: one draft, one forward, and rows that walk over it."""
-        draft = self.drafter.propose(self.frontier)
-        scores = _truncated(torch.cat(self._scores_of_nodes(draft)), truncate)
+    def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
+        """Scores [N, V] of a draft's nodes -> [F, V] after the first tokens; those that it lacks are never asked for."""
+        found = self.after_firsts.clone()
+        for node in (draft.tree.depth == 1).nonzero()[:, 0].tolist():
+            token = int(draft.ids[0, node])
+            if token in self.firsts:
+                found[self.firsts.index(token)] = scores[node]
+        return found
+
+    def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Callable[[int], tuple[Draft, Acceptance]]:
+        """The heads' best guesses: one draft, one forward, and rows that walk over its scores [N, V]."""
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
             return scores, nodes

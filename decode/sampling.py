@@ -187,20 +187,24 @@ def cumulative(p: Tensor) -> Tensor:
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Running sums [M, V], which of them to take [R] and numbers in [0, 1) [R] -> the tokens at these heights [R].
 
-    Distribution m is looked up between m and m + 1, so that one search serves all; a number is kept 2^-30 below 1 so
-    that it does not round up into the next one. A token of probability 0 is never found: its sum is that of the token
-    before.
+    Distribution m is looked up between m and m + 1, so that one search serves all; a number is kept so far below 1 (a
+    few units of rounding at height M) that it does not round up into the next one. A token of probability 0 is never
+    found: its sum is that of the token before.
     """
     heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
-    found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-30) + index, right=True)
+    found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
     return found - index * sums.shape[-1]
+
+
+LEAST_LEFT = 2**-24  # of q, below which no further sibling is drawn: sums in float64 would not resolve its law
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Draw without replacement, in order: q [M, V], which of them to take [R], numbers [R, C] -> tokens [R, C].
 
     Each draw is uniform over what the earlier ones have left: their stretches are cut out of [0, 1), and the number is
-    stretched back over the gaps. Where nothing is left, some token of probability 0 or one drawn before comes out.
+    stretched back over the gaps. Where no more than LEAST_LEFT is left, the first token comes out again, and stands
+    for no draw. That biases nothing: whether there is a draw depends on the tokens drawn before, never on `u`.
     """
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
@@ -208,8 +212,9 @@ def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     for at in range(u.shape[1]):
         gone = tokens[:, :at].sort(-1).values
         low, high = start[index[:, None], gone], sums[index[:, None], gone]  # [R, at]
-        x = u[:, at] * (1 - (high - low).sum(-1)).clamp_min(0)
+        left = 1 - (high - low).sum(-1)
+        x = u[:, at] * left.clamp_min(0)
         for gap in range(at):
             x = torch.where(x >= low[:, gap], x - low[:, gap] + high[:, gap], x)
-        tokens[:, at] = invert(sums, index, x)
+        tokens[:, at] = torch.where(left > LEAST_LEFT, invert(sums, index, x), tokens[:, 0])
     return tokens

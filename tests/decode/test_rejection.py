@@ -249,6 +249,27 @@ def test_sampled_drafts_of_few_words_run_dry_without_harm() -> None:
     assert compare(texts_written(language, "sample", accept_sampled, 0), language.joint()).p_value > FALSE_ALARM
 
 
+@pytest.mark.parametrize("rest", [1e-5, 1e-7, 2e-9, 1e-12])
+def test_a_head_that_is_sure_and_wrong_does_no_harm(rest: float) -> None:
+    """q leaves `rest` to five words: siblings are drawn from it by its law, or, where sums cannot resolve it, not."""
+    others = torch.tensor([0.1, 0.15, 0.2, 0.25, 0.3])
+    p = torch.tensor([[0.3, 0.25, 0.02, 0.2, 0.13, 0.1]])
+    context, tree = torch.zeros(DRAWS, dtype=torch.long), Tree.top_k([3])
+    q = torch.cat([others[:2] * rest, torch.ones(1), others[2:] * rest])[None, None]
+    noise = SharedDraws(torch.Generator().manual_seed(0))
+    draft = sampled_draft(context, tree, q, context, noise)
+    accepted = accept_sampled(draft, lambda rows, nodes: (p.log(), rows * 0), noise)
+    drafted = draft.ids.gather(1, accepted.path[:, 1:2].clamp_min(0))[:, 0]
+    tokens = torch.where(accepted.length > 1, drafted, accepted.next_root)
+    assert compare(tokens.bincount(minlength=WORDS), p[0]).p_value > FALSE_ALARM
+    second = draft.ids[draft.ids[:, 1] == 2, 2]
+    if rest > decode.sampling.LEAST_LEFT:
+        law = torch.cat([others[:2], torch.zeros(1), others[2:]])
+        assert compare(second.bincount(minlength=WORDS), law).p_value > FALSE_ALARM
+    else:
+        assert (second == 2).all()
+
+
 def test_the_more_q_is_like_p_the_more_is_accepted() -> None:
     """q = p: the first child always stays (Leviathan et al. 2023, section 3: acceptance is 1 - total variation)."""
     language = Language(5, [])
