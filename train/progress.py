@@ -84,4 +84,5 @@ def summarize(logs: dict[str, Any]) -> str:
     shares: list[str] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(f"{share:.3f}")
-    return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}"
+    lm = f"  lm {logs['lm_loss']:.4f}" if "lm_loss" in logs else ""  # how far Medusa-2's backbone has moved
+    return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}{lm}"
