@@ -346,7 +346,7 @@ class Experiment:
         )
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Scores [N, V] of a draft's nodes -> [F, V] after the first tokens; those that it lacks are never asked for."""
+        """Scores [N, V] of a draft's nodes -> [F, V] after the first tokens; nobody asks for those that it lacks."""
         found = self.after_firsts.clone()
         for node in (draft.tree.depth == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])

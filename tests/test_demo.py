@@ -24,6 +24,7 @@ def test_demo_runs_from_writing_to_speedup(tmp_path: Path, capsys: pytest.Captur
         "config.json",
         "medusa_lm_head.safetensors",
         "provenance.json",
+        "training.png",
     }
     assert json.loads((output / "benchmark.json").read_text()) == json.loads(report.read_text())
 

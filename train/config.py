@@ -58,7 +58,7 @@ class AdapterConfig:
     lm_loss: str = "kl"
     """kl: stay close to the untouched backbone; text: learn the text."""
     lambda_0: float = 0.2
-    """Weight of the heads' loss beside the LM loss (paper: 0.2; 0.01 in self-distillation)."""
+    """Weight of what the heads ask of the backbone beside the LM loss (paper: 0.2; 0.01 in self-distillation)."""
     schedule: str = "sine"
     """How lambda_0 is reached: constant, linear or sine (a quarter wave); rising ones spare the backbone at first."""
     heads_first: float = 0.1

@@ -4,6 +4,9 @@
 
 L_LM keeps the backbone what it is: the divergence from the untouched backbone (the paper's self-distillation, 2.3.2),
 which is the same weights with the adapter off, or the cross-entropy on the text. The heads may learn alone first.
+
+lambda_0 is applied where the heads' gradient enters the backbone, not to the heads' loss: for the backbone that is the
+same, and to the heads a factor says nothing under AdamW, but one that changes would slow them down while it adjusts.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         super().__init__(heads, model, args)  # freezes all
         model.enable_adapters()  # and the adapter learns again
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
+        self.lambda_0 = 1.0
 
     def train(self, mode: bool = True) -> HeadsAndAdapter:
         super().train(mode)
@@ -135,7 +139,9 @@ class HeadsAndAdapter(HeadsOnBackbone):
         taught = labels != IGNORE
         teacher = None if hidden is None or self.lm_loss == "text" else hidden[taught].to(adapted.dtype)
         lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher)
-        return JointLosses(*super().forward(*batch, adapted), lm, taught.sum())
+        still = adapted.detach()
+        for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
+        return JointLosses(*super().forward(*batch, for_heads), lm, taught.sum())
 
 
 def lm_loss(head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
@@ -206,6 +212,7 @@ class Medusa2Trainer(MedusaTrainer):
     def get_batch_samples(self, *args: Any) -> tuple[list[Any], Tensor | int | None]:
         assert isinstance(self.trained, HeadsAndAdapter)
         self.trained.joint = self.progress() >= self.adapter.heads_first
+        self.trained.lambda_0 = heads_weight(self.adapter, self.progress())
         return super().get_batch_samples(*args)
 
     def label_counts(self, batch: dict[str, Tensor]) -> Tensor:
@@ -218,7 +225,7 @@ class Medusa2Trainer(MedusaTrainer):
         lm = losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1])
         if self.trained.training:
             self._lm_seen.append(torch.stack([losses.lm.detach() * losses.lm_total, losses.lm_total]).double().cpu())
-        return lm + heads_weight(self.adapter, self.progress()) * heads
+        return lm + heads
 
     def seconds_per_step(self, *args: Any) -> float:
         seconds = super().seconds_per_step(*args)

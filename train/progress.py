@@ -85,4 +85,5 @@ def summarize(logs: dict[str, Any]) -> str:
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(f"{share:.3f}")
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""
-    return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}{tau}"
+    lm = f"  lm {logs['lm_loss']:.4f}" if "lm_loss" in logs else ""  # how far Medusa-2's backbone has moved
+    return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}{tau}{lm}"

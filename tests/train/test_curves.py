@@ -1,4 +1,4 @@
-"""The picture at the end of a run."""
+"""How a run went: the picture at its end, and a line of its log."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import random_ids, tiny_model
 from train.config import parse_config
 from train.curves import draw_curves, heads_in
+from train.progress import summarize
 from train.run import train
 
 LOG: list[dict[str, Any]] = [
@@ -62,3 +63,8 @@ def test_a_run_leaves_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture,
     train(parse_config(content | {"output_dir": str(tmp_path / "without")}, "test"))
     assert not (tmp_path / "without" / "training.png").exists()
     assert "no training.png: it needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_line_of_the_log_tells_how_far_an_adapted_backbone_has_moved() -> None:
+    assert summarize(LOG[0]) == "loss 3.000  top-1 0.100 0.050"
+    assert summarize(LOG[0] | {"lm_loss": 0.0123}) == "loss 3.000  top-1 0.100 0.050  lm 0.0123"

@@ -21,7 +21,7 @@ from medusa.backbone import Backbone, differs, load_backbone, quantized
 from medusa.checkpoint import load_heads
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
-from tests.helpers import VOCAB, random_ids, tiny_model
+from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.config import AdapterConfig, parse_config
 from train.data import Example, PackedDataset
@@ -127,6 +127,26 @@ def test_while_heads_learn_alone_they_learn_as_in_medusa_1(recipe: Any, tmp_path
 def test_lambda_0_rises_from_where_the_backbone_joins(schedule: str, at: list[float]) -> None:
     config = AdapterConfig(schedule=schedule, lambda_0=0.2, heads_first=0.5)
     assert [heads_weight(config, progress) for progress in (0.4, 0.5, 0.75, 1.0)] == pytest.approx(at)
+
+
+def test_lambda_0_weighs_what_the_heads_ask_of_the_backbone_and_not_the_heads_themselves() -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model, 2, lm_head="own")
+    rows = PackedDataset([Example(random_ids(LENGTH), [True] * LENGTH)], LENGTH)
+    adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
+    module = HeadsAndAdapter(heads, model, "argmax", "kl")
+    gradients = {}
+    for weight in (1.0, 0.25):
+        module.lambda_0 = weight
+        module.zero_grad()
+        losses = module(**{name: tensor[None] for name, tensor in rows[0].items()})
+        (losses.loss.sum() + losses.lm).backward()
+        gradients[weight] = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    assert any("lora_B" in name for name in gradients[1.0])
+    for name, gradient in gradients[1.0].items():
+        # B is zero: nothing has moved, the divergence is at its minimum, and all that the adapter feels is the heads.
+        share = 0.25 if "lora_" in name else 1.0
+        torch.testing.assert_close(gradients[0.25][name], share * gradient, atol=1e-5, rtol=1e-4)
 
 
 # --- the LM loss ------------------------------------------------------------------------------------------------------
