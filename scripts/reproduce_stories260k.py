@@ -25,11 +25,11 @@ from typing import Any
 
 TREE = "mc_sim_7b_63"
 RECIPES: dict[str, dict[str, Any]] = {
-    "data": {"objective": "text"},  # cross-entropy on stories that people wrote
-    "own": {"objective": "text"},  # cross-entropy on the tokens of the backbone's own text
-    "argmax": {"objective": "argmax"},
+    "data": {"objective": "text", "head_weighting": "decay"},  # cross-entropy on stories that people wrote
+    "own": {"objective": "text", "head_weighting": "decay"},  # ... on the tokens of the backbone's own text
+    "argmax": {"objective": "argmax", "head_weighting": "decay"},
     "argmax-dpace": {"objective": "argmax", "head_weighting": "dpace"},
-    "distill": {"objective": "distill", "teacher_temperature": 0.5},
+    "distill": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "decay"},
     "distill-dpace": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "dpace"},
 }
 TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the own text; at 0 half of it falls to the exclusion

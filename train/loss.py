@@ -30,7 +30,7 @@ WEIGHTINGS = ("decay", "dpace")
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits of a chunk, all heads together: a core's share of the cache, or what a GPU needs to be busy."""
 MIN_ROWS = 24  # of a chunk, whatever V is: with fewer, reading the LM head costs more than multiplying by it
-MIN_ROWS_OWN = 64  # every chunk also reads and writes the gradient of each own LM head
+MIN_ROWS_OWN = 40  # every chunk also reads and writes the gradient of each own LM head
 
 
 class HeadLosses(NamedTuple):
