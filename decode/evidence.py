@@ -28,11 +28,13 @@ from decode.settings import Settings
 from decode.stats import Comparison, compare, together
 from decode.verify import Verifier
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import Tree
 
 FALSE_ALARM = 1e-4
-"""Chance that `medusa verify` fails although nothing is wrong: over all of its tests together."""
+"""Chance that the draws of `medusa verify` fail although nothing is wrong: over all of its tests together, and as far
+as the chi-square law holds (docs/exactness.md)."""
 TIE = 1e-5
 """In float32, a gap between logits below which their order is a matter of the order of additions."""
 FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second is tested
@@ -47,9 +49,10 @@ class Divergence:
     prompt: int
     position: int
     """Index of the first new token that differs."""
-    plain_token: int
-    medusa_token: int
-    gap: float
+    plain_token: int | None
+    """`None` where that text had ended already."""
+    medusa_token: int | None
+    gap: float | None
     """Logit of the plain token less that of the other, by a plain forward over the text that they share."""
     top2_gap: float
     """Logit of the most probable token less that of the second, there."""
@@ -58,7 +61,7 @@ class Divergence:
 
     @property
     def is_rounding(self) -> bool:
-        return abs(self.gap) <= self.bound and self.top2_gap <= self.bound
+        return self.gap is not None and abs(self.gap) <= self.bound and self.top2_gap <= self.bound
 
 
 def tie_bound(dtype: torch.dtype, top: float) -> float:
@@ -118,14 +121,13 @@ def _divergence(
     model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int]
 ) -> Divergence:
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
-    device, ended = Backbone(model).device, -1  # one of them may have ended where the other went on
-    ids = torch.tensor([prompt + plain[:at]], device=device)
+    ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
-    tokens = [text[at] if at < len(text) else ended for text in (plain, medusa)]
+    token, other = (text[at] if at < len(text) else None for text in (plain, medusa))
     best = logits.topk(2).values
-    gap = float("inf") if ended in tokens else float(logits[tokens[0]] - logits[tokens[1]])
+    gap = None if token is None or other is None else float(logits[token] - logits[other])
     bound = tie_bound(model.dtype, float(best[0]))
-    return Divergence(number, at, tokens[0], tokens[1], gap, float(best[0] - best[1]), bound)
+    return Divergence(number, at, token, other, gap, float(best[0] - best[1]), bound)
 
 
 class Rule(NamedTuple):
@@ -172,7 +174,8 @@ class Case:
     draft: Tensor
     """[V] the first head's distribution."""
     mean_accepted: float
-    """Drafted tokens accepted a step, from this context."""
+    """Drafted tokens accepted a step, from this context, by the tree that was tried: two levels of the user's at most,
+    and of a drawn one two children a node."""
 
     def to_dict(self) -> Iterator[dict[str, Any]]:
         for tokens, found in ((1, self.first), (2, self.joint)):
@@ -212,6 +215,17 @@ def _p_values(cases: Sequence[Case]) -> list[float]:
     return [found.p_value for case in judged for found in (case.first, case.joint)]
 
 
+def require_room(prompts: Sequence[Sequence[int]], backbone: Backbone) -> None:
+    """Raises:
+    RequestError: behind a prompt the context has no room for a root and a token after which the second is drawn."""
+    longest, context = max(map(len, prompts)), backbone.context
+    if context is not None and longest > context - 2:
+        raise RequestError(
+            f"a prompt to draw from has {longest} tokens, but may have {context - 2}: the backbone's context ends at "
+            f"{context}; shorten it, or put shorter ones first and choose with --sampled-prompts"
+        )
+
+
 class Experiment:
     """Draws from one context: a prompt and a fixed root, the backbone's most probable token after it.
 
@@ -230,9 +244,13 @@ class Experiment:
         settings: Settings,
         generator: torch.Generator,
     ) -> None:
-        """`settings`: temperature, top-k and the like; `generator`: all randomness, on the backbone's device."""
+        """`settings`: temperature, top-k and the like; `generator`: all randomness, on the backbone's device.
+
+        Raises:
+            RequestError: a prompt that `require_room` refuses."""
         self.model, self.settings, self.draws = model, settings, SharedDraws(generator)
         backbone = Backbone(model)
+        require_room([prompt], backbone)
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
         self.tree = tree.clip(2) if tree.max_depth > 2 else tree  # what is deeper decides on later tokens
         self.session = Session(model, requests, slack=max(tree.num_nodes, STAR))
@@ -286,7 +304,7 @@ class Experiment:
         scores = []
         for node, path in enumerate(draft.tree.paths[:, 1:]):
             prefix = session.sequences.prefix(0, draft.ids[0, path[path >= 0]])
-            scores.append(session.target.scores(0, prefix, logits[node]).to(draft.ids.device))
+            scores.append(session.target.scores(0, prefix, logits[node]))
         return scores
 
     @torch.inference_mode()
@@ -308,7 +326,7 @@ class Experiment:
             take = self._chosen(rule, draft, _truncated(scores, truncate))
             if not self.is_independent:
                 after_root, after_firsts = scores[0], self._of_firsts(draft, scores)
-        at_once = max(1_000, min(ROWS, 2**28 // self.vocab))
+        at_once = max(1_000, min(ROWS, 2**27 // self.vocab))
         for start in range(0, draws, at_once):
             rows = min(at_once, draws - start)
             draft, accepted = take(rows)

@@ -141,7 +141,7 @@ class Session:
                 path = draft.tree.paths[node, 1:]  # the root is written already
                 prefix = self.sequences.prefix(rows[index], draft.ids[index, path[path >= 0]])
                 found.append(target.scores(rows[index], prefix, logits[index, node]))
-            return torch.cat(found).to(walking.device), torch.arange(len(found), device=walking.device)
+            return torch.cat(found), torch.arange(len(found), device=walking.device)
 
         if acceptor.rule == "typical":
             return accept_typical(draft, scores_after, acceptor.epsilon, acceptor.delta, room)

@@ -83,6 +83,9 @@ def with_generators(
         seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
     if len(seeds) != len(requests):
         raise RequestError(f"{len(seeds)} seeds were given for {len(requests)} rows; give one a row, copies counted")
+    for seed in seeds:
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise RequestError(f"seeds holds {seed!r}; a seed is a whole number from 0 to 2**63 - 1")
     device = Backbone(model).device
     return [
         request._replace(generator=torch.Generator(device).manual_seed(seed))

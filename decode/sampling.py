@@ -78,10 +78,11 @@ class Target:
         To be called once for every token that is decided on, in order: processors may have a state of their own, and
         what `generate` returns as scores is kept here.
         """
-        raw = logits[None].to(copy=True, dtype=torch.float32)
+        # On the text's device, where generators and the processors' own tensors are, wherever the last layer lies.
+        raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)
         if self.kept_logits is not None:
             self.kept_logits[row].append(raw.clone())  # a processor may write in place
-        scores: Tensor = self.processors[row](prefix.to(raw.device), raw)  # type: ignore[arg-type]
+        scores: Tensor = self.processors[row](prefix, raw)  # type: ignore[arg-type]
         if self.truncation is not None:
             scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
         if self.kept_scores is not None:

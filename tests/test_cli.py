@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode import calibrate
 from decode.clock import STAGES
+from decode.results import Result, medusa_method
 from medusa.__main__ import COMMANDS, main
 from medusa.checkpoint import load_heads
 from medusa.tree import named_trees
@@ -469,6 +470,7 @@ def test_verify_gives_the_json_of_the_interface_and_a_report(medusa: Any, place:
     done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
     assert done.status == 0, done.err
     assert "passed" in done.out
+    assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert content.keys() == {"settings", "greedy", "sampling", "passed"}
     assert content["passed"] is True
@@ -502,9 +504,25 @@ def test_verify_fails_where_the_text_or_the_samples_are_wrong(
     assert "there is evidence against equality" in report.read_text(encoding="utf-8")
 
 
+def test_verify_tells_of_a_text_that_ends_early(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        whole = medusa_method(*args, **kwargs)
+        return lambda prompts: [Result(r.input_ids, r.new_ids[:3]) for r in whole(prompts)]
+
+    monkeypatch.setattr("decode.results.medusa_method", cut)
+    done, report = verify(medusa, place, tmp_path)
+    assert done.status == 1
+    assert "<td>the end</td>" in report.read_text(encoding="utf-8")
+    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
+
+
 def test_verify_in_full_tries_more_temperatures(medusa: Any, place: Place, tmp_path: Path) -> None:
     done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "5000", "--sampled-prompts", "1")
     assert done.status == 0, done.out
+    assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
     assert pairs == {(t, p) for t in (0.5, 1.0, 1.5) for p in (1.0, 0.9)}

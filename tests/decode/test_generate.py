@@ -298,6 +298,8 @@ def heads_of(**settings: Any) -> MedusaHeads:
         ({"draft": "sample", "do_sample": True, "acceptance": "typical"}, "'typical'"),
         ({"acceptance": "typical-sampled"}, "temperature above 0"),
         ({"do_sample": True, "seeds": [1, 2]}, "2 seeds"),
+        ({"do_sample": True, "seeds": [2**70]}, str(2**70)),
+        ({"do_sample": True, "seeds": [1.5]}, "1.5"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
         ({"dola_layers": "low"}, "dola_layers"),
     ],
