@@ -69,11 +69,7 @@ def test_other_models_and_dtypes(family: str, dtype: torch.dtype) -> None:
 def test_rounding_that_differs_between_forwards_is_no_evidence(
     model: Any, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-<<<<<<< HEAD
     """Below float32 logits depend on what else is in the forward: here, by far more than a sample overlooks."""
-=======
-    """Below float32 a token's logits depend on what else is in the forward: here, by more than a sample overlooks."""
->>>>>>> w-review
     verify = decode.verify.Verifier.__call__
 
     def rounded(self: Any, draft: Any) -> Any:
