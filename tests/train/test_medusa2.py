@@ -28,6 +28,7 @@ from train.data import Example, PackedDataset
 from train.labels import IGNORE, NEXT, head_labels
 from train.medusa2 import HeadsAndAdapter, adapt, heads_weight, lm_loss, perplexity, untouched
 from train.run import train
+from train.trainer import MedusaTrainingArguments
 
 LENGTH, STEPS = 32, 6
 
@@ -129,18 +130,18 @@ def test_lambda_0_rises_from_where_the_backbone_joins(schedule: str, at: list[fl
     assert [heads_weight(config, progress) for progress in (0.4, 0.5, 0.75, 1.0)] == pytest.approx(at)
 
 
-def test_lambda_0_weighs_what_the_heads_ask_of_the_backbone_and_not_the_heads_themselves() -> None:
+def test_lambda_0_weighs_what_the_heads_ask_of_the_backbone_and_not_the_heads_themselves(tmp_path: Path) -> None:
     model = tiny_model("llama")
     heads = random_heads(model, 2, lm_head="own")
     rows = PackedDataset([Example(random_ids(LENGTH), [True] * LENGTH)], LENGTH)
     adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
-    module = HeadsAndAdapter(heads, model, "argmax", "kl")
+    module = HeadsAndAdapter(heads, model, MedusaTrainingArguments(str(tmp_path), use_cpu=True), "kl")
     gradients = {}
     for weight in (1.0, 0.25):
         module.lambda_0 = weight
         module.zero_grad()
         losses = module(**{name: tensor[None] for name, tensor in rows[0].items()})
-        (losses.loss.sum() + losses.lm).backward()
+        (losses.objective.sum() + losses.lm).backward()
         gradients[weight] = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     assert any("lora_B" in name for name in gradients[1.0])
     for name, gradient in gradients[1.0].items():
