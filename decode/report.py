@@ -20,7 +20,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e7eb; --faint: #9aa5b1; --line: #3e4c59; --paper: #161b20; --card: #1f272e; --good: #4fd1c5;
     --bad: #ff8a80; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 68rem;
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 76rem;
   margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; border-top: 1px solid var(--line); padding-top: 1.25rem; }

@@ -163,7 +163,7 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
     from decode import evidence
     from decode.report import Page
 
-    made = Page(f"Does decoding with {settings['heads']} change what {settings['backbone']} says?")
+    made = Page(f"Do the heads {settings['heads']} change what the backbone {settings['backbone']} says?")
     verdict = "No evidence that it does." if passed else "Yes: there is evidence against equality."
     made.text(verdict, "good" if passed else "bad")
     made.text(f"{settings['dtype']}, a tree of {len(settings['tree']) + 1} nodes, seed {settings['seed']}.", "faint")
@@ -192,7 +192,6 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
         "first two children a node: it is no forecast of speed. The lossy rules are tried for comparison, not judged: "
         "'lossy' is seen to differ, 'unseen' is not in this context."
     )
-    made.table(*table(cases, evidence.threshold(cases)))
     groups = dict.fromkeys((case.prompt, case.temperature, case.top_p) for case in cases)
     for key in groups:
         same = [case for case in cases if (case.prompt, case.temperature, case.top_p) == key]
@@ -202,6 +201,8 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
             "bars are the backbone's probabilities, the line is the first head's, marks are frequencies of what was "
             "written. Below: (frequency - probability) in standard deviations of a true sample; 95 % lie in the band.",
         )
+    made.heading("All figures")
+    made.table(*table(cases, evidence.threshold(cases)))
     return made
 
 
