@@ -6,7 +6,7 @@
 Greedy: every prompt with and without heads. Sampling: for the first prompts, a million draws of the tokens after a
 fixed root, by both forms of rejection, against the backbone's own distribution; the lossy rules go through the same
 experiment and are seen to differ. The report is a page with tables and pictures. Exit status 1: there is evidence
-against equality. The chance that draws give it where nothing is wrong is about 1 in 10,000.
+against equality. The chance that draws give it where nothing is wrong is at most 1 in 10,000.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
     made.text(
         f"{draws} draws by each rule, from a fixed root, through the production acceptance code. A p-value below "
         f"{evidence.threshold(cases):.1e} in a judged row is evidence against equality; the chance of any such value "
-        f"where nothing is wrong is about {evidence.FALSE_ALARM:.0e}. 'Variation' is the total variation distance, "
+        f"where nothing is wrong is at most {evidence.FALSE_ALARM:.0e}. 'Variation' is the total variation distance, "
         "'expected' what a true sample of this size shows. 'Tokens' 1 is the first drafted token, 2 that and the next "
         "together. A * means: against the truncated target, of which typical-sampled claims to be a sample. 'Accepted' "
         "counts drafted tokens a step from this context, by the tree's first two levels, and with draft sample by its "

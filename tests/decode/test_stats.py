@@ -17,23 +17,23 @@ def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_p_value_is_scipys(seed: int) -> None:
     p = torch.randn(40, generator=torch.Generator().manual_seed(seed)).double().softmax(-1)
-    counts = sample(p, 20_000, seed)
-    assert float(p.min()) * 20_000 > LEAST
-    ours, theirs = compare(counts, p), stats.chisquare(counts.numpy(), (20_000 * p).numpy())
+    counts = sample(p, 40_000, seed)
+    assert float(p.min()) * 40_000 > LEAST
+    ours, theirs = compare(counts, p), stats.chisquare(counts.numpy(), (40_000 * p).numpy())
     assert ours.chi2 == pytest.approx(theirs.statistic)
     assert ours.p_value == pytest.approx(theirs.pvalue)
     assert ours.degrees_of_freedom == 39
 
 
 def test_small_cells_are_pooled() -> None:
-    """Expected 800, 194, 3, 2, 1: the last three make one cell of 6; with 100 draws they join the smallest other."""
-    p = torch.tensor([0.8, 0.194, 0.003, 0.002, 0.001]).double()
+    """Expected 8000, 1940, 30, 18, 12: the last two make one cell of 30; with 1000 draws they join the smallest other."""
+    p = torch.tensor([0.8, 0.194, 0.003, 0.0018, 0.0012]).double()
+    ours = compare(torch.tensor([7900, 2000, 40, 60, 0]), p)
+    assert ours.degrees_of_freedom == 3
+    assert ours.chi2 == pytest.approx(100**2 / 8000 + 60**2 / 1940 + 10**2 / 30 + 30**2 / 30)
     ours = compare(torch.tensor([790, 200, 10, 0, 0]), p)
-    assert ours.degrees_of_freedom == 2
-    assert ours.chi2 == pytest.approx(100 / 800 + 36 / 194 + 16 / 6)
-    ours = compare(torch.tensor([79, 20, 1, 0, 0]), p)
     assert ours.degrees_of_freedom == 1
-    assert ours.chi2 == pytest.approx(1 / 80 + 1 / 20)
+    assert ours.chi2 == pytest.approx(10**2 / 800 + 10**2 / 200)
 
 
 def test_a_draw_of_what_cannot_be_fails_at_once() -> None:
