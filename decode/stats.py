@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Expected draws in a cell; smaller ones are pooled. The usual 5 is for p-values of a few percent: at 1e-6 the law is then
-# too optimistic by a factor of 6 to 20, with 20 by 2 to 4 (simulated, 3 to 40 cells).
+# Expected draws in a cell; smaller ones are pooled. The usual 5 is for p-values of a few percent: at 1e-6 the law is
+# then too optimistic by a factor of 6 to 20, with 20 by 2 to 4 (simulated, 3 to 40 cells).
 LEAST = 20.0
 
 

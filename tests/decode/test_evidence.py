@@ -124,9 +124,7 @@ def test_prompts_up_to_the_last_one_that_leaves_room(family: str) -> None:
 
 def test_the_false_alarm_rate_is_shared_out(model: Any) -> None:
     cases = cases_of(model)
-    assert evidence.threshold(cases) == pytest.approx(
-        evidence.FALSE_ALARM / 4 / 6
-    )  # three judged rules, two tests each
+    assert evidence.threshold(cases) == pytest.approx(evidence.FALSE_ALARM / 4 / 6)  # three rules, two tests each
     one = cases[0]
     one.first = one.first._replace(p_value=evidence.threshold(cases) / 2)
     assert not passes(cases)

@@ -26,7 +26,7 @@ def test_the_p_value_is_scipys(seed: int) -> None:
 
 
 def test_small_cells_are_pooled() -> None:
-    """Expected 8000, 1940, 30, 18, 12: the last two make one cell of 30; with 1000 draws they join the smallest other."""
+    """Expected 8000, 1940, 30, 18, 12: the last two make a cell of 30; of 1000 draws they join the smallest other."""
     p = torch.tensor([0.8, 0.194, 0.003, 0.0018, 0.0012]).double()
     ours = compare(torch.tensor([7900, 2000, 40, 60, 0]), p)
     assert ours.degrees_of_freedom == 3
