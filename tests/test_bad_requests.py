@@ -114,8 +114,11 @@ def test_a_folder_that_holds_something_else(refused: Any, place: Place, tmp_path
         (("--tree", "oak"), "no tree 'oak'"),
     ],
 )
-def test_evidence_that_cannot_be_had(place: Place, capsys: Any, argv: tuple[str, ...], said: str) -> None:
-    given = ("verify", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *argv)
+def test_evidence_that_cannot_be_had(
+    place: Place, capsys: Any, tmp_path: Path, argv: tuple[str, ...], said: str
+) -> None:
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    given = ("verify", *models, "--report", str(tmp_path / "r.html"), *argv)
     try:
         status = main([*given])
     except SystemExit as exit:  # argparse

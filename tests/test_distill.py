@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -426,7 +427,7 @@ def test_a_server_that_is_gone_ends_the_run_in_one_line(by_server: Any, server: 
     server.trouble = lambda number, body: (401, {}, "no key") if number > 5 else False
     done = by_server("--concurrency", "2", prompts=rows)
     assert done.status == 1
-    assert "16 texts in a row could not be had" in done.err
+    assert re.search(r"1[67] texts in a row could not be had", done.err), "16, or one more that was under way"
     assert "HTTP 401: no key" in done.err
     assert 1 <= len(done.lines) <= 5
     assert len(server.asked) < 30, "and the rest was not tried"
