@@ -212,7 +212,7 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Tree:
     """
     if isinstance(tree, Tree):
         return tree
-    if tree == "auto":  # until trees are calibrated: what suits the device
+    if tree == "auto":  # whoever can calibrate has looked for a tree before; this is what suits the device
         return default_tree(heads)
     if isinstance(tree, str):
         return load_tree(tree, heads.config.num_heads)
@@ -241,7 +241,9 @@ def resolve_acceptance(
         RequestError: no such rule or draft, constants out of range, or what does not fit the sampling mode.
     """
     if rule not in (None, *ACCEPTANCES):
-        raise RequestError(f"acceptance is {rule!r}; choose one of {', '.join(ACCEPTANCES)}")
+        raise RequestError(
+            f"acceptance is {rule!r}; choose one of {', '.join(ACCEPTANCES)} ({' and '.join(LOSSY)}: lossy)"
+        )
     if draft not in (None, *DRAFTS):
         raise RequestError(f"draft is {draft!r}; choose one of {', '.join(DRAFTS)}")
     rule = rule or ("rejection" if do_sample else "greedy")

@@ -27,7 +27,7 @@ class Settings:
     """1 is off."""
     stop: tuple[str, ...] = ()
     acceptance: str | None = None
-    """greedy, rejection, typical or typical-sampled; `None`: the lossless one for this temperature."""
+    """greedy or rejection, or the lossy typical or typical-sampled; `None`: the lossless one for this temperature."""
     epsilon: float = 0.09
     delta: float = 0.3
     draft: str = "topk"

@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the own text; at 0 half of it falls to the exclusion
 OPENING = (6, 40)  # tokens
 NEW_TOKENS = 128
-START_UP = 45  # CPU seconds of `medusa train` that are not training: imports, reading, hidden states, saving
+START_UP = 50  # CPU seconds of `medusa train` that are not training: imports, reading, hidden states, saving
 
 
 def main() -> None:

@@ -124,7 +124,9 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
     model, heads, texts = decoded
 
     def timed(slope: float) -> Calibration:
-        cost = lambda *args: {nodes: 1.0 + slope * (nodes > 1) for nodes in args[3]}  # noqa: E731
+        def cost(*args: Any) -> dict[int, float]:
+            return {nodes: 1.0 + slope * (nodes > 1) for nodes in args[3]}
+
         monkeypatch.setattr(calibrate, "time_steps", cost)
         return calibrate.calibrate(model, heads, texts, SETTINGS, sizes=(4, 8, 16))
 

@@ -102,8 +102,11 @@ def test_positions_by_slot_are_caught(family: str, monkeypatch: pytest.MonkeyPat
 def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second tree stands on what was kept of the first."""
     commit = TreeCache.commit
-    first = lambda path: torch.arange(path.shape[1]).expand_as(path)  # noqa: E731
-    monkeypatch.setattr(TreeCache, "commit", lambda self, path, counts: commit(self, first(path), counts))
+
+    def first_nodes(self: TreeCache, path: torch.Tensor, counts: list[int]) -> None:
+        commit(self, torch.arange(path.shape[1]).expand_as(path), counts)
+
+    monkeypatch.setattr(TreeCache, "commit", first_nodes)
     check = check_tree_forward(tiny_model(family))
     assert not check.ok
 
