@@ -207,7 +207,8 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalEngine:
     loaded = common.open_backbone(args)
     if args.heads:
         heads = common.open_heads(args, loaded)
-        method = medusa_method(loaded.model, heads, settings, loaded.tokenizer, args.tree)
+        tree = common.choose_tree(args, loaded, heads, settings)
+        method = medusa_method(loaded.model, heads, settings, loaded.tokenizer, tree)
     else:
         method = transformers_method(loaded.model, settings, loaded.tokenizer)
     return LocalEngine(args, loaded, method, settings)
