@@ -58,13 +58,13 @@ def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acc
         best: [B, N] the target's most probable token after each node.
         room: [B] how deep a node may lie, where the context or cache ends; no limit by default.
     """
-    tree = draft.tree
-    match = draft.ids == best.index_select(1, tree.parent)
+    topology = draft.topology
+    match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
     match[:, 0] = True
-    accepted = (match[:, None, :] | ~tree.ancestors).all(-1)  # [B, N]: itself and everything above it matches
+    accepted = (match[:, None, :] | ~topology.ancestors).all(-1)  # [B, N]: itself and everything above it matches
     if room is not None:
-        accepted &= tree.depth <= room[:, None]
-    end = torch.where(accepted, tree.depth, -1).argmax(-1)  # [B]
+        accepted &= topology.depth <= room[:, None]
+    end = torch.where(accepted, topology.depth, -1).argmax(-1)  # [B]
     return _acceptance(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
@@ -208,20 +208,21 @@ def accept_typical(
     kept, among equally long ones the most probable, and the next root is the target's most probable token there. As
     exp(-H) never exceeds max p, that token always passes, and no step is shorter than a greedy one.
     """
-    tree, end, roots = draft.tree, [], []
-    children = [[node for node in line if node >= 0] for line in tree.children.tolist()]
-    limits = [tree.max_depth] * len(draft.ids) if room is None else room.tolist()
+    topology, end, roots = draft.topology, [], []
+    tables = topology.children.tolist()
+    limits = [topology.max_depth] * len(draft.ids) if room is None else room.tolist()
     for row, tokens in enumerate(draft.ids.tolist()):
+        children = tables[0 if topology.is_shared else row]
         found: list[tuple[int, float, int, int]] = []  # length, log probability, node, next root
         open_nodes = [(0, 0, 0.0)]  # node, depth, log probability
         while open_nodes:
             node, depth, log_p = open_nodes.pop()
-            scores, index = target(torch.tensor([row], device=tree.depth.device), tree.depth.new_tensor([node]))
+            scores, index = target(draft.ids.new_tensor([row]), draft.ids.new_tensor([node]))
             p = scores[index[0]].softmax(-1)
             best, passes = int(p.argmax()), typical(p, epsilon, delta)
             found.append((depth, log_p, node, best))
             for child in children[node] if depth < limits[row] else []:
-                if passes[tokens[child]]:
+                if child >= 0 and passes[tokens[child]]:
                     open_nodes.append((child, depth + 1, log_p + math.log(float(p[tokens[child]]))))
         _, _, node, root = max(found, key=lambda entry: entry[:2])
         end.append(node)
@@ -257,7 +258,8 @@ class _Walk:
 
     def children(self) -> Tensor:
         """[R, C] the children of the walking rows' nodes that they may step to, in order, padded with -1."""
-        children = self.draft.tree.children[self.nodes]
+        topology = self.draft.topology
+        children = topology.at(topology.children, self.rows, self.nodes)
         if self.room is None:
             return children
         return torch.where(self.room[self.rows, None] > self.depth, children, -1)
@@ -283,5 +285,5 @@ class _Walk:
 
 def _acceptance(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
     """end [B] and next_root [B] -> all that a step decided."""
-    tree = draft.tree
-    return Acceptance(tree.paths.index_select(0, end), tree.depth.index_select(0, end) + 1, next_root)
+    topology, rows = draft.topology, torch.arange(len(end), device=end.device)
+    return Acceptance(topology.at(topology.paths, rows, end), topology.at(topology.depth, rows, end) + 1, next_root)

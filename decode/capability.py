@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.topology import Topology
 from decode.verify import Verifier
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
@@ -170,17 +171,17 @@ def _plain(backbone: Backbone, rows: list[list[tuple[list[int], list[int]]]]) ->
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
     """Logits [R, N, V] as decoding computes them: a tree per prompt, and one on top of what is kept of that."""
-    tree, device = TREE.to(backbone.device), backbone.device
+    topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)
     padded = torch.tensor([prompt + [0] * (lengths[0] - len(prompt)) for prompt in prompts], device=device)
     positions = torch.arange(lengths[0], device=device).expand(len(prompts), -1)
     backbone.forward(padded, cache, position_ids=positions)
     cache.commit_prompt(lengths)
-    verifier = Verifier(backbone, cache, tree)
+    verifier = Verifier(backbone, cache)
     logits = []
     for draft in drafts:
-        logits.append(verifier(Draft(torch.tensor(draft, device=device), tree)).logits.cpu().double())
+        logits.append(verifier(Draft(torch.tensor(draft, device=device), topology)).logits.cpu().double())
         cache.commit(torch.tensor([kept + [0] * (len(KEPT[0]) - len(kept)) for kept in KEPT]), [*map(len, KEPT)])
     return torch.cat(logits)
 

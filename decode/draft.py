@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from medusa.tree import Tree
+from decode.topology import Topology
 
 
 class Frontier(NamedTuple):
@@ -38,12 +38,12 @@ class Proposal(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Candidates of one step, node 0 being the root. All rows share one topology."""
+    """Candidates of one step, node 0 being the root."""
 
     ids: Tensor
     """[B, N] the token of each node."""
-    tree: Tree
-    """How the N nodes hang together, on the device of `ids`."""
+    topology: Topology
+    """How the N nodes hang together, on the device of `ids`: in each row, or in all of them alike."""
     proposal: Proposal | None = None
     """What the ids were drawn from; `None` where they were chosen and not drawn, as the heads' best guesses are."""
 

@@ -26,6 +26,7 @@ from decode.results import Method
 from decode.sampling import SharedDraws, Truncation
 from decode.settings import Settings
 from decode.stats import Comparison, compare, together
+from decode.topology import Topology
 from decode.verify import Verifier
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -293,17 +294,17 @@ class Experiment:
             part = tokens[start : start + STAR - 1]
             star = Tree.top_k([len(part)]) if part else Tree.chain(0)
             star = star.to(self.session.backbone.device)
-            draft = Draft(torch.tensor([[self.root, *part]], device=star.depth.device), star)
+            draft = Draft(torch.tensor([[self.root, *part]], device=star.depth.device), Topology.of(star))
             found += self._scores_of_nodes(draft)[1:] if part else self._scores_of_nodes(draft)
         return torch.cat(found)
 
     def _scores_of_nodes(self, draft: Draft) -> list[Tensor]:
         """Scores [1, V] after every node of a draft of one row, which is then forgotten by the cache."""
         session = self.session
-        logits = Verifier(session.backbone, session.cache, draft.tree, session.sequences)(draft).logits[0]
-        session.cache.commit(draft.tree.paths.new_zeros(1, 1), [0])
+        logits = Verifier(session.backbone, session.cache, session.sequences)(draft).logits[0]
+        session.cache.commit(draft.ids.new_zeros(1, 1), [0])
         scores = []
-        for node, path in enumerate(draft.tree.paths[:, 1:]):
+        for node, path in enumerate(draft.topology.paths[0, :, 1:]):
             prefix = session.sequences.prefix(0, draft.ids[0, path[path >= 0]])
             scores.append(session.target.scores(0, prefix, logits[node]))
         return scores
@@ -367,7 +368,7 @@ class Experiment:
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
         """Scores [N, V] of a draft's nodes -> [F, V] after the first tokens; nobody asks for those that it lacks."""
         found = self.after_firsts.clone()
-        for node in (draft.tree.depth == 1).nonzero()[:, 0].tolist():
+        for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])
             if token in self.firsts:
                 found[self.firsts.index(token)] = scores[node]
@@ -385,7 +386,7 @@ class Experiment:
         def take(rows: int) -> tuple[Draft, Acceptance]:
             if rule.acceptance == "typical":
                 return draft, accept_typical(draft, of_nodes, self.settings.epsilon, self.settings.delta)
-            many = Draft(draft.ids.expand(rows, -1), draft.tree)
+            many = Draft(draft.ids.expand(rows, -1), draft.topology)
             return many, accept_walk(many, of_nodes, decide)
 
         return take
@@ -393,11 +394,11 @@ class Experiment:
     def _sampled(self, truncate: Truncation | None) -> Callable[[int], tuple[Draft, Acceptance]]:
         """Every row draws a tree of its own from the heads' distributions."""
         tree = narrowed(self.tree, WIDEST).to(self.session.backbone.device)
-        root_scores = _truncated(self.verified([[]]), truncate)
+        topology, root_scores = Topology.of(tree), _truncated(self.verified([[]]), truncate)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
             root = torch.full((rows,), self.root, device=tree.depth.device)
-            draft = sampled_draft(root, tree, self.q[:, : tree.max_depth], torch.zeros_like(root), self.draws)
+            draft = sampled_draft(root, topology, self.q[:, : tree.max_depth], torch.zeros_like(root), self.draws)
 
             def after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
                 depth = int(tree.depth[nodes[0]])  # the same for all that walk

@@ -48,7 +48,7 @@ def medusa_session(
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
     session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
     drafter = HeadsDrafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
-    verifier = Verifier(backbone, session.cache, drafter.tree, session.sequences)
+    verifier = Verifier(backbone, session.cache, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
 
 

@@ -103,7 +103,7 @@ class Session:
             clock.lap("propose")
             readout = verifier(draft)
             clock.lap("verify")
-            accepted = self._accept(draft, readout, rows, acceptor, verifier.room())
+            accepted = self._accept(draft, readout, rows, acceptor, verifier.room(draft))
             written_ids, lengths = _to_host(draft, accepted)
             clock.lap("accept")
             cache.commit(accepted.path, lengths)
@@ -137,8 +137,8 @@ class Session:
         def scores_after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
             """Rows are numbered within the batch here, and within the session for whatever belongs to a text."""
             found = []
-            for index, node in zip(walking.tolist(), nodes.tolist(), strict=True):
-                path = draft.tree.paths[node, 1:]  # the root is written already
+            paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
+            for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
                 prefix = self.sequences.prefix(rows[index], draft.ids[index, path[path >= 0]])
                 found.append(target.scores(rows[index], prefix, logits[index, node]))
             return torch.cat(found), torch.arange(len(found), device=walking.device)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from decode.clock import Clock
 from decode.loop import Session, Step
 from decode.sequences import Request
+from decode.topology import Topology
 from decode.verify import TreeMasks, reread
 from medusa.backbone import Backbone
 from medusa.tree import Tree
@@ -33,7 +34,8 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
     backbone, cache, sequences = session.backbone, session.cache, session.sequences
     tokens = session.prefill().root
     rows = list(range(len(sequences)))
-    masks = TreeMasks(backbone.config, Tree.chain(0).to(backbone.device), backbone.dtype, backbone.device)
+    masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
+    alone = Topology.of(Tree.chain(0).to(backbone.device))
     root_only = torch.zeros(len(rows), 1, dtype=torch.long, device=backbone.device)
     clock.start()
     while rows:
@@ -49,7 +51,7 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
         rows = [rows[index] for index in left]
         if rows:
             clock.lap("other")
-            readout = _forward(backbone, session, tokens[:, None], masks)
+            readout = _forward(backbone, session, tokens[:, None], masks, alone)
             clock.lap("verify")
             tokens = session.target.next(rows, sequences, readout).to(backbone.device)
             clock.lap("accept")
@@ -60,12 +62,12 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
         clock.start()
 
 
-def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks) -> Tensor:
+def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks, alone: Topology) -> Tensor:
     """ids [B, 1] -> logits [B, V]."""
     reread(backbone, session.cache, session.sequences)
     lengths = session.cache.lengths
     positions = torch.tensor(lengths, device=ids.device)[:, None]
     # One row needs no mask: everything in the cache is before it. Rows of different length do.
-    mask = None if session.cache.is_even else masks(lengths)
+    mask = None if session.cache.is_even else masks(lengths, alone)
     readout = backbone.forward(ids, session.cache, position_ids=positions, attention_mask=mask)
     return readout.logits[:, -1]

@@ -16,51 +16,58 @@ from transformers import PretrainedConfig
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.sequences import Sequences
+from decode.topology import Topology
 from medusa.backbone import Backbone, Readout
-from medusa.tree import Tree
 
 Mask = Tensor | dict[str, Tensor]
 
 
 class TreeMasks:
-    """Masks of one tree for rows of any length, cut from a buffer that is built once.
+    """Masks of drafts for rows of any length.
 
-    For a prefix of length L what a node sees depends only on the distance of a slot from the prefix's end. So one wide
-    mask [N, S + N + S], laid out as prefix, tree and nothing, serves every L: the columns from S - L on.
+    For a prefix of length L what a node sees depends only on the distance of a slot from the prefix's end. So for a
+    topology that all rows share, step after step, one wide mask [N, S + N + S], laid out as prefix, tree and nothing,
+    is built once and serves every L: the columns from S - L on.
     """
 
-    def __init__(self, config: PretrainedConfig, tree: Tree, dtype: torch.dtype, device: torch.device) -> None:
-        self.tree, self.dtype, self.device = tree, dtype, device
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
         self.kinds = layer_kinds(config)
         self.window = getattr(config, "sliding_window", None)
         self.chunk = getattr(config, "attention_chunk_size", None)
         self.is_dict = getattr(config, "layer_types", None) is not None
         self.capacity = 0
         self.wide: dict[str, Tensor] = {}
+        self.wide_of: Topology | None = None
 
-    def __call__(self, lengths: Sequence[int]) -> Mask:
+    def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
         """Masks [B, 1, N, max(lengths) + N] for rows with `lengths` committed tokens; a dict where kinds differ."""
-        longest, nodes = max(lengths), self.tree.num_nodes
-        if longest > self.capacity:
-            self._build(max(2 * self.capacity, longest + 256))
-        masks = {}
-        for kind in self.kinds:
-            if kind == "chunked_attention":  # chunks start at absolute positions, so nothing can be reused
-                allowed = visible(self.tree, lengths, chunk=self.chunk)
-                masks[kind] = self._additive(allowed)[:, None]
-                continue
-            wide, width = self.wide[kind], longest + nodes
-            rows = [wide[:, self.capacity - length :][:, :width] for length in lengths]
-            masks[kind] = (rows[0][None] if len(rows) == 1 else torch.stack(rows))[:, None]
+        masks = {kind: self._of_kind(kind, lengths, topology)[:, None] for kind in self.kinds}
         return masks if self.is_dict else masks[self.kinds[0]]
 
-    def _build(self, capacity: int) -> None:
-        self.capacity, nodes = capacity, self.tree.num_nodes
+    def _of_kind(self, kind: str, lengths: Sequence[int], topology: Topology) -> Tensor:
+        longest = max(lengths)
+        if kind == "chunked_attention":  # chunks start at absolute positions, so nothing can be reused
+            return self._additive(visible(topology, lengths, chunk=self.chunk))
+        window = self.window if kind == "sliding_attention" else None
+        if not topology.is_shared:
+            if window is None and min(lengths) == longest:  # all of the text, and the tree
+                tree = self._additive(topology.ancestors)
+                return torch.cat([tree.new_zeros(*tree.shape[:2], longest), tree], dim=-1)
+            return self._additive(visible(topology, lengths, window=window))
+        if topology is not self.wide_of or longest > self.capacity:
+            self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)
+        wide, width = self.wide[kind], longest + topology.num_nodes
+        rows = [wide[:, self.capacity - length :][:, :width] for length in lengths]
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    def _build(self, topology: Topology, capacity: int) -> None:
+        self.wide_of, self.capacity, nodes = topology, capacity, topology.num_nodes
         for kind in self.kinds:
             if kind == "chunked_attention":
                 continue
             window = self.window if kind == "sliding_attention" else None
-            seen = visible(self.tree, [capacity], window=window)[0]
+            seen = visible(topology, [capacity], window=window)[0]
             nothing = torch.zeros(nodes, capacity, dtype=torch.bool, device=self.device)
             self.wide[kind] = self._additive(torch.cat([seen, nothing], dim=1))
 
@@ -79,17 +86,19 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return ["chunked_attention" if getattr(config, "attention_chunk_size", None) else "full_attention"]
 
 
-def visible(tree: Tree, lengths: Sequence[int], window: int | None = None, chunk: int | None = None) -> Tensor:
+def visible(topology: Topology, lengths: Sequence[int], window: int | None = None, chunk: int | None = None) -> Tensor:
     """[B, N, max(lengths) + N] what each node may see, from the definition: the slow and obvious version."""
-    device, nodes = tree.depth.device, tree.num_nodes
+    device, nodes = topology.depth.device, topology.num_nodes
     prefix = torch.tensor(lengths, device=device)[:, None]  # [B, 1]
     slot = torch.arange(max(lengths) + nodes, device=device)[None]  # [1, S]
     node = slot - prefix  # [B, S] which node lies in the slot; below 0: the text before
     is_text, is_node = node < 0, (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)
-    allowed = is_text[:, None] | (is_node[:, None] & tree.ancestors[:, node].transpose(0, 1))  # [B, N, S]
-    of_key = torch.where(is_text, slot, prefix + tree.depth[node])[:, None]  # positions [B, 1, S]
-    of_query = (prefix + tree.depth)[:, :, None]  # [B, N, 1]
+    ancestors, depth = topology.ancestors.expand(len(lengths), -1, -1), topology.depth.expand(len(lengths), -1)
+    of_slot = ancestors.gather(2, node[:, None].expand(-1, nodes, -1))
+    allowed = is_text[:, None] | (is_node[:, None] & of_slot)  # [B, N, S]
+    of_key = torch.where(is_text, slot, prefix + depth.gather(1, node))[:, None]  # positions [B, 1, S]
+    of_query = (prefix + depth)[:, :, None]  # [B, N, 1]
     if window is not None:
         allowed &= of_query - of_key < window
     if chunk is not None:
@@ -98,12 +107,12 @@ def visible(tree: Tree, lengths: Sequence[int], window: int | None = None, chunk
 
 
 class Verifier:
-    """Runs the backbone over drafts of one tree on top of a cache."""
+    """Runs the backbone over drafts on top of a cache."""
 
-    def __init__(self, backbone: Backbone, cache: TreeCache, tree: Tree, sequences: Sequences | None = None) -> None:
+    def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences | None = None) -> None:
         """`sequences`: the text in the cache, for models that must read it again (`reread`)."""
-        self.backbone, self.cache, self.sequences, self.depth = backbone, cache, sequences, tree.max_depth
-        self.masks = TreeMasks(backbone.config, tree, backbone.dtype, backbone.device)
+        self.backbone, self.cache, self.sequences = backbone, cache, sequences
+        self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
 
     def __call__(self, draft: Draft) -> Readout:
         """Hidden states [B, N, H] and logits [B, N, V] of all nodes; the cache then holds them, uncommitted."""
@@ -111,24 +120,25 @@ class Verifier:
             reread(self.backbone, self.cache, self.sequences)
         lengths = self.cache.lengths
         if self.cache.is_even:
-            positions = (draft.tree.depth + lengths[0]).expand(len(lengths), -1)
+            positions = (draft.topology.depth + lengths[0]).expand(len(lengths), -1)
         else:
-            positions = torch.tensor(lengths, device=draft.ids.device)[:, None] + draft.tree.depth
-        end = self._end()
+            positions = torch.tensor(lengths, device=draft.ids.device)[:, None] + draft.topology.depth
+        end = self._end(draft)
         if end is not None:
             # Nodes beyond the end are never accepted (`room`), and only nodes like them are below them; all that
             # matters is that they ask for no position there.
             positions = positions.clamp(max=end - 1)
-        return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=self.masks(lengths))
+        masks = self.masks(lengths, draft.topology)
+        return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
 
-    def room(self) -> Tensor | None:
+    def room(self, draft: Draft) -> Tensor | None:
         """[B] how deep each row's nodes may be accepted in this step; `None` where nothing limits them."""
-        end = self._end()
+        end = self._end(draft)
         if end is None:
             return None
         return end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
 
-    def _end(self) -> int | None:
+    def _end(self, draft: Draft) -> int | None:
         """The first position that no node of this step may take, if the tree reaches it.
 
         That is the end of the context, and before it the length at which longrope changes its rotations: they follow
@@ -137,7 +147,7 @@ class Verifier:
         """
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
-        return min((end for end in ends if end is not None and longest + self.depth >= end), default=None)
+        return min((end for end in ends if end is not None and longest + draft.topology.max_depth >= end), default=None)
 
 
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:

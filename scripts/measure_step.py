@@ -20,6 +20,7 @@ import torch
 from decode.clock import Clock
 from decode.front import medusa_session
 from decode.request import prepare, resolve_acceptance, resolve_tree
+from decode.topology import Topology
 from decode.verify import TreeMasks
 from medusa.backbone import Backbone
 from medusa.commands import common
@@ -57,7 +58,7 @@ def measure(
     backbone = Backbone(model)
     requests = prepare(model, [prompt], max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None)
     session, steps = medusa_session(model, heads, requests, tree, resolve_acceptance(None, False), Clock())
-    masks = TreeMasks(backbone.config, tree.to(backbone.device), backbone.dtype, backbone.device)
+    masks, topology = TreeMasks(backbone.config, backbone.dtype, backbone.device), Topology.of(tree.to(backbone.device))
     ids = torch.tensor([prompt[:1] * tree.num_nodes], device=backbone.device)
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
     # On one thread its own CPU time is as good as wall time on an idle machine, and far better on a busy one.
@@ -73,7 +74,7 @@ def measure(
         length = session.cache.lengths[0]
         if backbone.context is not None and length + tree.max_depth >= backbone.context:
             return rows
-        mask, positions = masks([length]), (tree.depth + length)[None]
+        mask, positions = masks([length], topology), topology.depth + length
         start = clock()
         model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=session.cache, use_cache=True)
         forward = clock() - start

@@ -18,6 +18,7 @@ from decode.draft import Draft, Frontier
 from decode.front import unpadded
 from decode.loop import Session, Step
 from decode.request import prepare, resolve_acceptance
+from decode.topology import Topology
 from decode.verify import Verifier
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
@@ -130,7 +131,7 @@ class ScriptedDrafter:
         right = self.script(self.steps)
         self.steps += 1
         rows = [self._row(ids[-1], self.texts[row][len(ids) :], right) for row, ids in zip(live, written, strict=True)]
-        return Draft(torch.tensor(rows), self.tree)
+        return Draft(torch.tensor(rows), Topology.of(self.tree))
 
     def _row(self, root: int, text: list[int], right: int) -> list[int]:
         deep_enough = [node for node, depth in enumerate(self.depth) if depth >= right]
@@ -155,7 +156,7 @@ def decode_with(
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
     session = Session(model, requests, slack=drafter.tree.num_nodes)
     drafter.sequences = session.sequences
-    verifier = Verifier(session.backbone, session.cache, drafter.tree, session.sequences)
+    verifier = Verifier(session.backbone, session.cache, session.sequences)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample)
     return session, list(session.run(drafter, verifier, acceptor, Clock()))
 

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from decode.accept import Acceptance, Scores, accept_greedy, accept_typical, accept_walk
 from decode.draft import Draft
+from decode.topology import Topology, chosen_part
 from medusa import Tree
 from tests.helpers import random_tree
 
 
-def children_of(tree: Tree, node: int) -> list[int]:
-    return [child for child in range(1, tree.num_nodes) if int(tree.parent[child]) == node]
+def children_of(tree: Tree | Topology, node: int) -> list[int]:
+    return [child for child in range(1, len(tree.parent)) if int(tree.parent[child]) == node]
 
 
-def slow_walk(tree: Tree, tokens: list[int], best: list[int], room: int, node: int = 0) -> list[int]:
+def slow_walk(tree: Topology, tokens: list[int], best: list[int], room: int, node: int = 0) -> list[int]:
     """Greedy decoding, followed down the tree: the longest path whose every token is the one that comes next."""
     lines = [
         slow_walk(tree, tokens, best, room, child)
@@ -40,7 +41,7 @@ def walked(draft: Draft, draw: Callable[[int, list[int]], int], room: Tensor | N
         return nodes, torch.arange(len(rows))  # "scores" that say where each row stands
 
     def decide(rows: Tensor, nodes: Tensor, index: Tensor) -> Tensor:
-        paths = draft.tree.paths[nodes[index]].tolist()
+        paths = draft.topology.at(draft.topology.paths, rows, nodes[index]).tolist()
         pairs = zip(rows.tolist(), paths, strict=True)
         return torch.tensor([draw(row, [node for node in path if node >= 0]) for row, path in pairs])
 
@@ -57,17 +58,41 @@ def table(p: Tensor) -> Scores:
 
 
 def random_draft(seed: int, rows: int = 3, vocab: int = 4) -> tuple[Draft, random.Random]:
-    """Few tokens, 0 among them, so that much is accepted; siblings differ, as the guesses of one head do."""
+    """Few tokens, 0 among them, so that much is accepted; siblings differ, as the guesses of one head do.
+
+    With odd seeds every row has a tree of its own.
+    """
     rng = random.Random(seed)
     tree = random_tree(rng.randint(0, 20), seed, max_rank=vocab - 1)
+    topology = Topology.of(tree) if seed % 2 == 0 else chosen_part(tree, random_parts(tree, rows, rng))
     ids = []
-    for _ in range(rows):
-        tokens = [rng.randrange(vocab)]
-        for node in range(1, tree.num_nodes):
-            siblings = {tokens[other] for other in range(1, node) if tree.parent[other] == tree.parent[node]}
+    for row in range(rows):
+        parent, tokens = topology.parent[0 if topology.is_shared else row], [rng.randrange(vocab)]
+        for node in range(1, topology.num_nodes):
+            siblings = {tokens[other] for other in range(1, node) if parent[other] == parent[node]}
             tokens.append(rng.choice([token for token in range(vocab) if token not in siblings]))
         ids.append(tokens)
-    return Draft(torch.tensor(ids), tree), rng
+    return Draft(torch.tensor(ids), topology), rng
+
+
+def random_parts(tree: Tree, rows: int, rng: random.Random) -> Tensor:
+    """[rows, N] nodes of `tree`, as many in each row, that hang together."""
+    size, chosen = rng.randint(1, tree.num_nodes), []
+    for _ in range(rows):
+        nodes = [0]
+        while len(nodes) < size:
+            nodes.append(
+                rng.choice([n for n in range(tree.num_nodes) if n not in nodes and int(tree.parent[n]) in nodes])
+            )
+        chosen.append(sorted(nodes))
+    return torch.tensor(chosen)
+
+
+def tree_of(draft: Draft, row: int) -> Topology:
+    """The topology of one row, with tensors as those of a `Tree`."""
+    topology, at = draft.topology, 0 if draft.topology.is_shared else row
+    one = topology.parent[at], topology.depth[at], topology.ancestors[at], topology.paths[at]
+    return Topology(*one, max_children=topology.max_children)
 
 
 def line_of(accepted: Acceptance, row: int) -> list[int]:
@@ -80,7 +105,7 @@ def line_of(accepted: Acceptance, row: int) -> list[int]:
 def test_worked_example() -> None:
     """Root 7; it is followed by 3, then 0, then 5. Node 3 holds the 0, and below it nothing is drafted."""
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0]])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
-    draft = Draft(torch.tensor([[7, 3, 4, 0, 0]]), tree)
+    draft = Draft(torch.tensor([[7, 3, 4, 0, 0]]), Topology.of(tree))
     best = torch.tensor([[3, 0, 1, 5, 2]])  # what follows each node
     for accepted in (accept_greedy(draft, best), walked(draft, lambda row, path: int(best[row, path[-1]]))):
         assert accepted.path.tolist() == [[0, 1, 3]]
@@ -91,7 +116,7 @@ def test_worked_example() -> None:
 def test_token_zero_after_a_short_leaf_is_no_match() -> None:
     """The original padded short paths with token 0 and accepted the padding where 0 came next (docs/original D1)."""
     tree = Tree.from_paths([[0], [1], [1, 0]])  # the leaf [0] is shorter than the leaf [1, 0]
-    draft = Draft(torch.tensor([[7, 3, 4, 9]]), tree)
+    draft = Draft(torch.tensor([[7, 3, 4, 9]]), Topology.of(tree))
     best = torch.tensor([[3, 0, 9, 9]])  # after the short leaf comes token 0
     for accepted in (accept_greedy(draft, best), walked(draft, lambda row, path: int(best[row, path[-1]]))):
         assert accepted.path.tolist() == [[0, 1, -1]]
@@ -102,8 +127,8 @@ def test_token_zero_after_a_short_leaf_is_no_match() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_greedy_and_walk_are_the_slow_walk(seed: int, with_room: bool) -> None:
     draft, rng = random_draft(seed)
-    tree, rows = draft.tree, len(draft.ids)
-    best = torch.tensor([[rng.randrange(4) for _ in range(tree.num_nodes)] for _ in range(rows)])
+    rows, nodes = draft.ids.shape
+    best = torch.tensor([[rng.randrange(4) for _ in range(nodes)] for _ in range(rows)])
     room = [rng.randint(0, 5) for _ in range(rows)] if with_room else [99] * rows
     limit = torch.tensor(room) if with_room else None
     visited: list[list[int]] = [[] for _ in range(rows)]
@@ -114,14 +139,14 @@ def test_greedy_and_walk_are_the_slow_walk(seed: int, with_room: bool) -> None:
 
     greedy, walk = accept_greedy(draft, best, limit), walked(draft, draw, limit)
     for row in range(rows):
-        expected = slow_walk(tree, draft.ids[row].tolist(), best[row].tolist(), room[row])
+        expected = slow_walk(tree_of(draft, row), draft.ids[row].tolist(), best[row].tolist(), room[row])
         assert line_of(greedy, row) == expected
         assert line_of(walk, row) == expected
         assert int(greedy.next_root[row]) == int(walk.next_root[row]) == int(best[row, expected[-1]])
         assert visited[row] == expected, "one draw per node of the path, in order: a seed then gives the plain text"
 
 
-def brute_typical(tree: Tree, tokens: list[int], p: Tensor, epsilon: float, delta: float, room: int) -> list[int]:
+def brute_typical(tree: Topology, tokens: list[int], p: Tensor, epsilon: float, delta: float, room: int) -> list[int]:
     """All paths, written down and sorted: the longest one whose every token passes, then the most probable."""
     threshold = [min(epsilon, delta * float(torch.exp(torch.special.xlogy(q, q).sum()))) for q in p.double()]
     found = []
@@ -140,15 +165,15 @@ def brute_typical(tree: Tree, tokens: list[int], p: Tensor, epsilon: float, delt
 @pytest.mark.parametrize("seed", range(60))
 def test_typical_is_the_best_of_all_paths(seed: int) -> None:
     draft, rng = random_draft(seed)
-    tree, rows = draft.tree, len(draft.ids)
-    p = (torch.randn(rows, tree.num_nodes, 4, generator=torch.Generator().manual_seed(seed)) * 1.5).softmax(-1)
+    rows = len(draft.ids)
+    p = (torch.randn(*draft.ids.shape, 4, generator=torch.Generator().manual_seed(seed)) * 1.5).softmax(-1)
     epsilon, delta = rng.choice([(0.09, 0.3), (0.3, 0.09), (0.5, 1.0), (0.0, 0.0), (1.0, 1.0)])
     room = [rng.randint(0, 5) for _ in range(rows)]
     accepted = accept_typical(draft, table(p), epsilon, delta, torch.tensor(room))
     greedy = accept_greedy(draft, p.argmax(-1), torch.tensor(room))
     for row in range(rows):
         nodes = line_of(accepted, row)
-        assert nodes == brute_typical(tree, draft.ids[row].tolist(), p[row], epsilon, delta, room[row])
+        assert nodes == brute_typical(tree_of(draft, row), draft.ids[row].tolist(), p[row], epsilon, delta, room[row])
         assert int(accepted.next_root[row]) == int(p[row, nodes[-1]].argmax())
         assert int(accepted.length[row]) >= int(greedy.length[row]), "typical is never shorter than greedy"
 
@@ -156,7 +181,7 @@ def test_typical_is_the_best_of_all_paths(seed: int) -> None:
 @pytest.mark.parametrize("delta", [0.3, 1.0])
 def test_the_most_probable_token_always_passes(delta: float) -> None:
     """exp(-H) <= max p; with equality for uniform p, where `>` and rounding would decide by accident."""
-    draft = Draft(torch.tensor([[1, 0]]), Tree.chain(1))
+    draft = Draft(torch.tensor([[1, 0]]), Topology.of(Tree.chain(1)))
     for p in (torch.full((5,), 0.2), torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([0.5, 0.5, 0, 0, 0])):
         accepted = accept_typical(draft, table(p.expand(1, 2, -1)), 1.0, delta)
         assert accepted.length.tolist() == [2]
@@ -164,7 +189,7 @@ def test_the_most_probable_token_always_passes(delta: float) -> None:
 
 def test_typical_with_an_impossible_token() -> None:
     """A token of probability 0 never passes, nor does its logarithm break anything."""
-    draft = Draft(torch.tensor([[1, 2]]), Tree.chain(1))
+    draft = Draft(torch.tensor([[1, 2]]), Topology.of(Tree.chain(1)))
     accepted = accept_typical(draft, table(torch.tensor([0.6, 0.4, 0.0]).expand(1, 2, -1)), 0.0, 0.0)
     assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([1], [0])
 
@@ -208,7 +233,7 @@ def sampled_texts(toy: Toy, walk: Walk) -> list[tuple[int, ...]]:
             text = (*texts[open_rows[index]], *ids[index, path[1:]].tolist())
             return int(torch.multinomial(toy.p(text), 1))
 
-        accepted = walk(Draft(ids, TREE), draw)
+        accepted = walk(Draft(ids, Topology.of(TREE)), draw)
         written = ids.gather(1, accepted.path.clamp_min(0)).tolist()
         roots, lengths = accepted.next_root.tolist(), accepted.length.tolist()
         for index, row in enumerate(open_rows):
@@ -243,8 +268,8 @@ def redraw_on_rejection(draft: Draft, draw: Any) -> Acceptance:
 
 def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
     """Fault 2 (the same, and REST): every leaf's path draws for itself, and the longest is kept."""
-    leaves = [node for node in range(draft.tree.num_nodes) if not children_of(draft.tree, node)]
-    lines = [[node for node in draft.tree.paths[leaf].tolist() if node >= 0] for leaf in leaves]
+    leaves = [node for node in range(TREE.num_nodes) if not children_of(TREE, node)]
+    lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in leaves]
     ends, roots = [], []
     for row, tokens in enumerate(draft.ids.tolist()):
         tries = []
@@ -258,7 +283,7 @@ def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
         ends.append(end)
         roots.append(root)
     at = torch.tensor(ends)
-    return Acceptance(draft.tree.paths[at], draft.tree.depth[at] + 1, torch.tensor(roots))
+    return Acceptance(TREE.paths[at], TREE.depth[at] + 1, torch.tensor(roots))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -281,7 +306,7 @@ def test_the_walk_accepts_as_much_as_any_lossless_rule_can() -> None:
     toy, rng = Toy(3), random.Random(0)
     for _ in range(300):
         text = tuple(rng.randrange(WORDS) for _ in range(3))
-        draft = Draft(torch.tensor([toy.draft((0,))]), TREE)
+        draft = Draft(torch.tensor([toy.draft((0,))]), Topology.of(TREE))
         accepted = walked(draft, lambda row, path, text=text: text[len(path) - 1])
         inside = max(
             len(line)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from decode.cache import GROWTH, TreeCache
 from decode.draft import Draft
+from decode.topology import Topology
 from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
@@ -132,7 +133,7 @@ def test_after_random_steps_the_cache_is_a_fresh_prefill(family: str, lengths: l
     for step in range(8):
         tree = random_tree(10, seed=step)
         ids = [random_ids(tree.num_nodes, seed=100 * step + row) for row in range(len(texts))]
-        logits = Verifier(backbone, cache, tree)(Draft(torch.tensor(ids), tree)).logits
+        logits = Verifier(backbone, cache)(Draft(torch.tensor(ids), Topology.of(tree))).logits
         if step in (0, 7):
             for row, text in enumerate(texts):
                 # Tolerance as above.
@@ -161,7 +162,7 @@ def test_rows_do_not_see_each_other() -> None:
         backbone.forward(torch.tensor([[1, 2, 3, 0], neighbour]), cache, position_ids=torch.arange(4).expand(2, -1))
         cache.commit_prompt([3, 4])
         ids = torch.tensor([random_ids(7), random_ids(7, seed=sum(neighbour))])
-        return Verifier(backbone, cache, tree)(Draft(ids, tree)).logits[0]
+        return Verifier(backbone, cache)(Draft(ids, Topology.of(tree))).logits[0]
 
     assert torch.equal(last_logits([5, 6, 7, 8]), last_logits([50, 40, 30, 20]))
 
@@ -180,6 +181,6 @@ def test_a_long_chain_is_read_as_plain_text() -> None:
     cache = cache_of(model, 1, capacity=4)
     backbone.forward(torch.tensor([text[:3]]), cache, position_ids=torch.arange(3)[None])
     cache.commit_prompt([3])
-    Verifier(backbone, cache, tree)(Draft(torch.tensor([text[3:]]), tree))
+    Verifier(backbone, cache)(Draft(torch.tensor([text[3:]]), Topology.of(tree)))
     cache.commit(tree.paths[-1:], [7])
     require_equal_to_a_fresh_prefill(model, cache, [text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -14,8 +15,9 @@ from torch import Tensor
 from decode import capability, generate, verify
 from decode.cache import TreeCache
 from decode.capability import TreeCheck, check_tree_forward, require_tree_forward
+from decode.topology import Topology
 from decode.verify import visible
-from medusa import RequestError, Tree, backbone
+from medusa import RequestError, backbone
 from medusa.backbone import Backbone
 from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, tiny_model
 
@@ -43,15 +45,15 @@ def test_models_that_can_hold_a_tree_pass(family: str, dtype: torch.dtype) -> No
 # Broken masks, positions and caches
 
 
-def all_visible(tree: Tree, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+def all_visible(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
     """Every node sees all nodes before it, as without a mask."""
-    line = Tree(tree.parent, tree.depth, tree.rank, torch.ones_like(tree.ancestors).tril(), tree.paths)
+    line = dataclasses.replace(topology, ancestors=torch.ones_like(topology.ancestors).tril())
     return visible(line, lengths, window, chunk)
 
 
-def windows_by_slot(tree: Tree, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+def windows_by_slot(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
     """What transformers' own mask builder does: distances are counted in slots."""
-    allowed, nodes = visible(tree, lengths), tree.num_nodes
+    allowed, nodes = visible(topology, lengths), topology.num_nodes
     query = torch.tensor(lengths)[:, None, None] + torch.arange(nodes)[:, None]
     key = torch.arange(max(lengths) + nodes)
     if window is not None:
@@ -61,12 +63,12 @@ def windows_by_slot(tree: Tree, lengths: Any, window: int | None = None, chunk: 
     return allowed
 
 
-def no_windows(tree: Tree, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
-    return visible(tree, lengths)
+def no_windows(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+    return visible(topology, lengths)
 
 
-def one_too_wide(tree: Tree, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
-    return visible(tree, lengths, window and window + 1, chunk and chunk + 1)
+def one_too_wide(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+    return visible(topology, lengths, window and window + 1, chunk and chunk + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

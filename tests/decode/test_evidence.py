@@ -74,7 +74,7 @@ def test_rounding_that_differs_between_forwards_is_no_evidence(
 
     def rounded(self: Any, draft: Any) -> Any:
         found = verify(self, draft)
-        tilt = torch.linspace(0, 0.02 * draft.tree.num_nodes, VOCAB, dtype=found.logits.dtype)
+        tilt = torch.linspace(0, 0.02 * draft.topology.num_nodes, VOCAB, dtype=found.logits.dtype)
         return found._replace(logits=found.logits + tilt)
 
     monkeypatch.setattr(decode.verify.Verifier, "__call__", rounded)
@@ -103,7 +103,7 @@ def test_a_warper_that_the_tree_forgets_fails(model: Any, monkeypatch: pytest.Mo
 def test_a_mask_that_hides_nothing_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures to compare with come from plain forwards, so a wrong forward of the tree is found too."""
     masks = decode.verify.TreeMasks.__call__
-    monkeypatch.setattr(decode.verify.TreeMasks, "__call__", lambda self, lengths: masks(self, lengths) * 0)
+    monkeypatch.setattr(decode.verify.TreeMasks, "__call__", lambda self, *asked: masks(self, *asked) * 0)
     assert not passes([experiment(model).run(RULES[0], 0, DRAWS)])
 
 

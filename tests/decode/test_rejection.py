@@ -27,6 +27,7 @@ from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.sampling import RowDraws, SharedDraws, cumulative, draw_distinct, invert
 from decode.stats import Comparison, compare
+from decode.topology import Topology
 from medusa import Tree
 
 WORDS, TOKENS, DRAWS = 6, 3, 100_000
@@ -86,11 +87,11 @@ def texts_written(language: Language, form: str, take: Take, seed: int, draws: i
         root = at % WORDS  # of the text's last word; the walk never looks at it
         q = language.q[contexts]
         if form == "sample":
-            draft = sampled_draft(root, TREE, q, context, noise)
+            draft = sampled_draft(root, Topology.of(TREE), q, context, noise)
         else:
             best = q.topk(TREE.max_rank + 1).indices  # [C, 3, ranks]
             ids = best[:, TREE.depth[1:] - 1, TREE.rank[1:]][context]
-            draft = Draft(torch.cat([root[:, None], ids], dim=1), TREE)
+            draft = Draft(torch.cat([root[:, None], ids], dim=1), Topology.of(TREE))
         target = target_of(language, draft, at, size)
         accepted = take(draft, target, noise)
         written = draft.ids.gather(1, accepted.path.clamp_min(0))
@@ -188,7 +189,7 @@ def draws_per_path(monkeypatch: pytest.MonkeyPatch) -> Take:
         best = TAKE["topk"](draft, target, noise)
         for chain in chains:
             nodes_of = torch.tensor(chain)
-            below = Draft(draft.ids[:, chain], Tree.chain(len(chain) - 1))
+            below = Draft(draft.ids[:, chain], Topology.of(Tree.chain(len(chain) - 1)))
             own = TAKE["topk"](below, lambda rows, nodes, nodes_of=nodes_of: target(rows, nodes_of[nodes]), noise)
             longer = own.length > best.length
             path = torch.full_like(best.path, -1)
@@ -257,7 +258,7 @@ def test_a_head_that_is_sure_and_wrong_does_no_harm(rest: float) -> None:
     context, tree = torch.zeros(DRAWS, dtype=torch.long), Tree.top_k([3])
     q = torch.cat([others[:2] * rest, torch.ones(1), others[2:] * rest])[None, None]
     noise = SharedDraws(torch.Generator().manual_seed(0))
-    draft = sampled_draft(context, tree, q, context, noise)
+    draft = sampled_draft(context, Topology.of(tree), q, context, noise)
     accepted = accept_sampled(draft, lambda rows, nodes: (p.log(), rows * 0), noise)
     drafted = draft.ids.gather(1, accepted.path[:, 1:2].clamp_min(0))[:, 0]
     tokens = torch.where(accepted.length > 1, drafted, accepted.next_root)
@@ -278,7 +279,7 @@ def test_the_more_q_is_like_p_the_more_is_accepted() -> None:
     noise = SharedDraws(torch.Generator().manual_seed(0))
     q_far = (language.scores[:1].flip(-1)).softmax(-1)
     for q, share in ((p, 1.0), (q_far, float(torch.minimum(p, q_far).sum()))):
-        draft = sampled_draft(context, tree, q[None], context, noise)
+        draft = sampled_draft(context, Topology.of(tree), q[None], context, noise)
         accepted = accept_sampled(draft, lambda rows, nodes: (language.scores[:1], rows * 0), noise)
         assert abs(float((accepted.length == 2).double().mean()) - share) < 5 * (0.25 / len(context)) ** 0.5
 
@@ -350,7 +351,7 @@ def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:
                 decode.sampling.cumulative(p[index]), torch.arange(len(rows)), self.uniform(rows)
             )
 
-    draft = sampled_draft(context, TREE, q, context, Scripted())
+    draft = sampled_draft(context, Topology.of(TREE), q, context, Scripted())
     place = torch.tensor([0, 1, 7])
     shared = accept_sampled(draft, lambda rows, nodes: (language.scores[place], context[rows]), Scripted())
     own_proposal = Proposal(q[context], draft.proposal.of_children, torch.arange(40))  # type: ignore[union-attr]

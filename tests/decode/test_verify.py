@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.topology import Topology
 from decode.verify import TreeMasks, Verifier, layer_kinds, visible
 from medusa import Tree
 from medusa.backbone import Backbone
@@ -18,7 +19,7 @@ from tests.helpers import FAMILIES, path_logits, random_ids, random_tree, tiny_m
 
 T, F = True, False
 # root 0 with children 1 and 2; node 3 hangs under 1
-SMALL = Tree.from_paths([[0], [1], [0, 0]])
+SMALL = Topology.of(Tree.from_paths([[0], [1], [0, 0]]))
 
 
 def test_a_node_sees_the_text_its_ancestors_and_itself() -> None:
@@ -56,7 +57,7 @@ def test_windows_count_positions_not_slots() -> None:
 
 
 def test_a_window_may_be_shorter_than_a_path() -> None:
-    assert visible(Tree.chain(3), [1], window=2)[0].tolist() == [
+    assert visible(Topology.of(Tree.chain(3)), [1], window=2)[0].tolist() == [
         [T, T, F, F, F],
         [F, T, T, F, F],
         [F, F, T, T, F],
@@ -67,7 +68,7 @@ def test_a_window_may_be_shorter_than_a_path() -> None:
 def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
     """Nodes 2, 3 and 4 are one line, at depths 1, 2 and 3: with window 2 the last sees its parent and itself."""
     tree = Tree.from_paths([[0], [1], [1, 0], [1, 0, 0]])
-    assert visible(tree, [1], window=2)[0].tolist() == [
+    assert visible(Topology.of(tree), [1], window=2)[0].tolist() == [
         # text | 0  1  2  3  4
         [T, T, F, F, F, F],
         [F, T, T, F, F, F],
@@ -116,15 +117,16 @@ def test_masks_cut_from_the_buffer_are_the_definition(kind: str, dtype: torch.dt
     rng = random.Random(0)
     for seed in range(4):
         tree = random_tree(rng.randint(0, 12), seed)
-        masks = TreeMasks(config_of(kind), tree, dtype, torch.device("cpu"))
+        topology = Topology.of(tree)
+        masks = TreeMasks(config_of(kind), dtype, torch.device("cpu"))
         for lengths in ([1], [3, 3], [7, 2, 5], [255, 1], [256], [257, 300], [900, 4]):
-            got = masks(lengths)
+            got = masks(lengths, topology)
             by_kind = got if isinstance(got, dict) else {kind: got}
             assert set(by_kind) == set(layer_kinds(config_of(kind)))
             for name, mask in by_kind.items():
                 window = 4 if name == "sliding_attention" else None
                 chunk = 5 if name == "chunked_attention" else None
-                expected = visible(tree, lengths, window, chunk)
+                expected = visible(topology, lengths, window, chunk)
                 assert mask.dtype == dtype
                 assert torch.equal(mask[:, 0] == 0, expected)
                 assert (mask[:, 0][~expected] == torch.finfo(dtype).min).all()
@@ -132,9 +134,11 @@ def test_masks_cut_from_the_buffer_are_the_definition(kind: str, dtype: torch.dt
 
 def test_a_dict_only_where_the_layers_have_names() -> None:
     """Models with `layer_types` look masks up by kind; all others take one tensor."""
-    tree, cpu = Tree.chain(1), torch.device("cpu")
-    assert isinstance(TreeMasks(config_of("full_attention"), tree, torch.float32, cpu)([2]), torch.Tensor)
-    assert set(TreeMasks(config_of("hybrid"), tree, torch.float32, cpu)([2])) == set(config_of("hybrid").layer_types)
+    topology, cpu = Topology.of(Tree.chain(1)), torch.device("cpu")
+    assert isinstance(TreeMasks(config_of("full_attention"), torch.float32, cpu)([2], topology), torch.Tensor)
+    assert set(TreeMasks(config_of("hybrid"), torch.float32, cpu)([2], topology)) == set(
+        config_of("hybrid").layer_types
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -155,7 +159,7 @@ def test_a_tree_forward_equals_a_forward_per_path(family: str, attention: str) -
     backbone.forward(padded, cache, position_ids=torch.arange(11).expand(2, -1))
     cache.commit_prompt([11, 8])
     ids = [random_ids(tree.num_nodes, seed=seed) for seed in (4, 5)]
-    logits = Verifier(backbone, cache, tree)(Draft(torch.tensor(ids), tree)).logits
+    logits = Verifier(backbone, cache)(Draft(torch.tensor(ids), Topology.of(tree))).logits
     for row in range(2):
         expected = path_logits(model, prompts[row], ids[row], tree)
         # Softmax is float32 in eager attention and in some norms, whatever the model's dtype: 1e-6 relative.
@@ -172,6 +176,6 @@ def test_nodes_beyond_the_context_ask_for_no_position_that_does_not_exist() -> N
     backbone.forward(torch.tensor([prompt]), cache, position_ids=torch.arange(8)[None])
     cache.commit_prompt([8])
     ids = random_ids(5, seed=1)
-    logits = Verifier(backbone, cache, tree)(Draft(torch.tensor([ids]), tree)).logits[0]
+    logits = Verifier(backbone, cache)(Draft(torch.tensor([ids]), Topology.of(tree))).logits[0]
     expected = path_logits(model, prompt, ids[:2], Tree.chain(1))
     torch.testing.assert_close(logits[:2], expected, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,123 @@
+"""Trees that change from step to step: of a fixed set of candidates, those that the drafter believes in most.
+
+A node's worth is the product of its drafter's confidences along its path (EAGLE-2, OPT-Tree); with the same number of
+nodes in every step, shapes stay fixed and only the topology moves. A child is never worth more than its parent, so the
+most probable nodes hang together. Confidences are softmaxes at a temperature of each head's own, fitted on text that
+the backbone wrote (`decode.calibrate`): heads are often less, or more, sure than they are right.
+
+Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from decode.topology import Topology, chosen_part
+from medusa.errors import RequestError
+from medusa.tree import MAX_NODES, RankPath, Tree
+
+TOP = 16
+"""Guesses of a head that are looked at."""
+MOST_CANDIDATES = 1024
+STEEPNESS = 1e-4
+"""Subtracted per level from log confidences, so that a child of a sure guess comes after its parent, rounded or not."""
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicTree:
+    """In every step the `num_nodes` (root included) of `candidates` in which the heads believe most."""
+
+    num_nodes: int
+    candidates: Tree
+    temperatures: tuple[float, ...] = ()
+    """Of each head's confidences; 1 where none is given."""
+
+    @classmethod
+    def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
+        """Raises:
+        RequestError: no such number of nodes."""
+        tree = _candidates(num_heads)
+        if not 2 <= num_nodes <= min(tree.num_nodes, MAX_NODES):
+            raise RequestError(
+                f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {tree.num_nodes} nodes"
+            )
+        return cls(num_nodes, tree, temperatures)
+
+    @property
+    def max_depth(self) -> int:
+        return self.candidates.max_depth
+
+    @property
+    def rank_paths(self) -> list[RankPath]:
+        """Those of the candidates."""
+        return self.candidates.rank_paths
+
+    def to(self, device: torch.device | str) -> DynamicTree:
+        if self.candidates.depth.device == torch.device(device):
+            return self  # with the table of `_steps`
+        return replace(self, candidates=self.candidates.to(device))
+
+    def clip(self, max_depth: int) -> DynamicTree:
+        """Without what is deeper than `max_depth`; fewer nodes if no more are left."""
+        candidates = self.candidates.clip(max_depth)
+        return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
+
+    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
+        """Raises:
+        RequestError: as `Tree.require_fit`."""
+        self.candidates.require_fit(num_heads, vocab_size, name)
+
+    @cached_property
+    def _steps(self) -> Tensor:
+        """[K * R, S] 1 where the path to a candidate takes that guess of that head."""
+        top = self.candidates.max_rank + 1
+        table = torch.zeros(self.max_depth * top, self.candidates.num_nodes, device=self.candidates.depth.device)
+        own = (self.candidates.depth - 1) * top + self.candidates.rank
+        for node in range(1, self.candidates.num_nodes):
+            line = self.candidates.paths[node, 1:]
+            table[own[line[line >= 0]], node] = 1
+        return table
+
+    def log_confidences(self, logits: Tensor) -> Tensor:
+        """logits [k, B, V] of the heads -> log probabilities at each head's temperature [k, B, V], float32."""
+        if self.temperatures:
+            scale = torch.tensor(self.temperatures[: len(logits)], device=logits.device)
+            logits = logits.float() / scale[:, None, None]
+        return logits.log_softmax(-1, dtype=torch.float32)
+
+    def worth(self, confidences: Tensor) -> Tensor:
+        """log confidences [B, k, R] of each head's best guesses -> of each candidate's whole path [B, S]."""
+        # Far below what any node of a tree is worth, and finite: 0 x infinity would spoil the product.
+        known = confidences.clamp_min(-1e4).flatten(1)
+        return known @ self._steps - STEEPNESS * self.candidates.depth
+
+    def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
+        """worth [B, S] -> the nodes that are taken, ascending [B, N], and how they hang together."""
+        best = worth[:, 1:].topk(self.num_nodes - 1, dim=-1, sorted=False).indices + 1
+        chosen = torch.cat([torch.zeros_like(best[:, :1]), best.sort(dim=-1).values], dim=1)
+        return chosen, chosen_part(self.candidates, chosen)
+
+
+def _candidates(num_heads: int) -> Tree:
+    """All paths whose ranks, counted from 1, multiply to TOP or less: what any confident head could make probable.
+
+    With many heads the bound is lowered until there are no more than MOST_CANDIDATES.
+    """
+    for bound in range(TOP, 0, -1):
+        paths: list[RankPath] = []
+        level: list[tuple[RankPath, int]] = [((), 1)]
+        for _ in range(num_heads):
+            level = [
+                ((*path, rank), product * (rank + 1))
+                for path, product in level
+                for rank in range(math.floor(bound / product))
+            ]
+            paths += [path for path, _ in level]
+        if len(paths) < MOST_CANDIDATES:
+            break
+    return Tree.from_paths(paths)

@@ -1,0 +1,87 @@
+"""How the nodes of a draft hang together, as tensors: one topology for all rows, or one for each.
+
+A static tree, the most probable part of a larger one, a chain and the paths of an n-gram all take this form, so nothing
+behind the drafter asks which of them it has. Node 0 is the root, and a parent stands before its children.
+
+Shapes: B rows, R = 1 where they share one topology and R = B where each has its own, N nodes, D the greatest depth
+(0 for the root alone), C the most children that a node may have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from medusa.tree import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Who stands under whom."""
+
+    parent: Tensor
+    """[R, N] index of each node's parent; the root is its own."""
+    depth: Tensor
+    """[R, N] number of drafted tokens on the way from the root."""
+    ancestors: Tensor
+    """[R, N, N] True where the column is the row itself or stands above it."""
+    paths: Tensor
+    """[R, N, D + 1] nodes from the root to each node, padded with -1."""
+    max_children: int
+    """C, known without asking the device."""
+
+    @classmethod
+    def of(cls, tree: Tree) -> Topology:
+        """The same topology for every row."""
+        most = tree.children.shape[1]
+        return cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], max_children=most)
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.parent) == 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parent.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        return self.paths.shape[2] - 1
+
+    def at(self, table: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
+        """table [R, N, ...] of this topology, rows [X] of the B and a node of each [X] -> entries [X, ...]."""
+        return table[0, nodes] if self.is_shared else table[rows, nodes]
+
+    @cached_property
+    def place(self) -> Tensor:
+        """[R, N] the place of each node among its siblings, from 0; 0 for the root, which is nobody's child."""
+        siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
+        place = siblings.tril(-1).sum(-1)
+        return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)
+
+    @cached_property
+    def children(self) -> Tensor:
+        """[R, N, C] the children of each node in the order of their numbers, padded with -1."""
+        rows, device = len(self.parent), self.parent.device
+        table = torch.full((rows, self.num_nodes * self.max_children), -1, device=device)
+        slot = self.parent * self.max_children + self.place
+        table.scatter_(1, slot[:, 1:], torch.arange(1, self.num_nodes, device=device).expand(rows, -1))
+        return table.view(rows, self.num_nodes, self.max_children)
+
+
+def chosen_part(tree: Tree, chosen: Tensor) -> Topology:
+    """The topology of some nodes of `tree` in each row; chosen [B, N], ascending, with every node's parent and 0."""
+    where = torch.zeros(len(chosen), tree.num_nodes + 1, dtype=torch.long, device=chosen.device)
+    where[:, -1] = -1  # so that the padding of paths stays what it is
+    where.scatter_(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen))
+    lines = tree.paths[chosen]  # [B, N, D + 1]
+    return Topology(
+        parent=where.gather(1, tree.parent[chosen]),
+        depth=tree.depth[chosen],
+        ancestors=tree.ancestors[chosen[:, :, None], chosen[:, None, :]],
+        paths=where.gather(1, lines.flatten(1) % where.shape[1]).view(lines.shape),
+        max_children=min(tree.children.shape[1], chosen.shape[1] - 1),
+    )
