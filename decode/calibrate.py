@@ -7,7 +7,10 @@ which is just behind a wrong guess, so averages over all positions promise too m
 paths are worth a node therefore depends on where steps start, and that on the tree: counted, grown and walked again
 until it stays. T(n) is timed in the loop itself.
 
-Shapes: P positions of a recorded text, K heads, N nodes.
+Dynamic trees (`decode.dynamic`) are tried beside static ones: they accept more with the same nodes, and choosing them
+takes time.
+
+Shapes: P positions of a recorded text, K heads, N nodes, G temperatures.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +30,7 @@ from transformers import PreTrainedModel
 
 from decode.benchmark import machine
 from decode.drafters.heads import head_logits
+from decode.dynamic import TOP, DynamicTree, Layout
 from decode.front import medusa_session
 from decode.loop import Step
 from decode.reference import plain_session
@@ -40,82 +44,123 @@ from medusa.tree import RankPath, Tree
 
 SIZES = (1, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Trees that are tried, in nodes; 1 is plain decoding. Below 4 a CPU pays for many tokens and gets few."""
-TOP = 16
-"""Guesses of a head that a tree may take."""
 FILE = "calibration.json"
 OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # what `auto` lets the backbone write
 ROUNDS_AT_MOST = 8  # of growing and walking; three are usual
+TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
+"""Among which each head's is chosen."""
 
 
 @dataclass
 class Recording:
     """Texts that the backbone wrote itself, and how the heads would have guessed them.
 
-    Per text: [P, K] the rank of the token that came, in the guesses of head k at the hidden state before a root that
-    stands at position p; TOP where it is not among them, or where the text has ended.
+    Each list has an entry per text, with a line for every position p where a root may stand.
     """
 
     ranks: list[Tensor]
+    """[P, K] the rank of the token that came, in the guesses of head k at the hidden state before the root; TOP where
+    it is not among them, or where the text has ended."""
+    best: list[Tensor] = field(default_factory=list)
+    """[P, K, TOP] the logits of each head's best guesses."""
+    log_z: list[Tensor] = field(default_factory=list)
+    """[P, K, G] log of the sum of all exponentials, at each of TEMPERATURES."""
+    came: list[Tensor] = field(default_factory=list)
+    """[P, K] the logit of the token that came; NaN where the text has ended."""
 
     @property
     def tokens(self) -> int:
         return sum(len(ranks) for ranks in self.ranks)
 
+    def temperatures(self) -> tuple[float, ...]:
+        """For each head the temperature at which it gave the most probability to what came (Guo et al. 2017)."""
+        came, log_z = torch.cat(self.came), torch.cat(self.log_z)  # [P, K], [P, K, G]
+        loss = (log_z - came[:, :, None] / torch.tensor(TEMPERATURES)).nanmean(0)  # [K, G]
+        return tuple(TEMPERATURES[index] for index in loss.argmin(-1).tolist())
+
+    def accepted(self, tree: Layout, text: int) -> Tensor:
+        """How many drafted tokens a step from each position of a text would accept [P]."""
+        if isinstance(tree, Tree):
+            return accepted(tree, self.ranks[text])
+        chosen = [TEMPERATURES.index(t) for t in tree.temperatures[: tree.max_depth]]
+        scale, heads = torch.tensor(tree.temperatures)[: tree.max_depth], range(tree.max_depth)
+        log_z = self.log_z[text][:, heads, chosen][:, :, None]
+        guesses = self.best[text][:, : tree.max_depth, : tree.candidates.max_rank + 1]
+        taken, _ = tree.choose(tree.worth(guesses / scale[:, None] - log_z))
+        return accepted(tree.candidates, self.ranks[text], taken)
+
 
 @torch.no_grad()
 def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Recording:
     """Record (prompt, continuation) pairs, one forward each."""
-    ranks = []
+    recording = Recording([])
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
         hidden = backbone.hidden_states(ids[:, :-1], use_cache=False)[0, len(prompt) - 1 :]  # before each new token
-        ranks.append(_ranks(heads, backbone, hidden, list(new)))
-    return Recording(ranks)
+        _record(recording, heads, backbone, hidden, list(new))
+    return recording
 
 
-def _ranks(heads: MedusaHeads, backbone: Backbone, hidden: Tensor, new: list[int]) -> Tensor:
-    """hidden [P, H] before each of the P tokens `new` -> [P, K]; head k guesses the token k + 1 behind the root."""
-    num_heads = heads.config.num_heads
-    found = torch.full((len(new), num_heads), TOP)
-    guesses = []
-    for part in hidden.split(64):  # K x P x V logits are never held
-        logits = head_logits(heads, backbone, part)
-        guesses.append(logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices.cpu())
-    table = torch.cat(guesses, dim=1)  # [K, P, TOP]
-    came = torch.tensor(new)
-    for head in range(min(num_heads, len(new) - 1)):
-        match = table[head, : len(new) - head - 1] == came[head + 1 :, None]
-        found[: len(match), head] = torch.where(match.any(-1), match.int().argmax(-1), TOP)
-    return found
+def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, hidden: Tensor, new: list[int]) -> None:
+    """hidden [P, H] before each of the P tokens `new`; head k guesses the token k + 1 behind the root."""
+    num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=hidden.device)
+    aims = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; what is rolled in is masked below
+    parts = []
+    for part, aim in zip(hidden.split(64), aims.split(64, dim=1), strict=True):  # K x P x V logits are never held
+        logits = head_logits(heads, backbone, part).float()
+        top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
+        match = top.indices == aim[:, :, None].to(top.indices.device)
+        ranks = torch.where(match.any(-1), match.int().argmax(-1), TOP)
+        log_z = torch.stack([(logits / t).logsumexp(-1) for t in TEMPERATURES], dim=-1)
+        came = logits.gather(2, aim[:, :, None].to(logits.device))[:, :, 0]
+        parts.append([found.transpose(0, 1).cpu() for found in (ranks, top.values, log_z, came)])
+    ranks, best, log_z, came = (torch.cat(column) for column in zip(*parts, strict=True))
+    for head in range(num_heads):
+        unknown = slice(max(len(new) - head - 1, 0), None)
+        ranks[unknown, head], came[unknown, head] = TOP, torch.nan
+    recording.ranks.append(ranks)
+    recording.best.append(best)
+    recording.log_z.append(log_z)
+    recording.came.append(came)
 
 
-def accepted(tree: Tree, ranks: Tensor) -> Tensor:
-    """How many drafted tokens a step from each position would accept [P], for ranks [P, K]."""
+def accepted(tree: Tree, ranks: Tensor, taken: Tensor | None = None) -> Tensor:
+    """How many drafted tokens a step from each position would accept [P], for ranks [P, K].
+
+    `taken`: [P, N] the nodes that are drafted there; all by default.
+    """
     child = torch.full((tree.num_nodes + 1, TOP + 1), -1)  # the last row: nothing is below what is not there
     for index, path in enumerate(tree.rank_paths, 1):
         if path[-1] < TOP:
             child[int(tree.parent[index]), path[-1]] = index
+    there = torch.ones(len(ranks), tree.num_nodes + 1, dtype=torch.bool)
+    if taken is not None:
+        there = torch.zeros_like(there).scatter_(1, taken, True)
     node = torch.zeros(len(ranks), dtype=torch.long)
     length = torch.zeros_like(node)
     for head in range(min(tree.max_depth, ranks.shape[1])):
         node = child[node, ranks[:, head]]
+        node = torch.where(there.gather(1, node[:, None] % there.shape[1])[:, 0], node, -1)
         length += node >= 0
     return length
 
 
-def starts(tree: Tree, ranks: Tensor) -> list[int]:
-    """The positions of the roots of the steps that decode a recorded text, but for those that might pass its end."""
-    lengths, at, found = accepted(tree, ranks).tolist(), 0, []
-    while at < len(lengths) - ranks.shape[1]:
+def starts(lengths: Tensor, num_heads: int) -> list[int]:
+    """Accepted lengths [P] -> where the steps that decode the text start, but for those that might pass its end."""
+    numbers, at, found = lengths.tolist(), 0, []
+    while at < len(numbers) - num_heads:
         found.append(at)
-        at += 1 + lengths[at]
+        at += 1 + numbers[at]
     return found
 
 
-def foretold_tau(tree: Tree, recording: Recording) -> float:
+def foretold_tau(tree: Layout, recording: Recording) -> float:
     """Mean tokens per step, the root included, over the recorded texts."""
-    steps = sum(len(starts(tree, ranks)) for ranks in recording.ranks)
-    tokens = sum(int((1 + accepted(tree, ranks))[starts(tree, ranks)].sum()) for ranks in recording.ranks)
+    steps = tokens = 0
+    for text, ranks in enumerate(recording.ranks):
+        lengths = recording.accepted(tree, text)
+        at = starts(lengths, ranks.shape[1])
+        steps, tokens = steps + len(at), tokens + len(at) + int(lengths[at].sum())
     return tokens / max(steps, 1)
 
 
@@ -144,7 +189,7 @@ def _path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
     """How often each path of ranks is right, at the starts of `tree`'s steps or at all positions."""
     counts: Counter[RankPath] = Counter()
     for ranks in recording.ranks:
-        rows = ranks if tree is None else ranks[starts(tree, ranks)]
+        rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]
         for line in rows.tolist():
             for depth, rank in enumerate(line, 1):
                 if rank >= TOP:
@@ -155,14 +200,16 @@ def _path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
 
 @dataclass
 class Point:
-    """One size of tree."""
+    """One tree."""
 
     nodes: int
     paths: list[list[int]]
+    """Empty for a dynamic tree."""
     tau: float
     """Foretold."""
     step_ms: float
     """Measured; see `time_steps`."""
+    dynamic: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -176,14 +223,21 @@ class Calibration:
     points: list[Point]
     chosen: int
     """Index of the best of them."""
+    temperatures: list[float]
+    """Of each head's confidences, for dynamic trees."""
     holds_for: dict[str, Any]
     """Machine, dtype, batch size, heads and the like: another one needs a calibration of its own."""
     texts: dict[str, Any]
     """What was recorded, and where it came from."""
 
     @property
-    def tree(self) -> Tree:
-        return Tree.from_paths(self.points[self.chosen].paths)
+    def tree(self) -> Layout:
+        return self.tree_of(self.points[self.chosen])
+
+    def tree_of(self, point: Point) -> Layout:
+        if point.dynamic:
+            return DynamicTree.over_heads(point.nodes, len(self.temperatures), tuple(self.temperatures))
+        return Tree.from_paths(point.paths)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -207,49 +261,61 @@ def calibrate(
     backbone = Backbone(model)
     on_progress("recording")
     recording = record(backbone, heads, texts)
-    trees = {1: Tree.chain(0)}
+    temperatures = recording.temperatures()
+    grown: dict[int, Tree] = {1: Tree.chain(0)}
     for nodes in sizes:
         if nodes > 1:
             on_progress(f"a tree of {nodes} nodes")
             tree = grow(recording, nodes)
-            trees.setdefault(tree.num_nodes, tree)  # few hits give fewer nodes than were asked for
+            grown.setdefault(tree.num_nodes, tree)  # few hits give fewer nodes than were asked for
+    trees: list[Layout] = [tree for _, tree in sorted(grown.items())]
+    if settings.draft == "topk" and backbone.vocab_size > TOP:  # nodes of a drawn tree must not depend on what is drawn
+        most = DynamicTree.over_heads(2, heads.config.num_heads).candidates.num_nodes
+        dynamic = [nodes for nodes in sizes if 1 < nodes <= most and len(grown) > 1]
+        trees += [DynamicTree.over_heads(nodes, heads.config.num_heads, temperatures) for nodes in dynamic]
     on_progress("timing")
     seconds = time_steps(model, heads, [prompt for prompt, _ in texts], trees, settings, batch_size, rounds)
     points = [
-        Point(nodes, [list(path) for path in tree.rank_paths], foretold_tau(tree, recording), 1000 * seconds[nodes])
-        for nodes, tree in sorted(trees.items())
+        Point(
+            nodes=tree.num_nodes,
+            paths=[list(path) for path in tree.rank_paths] if isinstance(tree, Tree) else [],
+            tau=foretold_tau(tree, recording),
+            step_ms=1000 * of_step,
+            dynamic=isinstance(tree, DynamicTree),
+        )
+        for tree, of_step in zip(trees, seconds, strict=True)
     ]
     chosen = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     about = {"texts": len(texts), "tokens": recording.tokens, "prompt_tokens": sum(len(p) for p, _ in texts)}
-    return Calibration(points, chosen, situation(model, heads, settings, batch_size), about)
+    return Calibration(points, chosen, list(temperatures), situation(model, heads, settings, batch_size), about)
 
 
 def time_steps(
     model: PreTrainedModel,
     heads: MedusaHeads,
     prompts: Sequence[list[int]],
-    trees: dict[int, Tree],
+    trees: Sequence[Layout],
     settings: Settings,
     batch_size: int = 1,
     rounds: int = 3,
     steps: int = 24,
-) -> dict[int, float]:
-    """Seconds of a step for each tree, the sizes taking turns; 1 node is timed as plain decoding.
+) -> list[float]:
+    """Seconds of a step for each tree, the trees taking turns; 1 node is timed as plain decoding.
 
     The lower quartile: other work on the machine makes steps longer, never shorter. A batch is the first prompts,
     repeated if there are too few. The first two steps of each turn warm up.
     """
     batch = [prompts[row % len(prompts)] for row in range(batch_size)]
-    times: dict[int, list[float]] = {nodes: [] for nodes in trees}
+    times: list[list[float]] = [[] for _ in trees]
     for number in range(rounds):
-        order = sorted(trees)
-        for nodes in [*order[number % len(order) :], *order[: number % len(order)]]:
-            times[nodes] += _times_of_steps(model, heads, batch, trees[nodes], settings, steps)[2:]
-    return {nodes: sorted(found)[len(found) // 4] for nodes, found in times.items()}
+        order = list(range(len(trees)))
+        for index in [*order[number % len(order) :], *order[: number % len(order)]]:
+            times[index] += _times_of_steps(model, heads, batch, trees[index], settings, steps)[2:]
+    return [sorted(found)[len(found) // 4] for found in times]
 
 
 def _times_of_steps(
-    model: PreTrainedModel, heads: MedusaHeads, batch: list[list[int]], tree: Tree, settings: Settings, steps: int
+    model: PreTrainedModel, heads: MedusaHeads, batch: list[list[int]], tree: Layout, settings: Settings, steps: int
 ) -> list[float]:
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     requests = prepare(model, batch, list(range(len(batch))), **kwargs)
@@ -273,8 +339,6 @@ def _times_of_steps(
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, Any]:
     """What a calibration depends on."""
     here = machine()
-    flat = [parameter.detach().flatten() for parameter in heads.parameters()]
-    some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
     return {
         **{name: here[name] for name in ("processor", "gpu", "threads", "torch", "transformers")},
         "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
@@ -283,8 +347,16 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "batch_size": batch_size,
         "temperature": settings.temperature,
         "acceptance": settings.acceptor.rule,
-        "heads": hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16],
+        "version": 2,
+        "heads": fingerprint(heads),
     }
+
+
+def fingerprint(heads: MedusaHeads) -> str:
+    """Of a few of each tensor's values."""
+    flat = [parameter.detach().flatten() for parameter in heads.parameters()]
+    some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
+    return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
 
 
 def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[tuple[list[int], list[int]]]:
@@ -300,6 +372,15 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
     openings = [result.input_ids + result.new_ids for result in opening(first, seeds=seeds)]
     written = plain_method(model, replace(settings, max_new_tokens=length, stop=(), ignore_eos=True))
     return [(result.input_ids, result.new_ids) for result in written(openings, seeds=seeds)]
+
+
+def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
+    """The temperatures that were fitted for these heads, in whatever situation."""
+    for place in places:
+        for entry in read_json(place) if place.is_file() else []:
+            if entry["holds_for"].get("heads") == fingerprint(heads) and "temperatures" in entry:
+                return tuple(entry["temperatures"])
+    return None
 
 
 def stored(places: Sequence[Path], wanted: dict[str, Any]) -> Calibration | None:

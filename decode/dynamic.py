@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decode.topology import Topology, chosen_part
 from medusa.errors import RequestError
@@ -24,6 +25,8 @@ from medusa.tree import MAX_NODES, RankPath, Tree
 TOP = 16
 """Guesses of a head that are looked at."""
 MOST_CANDIDATES = 1024
+LEAST = -50.0
+"""Log confidences below are taken for this: no tree reaches so far down."""
 STEEPNESS = 1e-4
 """Subtracted per level from log confidences, so that a child of a sure guess comes after its parent, rounded or not."""
 
@@ -59,7 +62,7 @@ class DynamicTree:
 
     def to(self, device: torch.device | str) -> DynamicTree:
         if self.candidates.depth.device == torch.device(device):
-            return self  # with the table of `_steps`
+            return self  # with its table
         return replace(self, candidates=self.candidates.to(device))
 
     def clip(self, max_depth: int) -> DynamicTree:
@@ -73,15 +76,11 @@ class DynamicTree:
         self.candidates.require_fit(num_heads, vocab_size, name)
 
     @cached_property
-    def _steps(self) -> Tensor:
-        """[K * R, S] 1 where the path to a candidate takes that guess of that head."""
-        top = self.candidates.max_rank + 1
-        table = torch.zeros(self.max_depth * top, self.candidates.num_nodes, device=self.candidates.depth.device)
-        own = (self.candidates.depth - 1) * top + self.candidates.rank
-        for node in range(1, self.candidates.num_nodes):
-            line = self.candidates.paths[node, 1:]
-            table[own[line[line >= 0]], node] = 1
-        return table
+    def _on_the_way(self) -> Tensor:
+        """[S, D] the places in the flattened [K, R] table of the guesses on the way to each candidate; K R is none."""
+        tree, top = self.candidates, self.candidates.max_rank + 1
+        place = (tree.depth - 1) * top + tree.rank
+        return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
     def log_confidences(self, logits: Tensor) -> Tensor:
         """logits [k, B, V] of the heads -> log probabilities at each head's temperature [k, B, V], float32."""
@@ -92,15 +91,19 @@ class DynamicTree:
 
     def worth(self, confidences: Tensor) -> Tensor:
         """log confidences [B, k, R] of each head's best guesses -> of each candidate's whole path [B, S]."""
-        # Far below what any node of a tree is worth, and finite: 0 x infinity would spoil the product.
-        known = confidences.clamp_min(-1e4).flatten(1)
-        return known @ self._steps - STEEPNESS * self.candidates.depth
+        # Finite, and not so small that a level more or less would be lost in rounding.
+        known = F.pad(confidences.clamp_min(LEAST).flatten(1), (0, 1))
+        return known[:, self._on_the_way].sum(-1) - STEEPNESS * self.candidates.depth
 
     def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
         """worth [B, S] -> the nodes that are taken, ascending [B, N], and how they hang together."""
         best = worth[:, 1:].topk(self.num_nodes - 1, dim=-1, sorted=False).indices + 1
         chosen = torch.cat([torch.zeros_like(best[:, :1]), best.sort(dim=-1).values], dim=1)
         return chosen, chosen_part(self.candidates, chosen)
+
+
+Layout = Tree | DynamicTree
+"""What a draft can be laid out on."""
 
 
 def _candidates(num_heads: int) -> Tree:

@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, typical
 from decode.draft import Draft
 from decode.drafters.heads import HeadsDrafter, head_logits, sampled_draft
+from decode.dynamic import DynamicTree, Layout
 from decode.loop import Session
 from decode.request import prepare
 from decode.results import Method
@@ -241,7 +242,7 @@ class Experiment:
         self,
         model: PreTrainedModel,
         heads: MedusaHeads,
-        tree: Tree,
+        tree: Layout,
         prompt: list[int],
         settings: Settings,
         generator: torch.Generator,
@@ -393,7 +394,9 @@ class Experiment:
 
     def _sampled(self, truncate: Truncation | None) -> Callable[[int], tuple[Draft, Acceptance]]:
         """Every row draws a tree of its own from the heads' distributions."""
-        tree = narrowed(self.tree, WIDEST).to(self.session.backbone.device)
+        # What is drawn may not choose the nodes, so of a dynamic tree the candidates stand for it.
+        static = self.tree.candidates if isinstance(self.tree, DynamicTree) else self.tree
+        tree = narrowed(static, WIDEST).to(self.session.backbone.device)
         topology, root_scores = Topology.of(tree), _truncated(self.verified([[]]), truncate)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:

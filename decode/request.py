@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from decode.dynamic import DynamicTree, Layout
 from decode.loop import Acceptor
 from decode.sampling import POSITION_FREE
 from decode.sequences import Request
@@ -29,7 +30,7 @@ LOSSLESS = ("greedy", "rejection")
 LOSSY = ("typical", "typical-sampled")
 ACCEPTANCES = LOSSLESS + LOSSY
 DRAFTS = ("topk", "sample")
-TreeLike = Tree | str | Sequence[Sequence[int]] | None
+TreeLike = Layout | str | Sequence[Sequence[int]] | None
 # What `generate` itself hands over besides ids; anything else would change the text, and is not passed on by us.
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
@@ -204,16 +205,18 @@ def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone) -> Non
             )
 
 
-def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Tree:
+def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Layout:
     """The tree given (object, name, file or paths), else the one saved with the heads, else a default.
 
     Raises:
         RequestError: it describes no tree.
     """
-    if isinstance(tree, Tree):
+    if isinstance(tree, Layout):
         return tree
     if tree == "auto":  # whoever can calibrate has looked for a tree before; this is what suits the device
         return default_tree(heads)
+    if isinstance(tree, str) and tree.startswith("dynamic"):
+        return _dynamic_tree(tree, heads)
     if isinstance(tree, str):
         return load_tree(tree, heads.config.num_heads)
     if tree is None:
@@ -221,6 +224,13 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Tree:
     if not isinstance(tree, (list, tuple)):
         raise RequestError(f"{tree!r} is no tree; give a name, a file or a list of paths such as [[0], [1], [0, 0]]")
     return Tree.from_paths(tree)
+
+
+def _dynamic_tree(spec: str, heads: MedusaHeads) -> DynamicTree:
+    name, _, number = spec.partition(":")
+    if name != "dynamic" or not number.isdecimal():
+        raise RequestError(f"{spec!r} is no tree; write dynamic: and a number of nodes, such as dynamic:16")
+    return DynamicTree.over_heads(int(number), heads.config.num_heads)
 
 
 def default_tree(heads: MedusaHeads) -> Tree:

@@ -15,11 +15,10 @@ from decode.clock import Clock
 from decode.front import medusa_session
 from decode.loop import Session, Step
 from decode.reference import plain_session
-from decode.request import prepare, resolve_tree
+from decode.request import TreeLike, prepare, resolve_tree
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
-from medusa.tree import Tree
 
 OnStep = Callable[[int, list[int]], None]
 """Called with a prompt's index and the tokens that a step gave it."""
@@ -112,7 +111,7 @@ def medusa_method(
     heads: MedusaHeads,
     settings: Settings,
     tokenizer: Any = None,
-    tree: Tree | str | None = None,
+    tree: TreeLike = None,
     clock: Clock | None = None,
 ) -> Method:
     """Heads and a tree."""

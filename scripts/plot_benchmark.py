@@ -61,7 +61,7 @@ def draw(outcome: dict[str, Any]) -> Any:
         0.5,
         -0.3,
         f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, temperature "
-        f"{settings['temperature']:g}, {1 + len(settings['tree'])} nodes; {machine['gpu'] or machine['processor']}, "
+        f"{settings['temperature']:g}, {settings['nodes']} nodes; {machine['gpu'] or machine['processor']}, "
         f"{machine['threads']} thread(s), {machine['dtype']}, torch {machine['torch']}",
         ha="center",
         fontsize=8,

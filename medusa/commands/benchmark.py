@@ -13,10 +13,10 @@ from medusa.commands import common
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
+    from decode.dynamic import Layout
     from decode.settings import Settings
     from medusa.backbone import Loaded
     from medusa.heads import MedusaHeads
-    from medusa.tree import Tree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def measure(
     args: argparse.Namespace,
     loaded: Loaded,
     heads: MedusaHeads,
-    tree: Tree,
+    tree: Layout,
     settings: Settings,
     prompts: list[list[int]],
     categories: list[str | None],
@@ -94,7 +94,8 @@ def measure(
         | {
             "backbone": args.backbone,
             "heads": args.heads,
-            "tree": [list(path) for path in tree.rank_paths],
+            "tree": common.tree_json(tree),
+            "nodes": tree.num_nodes,
             "prompts": len(prompts),
             "rounds": rounds,
             "batch_size": args.batch_size,
@@ -112,7 +113,7 @@ def show(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     console = common.output_console(args)
     table = Table(
         title=f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, temperature "
-        f"{settings['temperature']:g}, {1 + len(settings['tree'])}-node tree, acceptance {settings['acceptance']}",
+        f"{settings['temperature']:g}, {settings['nodes']}-node tree, acceptance {settings['acceptance']}",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa.commands import common
 
@@ -93,12 +93,20 @@ def show(args: argparse.Namespace, found: Calibration, measured: float | None, p
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD)
-    for name in ("nodes", "foretold tau", "ms a step", "tokens/s", "against plain", ""):
+    for name in ("nodes", "tree", "foretold tau", "ms a step", "tokens/s", "against plain", ""):
         table.add_column(name, justify="right")
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
         rate = point.tokens_per_second
-        cells = [str(point.nodes), f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}"]
+        kind = "plain" if point.nodes == 1 else "dynamic" if point.dynamic else "static"
+        cells = [
+            str(point.nodes),
+            kind,
+            f"{point.tau:.2f}",
+            f"{point.step_ms:.2f}",
+            f"{rate:.0f}",
+            f"{rate / plain:.2f}",
+        ]
         table.add_row(*cells, "chosen" if index == found.chosen else "", style="bold" if index == found.chosen else "")
     console, best = common.output_console(args), found.points[found.chosen]
     console.print(table)
@@ -110,21 +118,28 @@ def show(args: argparse.Namespace, found: Calibration, measured: float | None, p
 
 
 def picture(found: Calibration) -> Figure:
-    """Foretold tau, time of a step and speed against the number of nodes."""
+    """Foretold tau, time of a step and speed against the number of nodes, of static and of dynamic trees."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3))
-    nodes = [point.nodes for point in found.points]
-    columns: list[tuple[str, list[Any]]] = [
-        ("foretold tau", [point.tau for point in found.points]),
-        ("ms a step", [point.step_ms for point in found.points]),
-        ("tokens per second", [point.tokens_per_second for point in found.points]),
+    best = found.points[found.chosen]
+    columns: list[tuple[str, str]] = [
+        ("foretold tau", "tau"),
+        ("ms a step", "step_ms"),
+        ("tokens per second", "tokens_per_second"),
     ]
-    for axes, (title, values) in zip(figure.subplots(1, 3), columns, strict=True):
-        axes.plot(nodes, values, marker="o", markersize=4, color="#0b7a75")
-        axes.plot(nodes[found.chosen], values[found.chosen], "o", markersize=11, fillstyle="none", color="#b3261e")
-        axes.set(title=title, xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(values)))
+    for axes, (title, name) in zip(figure.subplots(1, 3), columns, strict=True):
+        for dynamic, color, label in ((False, "#0b7a75", "static"), (True, "#c77800", "dynamic")):
+            points = [point for point in found.points if point.dynamic == dynamic]
+            values = [getattr(point, name) for point in points]
+            axes.plot([p.nodes for p in points], values, marker="o", markersize=4, color=color, label=label)
+        axes.plot(
+            best.nodes, getattr(best, name), "o", markersize=11, fillstyle="none", color="#b3261e", label="chosen"
+        )
+        nodes = sorted({point.nodes for point in found.points})
+        axes.set(title=title, xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(getattr(p, name) for p in found.points)))
         axes.set_xticks(nodes, [str(n) for n in nodes], fontsize=7)
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(frameon=False, fontsize=8)
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from decode.dynamic import Layout
     from decode.settings import Settings
     from medusa.backbone import Loaded
     from medusa.heads import MedusaHeads
     from medusa.records import Record
-    from medusa.tree import Tree
 
 
 def add_backbone(parser: argparse.ArgumentParser, heads: bool = True, required: bool = True) -> None:
@@ -206,7 +207,7 @@ def bos_of(loaded: Loaded) -> int | None:
     return loaded.model.config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 
 
-def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Tree:
+def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
     """The tree asked for, else the one saved with the heads, else `auto`: the calibrated one for this situation.
 
     Where nothing was calibrated, that is done now, on text of the backbone's own and never on the run's prompts.
@@ -215,15 +216,21 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
         RequestError: no such tree, or the heads cannot fill it."""
     from decode import calibrate
     from decode.capability import require_tree_forward
+    from decode.dynamic import DynamicTree
     from decode.request import resolve_tree
 
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    asked: DynamicTree | None = None
     if args.tree != "auto" and (args.tree is not None or heads.config.tree):
         tree = resolve_tree(args.tree, heads)
         tree.require_fit(heads.config.num_heads, vocab_size)
-        return tree
+        if not isinstance(tree, DynamicTree):
+            return tree
+        asked = tree
     require_tree_forward(loaded.model)
     files = calibrate.files_for(heads_folder(args.heads))
+    if asked is not None and (fitted := calibrate.stored_temperatures(files, heads)) is not None:
+        return replace(asked, temperatures=fitted)
     found = calibrate.stored(files, calibrate.situation(loaded.model, heads, settings, args.batch_size))
     place: Path | None = None
     if found is None:
@@ -235,8 +242,18 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     best = found.points[found.chosen]
     if not args.quiet:
         kept = f"; calibrated now, kept in {place}" if place else ""
-        print(f"tree: {best.nodes} nodes, tau foretold {best.tau:.2f}{kept}", file=sys.stderr)
-    return found.tree
+        kind = "dynamic, " if best.dynamic else ""
+        print(f"tree: {kind}{best.nodes} nodes, tau foretold {best.tau:.2f}{kept}", file=sys.stderr)
+    return found.tree if asked is None else replace(asked, temperatures=tuple(found.temperatures))
+
+
+def tree_json(tree: Layout) -> Any:
+    """What a result says of its tree: the paths, or how many nodes are chosen anew in each step."""
+    from decode.dynamic import DynamicTree
+
+    if isinstance(tree, DynamicTree):
+        return {"dynamic": tree.num_nodes, "temperatures": list(tree.temperatures)}
+    return [list(path) for path in tree.rank_paths]
 
 
 def read_prompts(args: argparse.Namespace) -> list[Record]:

@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> None:
     about = settings.to_dict() | {
         "backbone": args.backbone,
         "heads": args.heads,
-        "tree": None if tree is None else [list(path) for path in tree.rank_paths],
+        "tree": None if tree is None else common.tree_json(tree),
+        "nodes": None if tree is None else tree.num_nodes,
     }
     common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
 

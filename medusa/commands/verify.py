@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         "settings": {
             "backbone": args.backbone,
             "heads": args.heads,
-            "tree": [list(path) for path in tree.rank_paths],
+            "tree": common.tree_json(tree),
+            "nodes": tree.num_nodes,
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
@@ -166,7 +167,7 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
     made = Page(f"Do the heads {settings['heads']} change what the backbone {settings['backbone']} says?")
     verdict = "No evidence that it does." if passed else "Yes: there is evidence against equality."
     made.text(verdict, "good" if passed else "bad")
-    made.text(f"{settings['dtype']}, a tree of {len(settings['tree']) + 1} nodes, seed {settings['seed']}.", "faint")
+    made.text(f"{settings['dtype']}, a tree of {settings['nodes']} nodes, seed {settings['seed']}.", "faint")
     made.heading("Greedy")
     made.text(in_words(greedy, settings["dtype"]))
     if greedy.divergences:

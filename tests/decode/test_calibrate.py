@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode import calibrate
 from decode.calibrate import TOP, Calibration, Point, Recording, accepted, foretold_tau, grow, record, starts
+from decode.dynamic import DynamicTree
 from decode.results import medusa_method, plain_method
 from decode.settings import Settings
 from medusa import Tree
@@ -36,6 +37,10 @@ def slow_accepted(tree: Tree, ranks: list[int]) -> int:
     return max((len(path) for path in tree.rank_paths if list(path) == ranks[: len(path)]), default=0)
 
 
+def starts_of(tree: Tree, ranks: Tensor) -> list[int]:
+    return starts(accepted(tree, ranks), ranks.shape[1])
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_accepted_is_the_longest_right_path(seed: int) -> None:
     tree, ranks = random_tree(20, seed, max_rank=3, max_depth=4), random_ranks(seed)
@@ -45,9 +50,9 @@ def test_accepted_is_the_longest_right_path(seed: int) -> None:
 def test_steps_start_where_the_last_one_ended() -> None:
     """Ranks of head 1: right at positions 0, 3 and 4; the chain takes one more token there."""
     ranks = torch.tensor([[0], [1], [1], [0], [0], [1], [1]])
-    assert starts(Tree.chain(1), ranks) == [0, 2, 3, 5]
+    assert starts_of(Tree.chain(1), ranks) == [0, 2, 3, 5]
     assert foretold_tau(Tree.chain(1), Recording([ranks])) == (2 + 1 + 2 + 1) / 4
-    assert starts(Tree.chain(0), ranks) == [0, 1, 2, 3, 4, 5]
+    assert starts_of(Tree.chain(0), ranks) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +79,45 @@ def test_recorded_ranks_foretell_every_step(decoded: Any, spec: str) -> None:
         (result,) = method([prompt])
         assert result.new_ids == new
         ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
-        foretold = starts(tree, ranks)
+        foretold = starts_of(tree, ranks)
         assert ends[: len(foretold)] == foretold
         lengths += result.uncut_lengths[: len(foretold)]
     assert foretold_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
     assert sum(lengths) > len(lengths), "nothing was accepted: no power"
+
+
+@pytest.mark.parametrize("nodes", [2, 6, 20])
+def test_steps_of_a_dynamic_tree_are_foretold(decoded: Any, nodes: int) -> None:
+    model, heads, texts = decoded
+    recording = record(Backbone(model), heads, texts)
+    tree = DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5))
+    method = medusa_method(model, heads, SETTINGS, tree=tree)
+    lengths = []
+    for index, (prompt, new) in enumerate(texts):
+        (result,) = method([prompt])
+        assert result.new_ids == new
+        foretold = starts(recording.accepted(tree, index), 3)
+        assert list(itertools.accumulate(result.uncut_lengths, initial=0))[: len(foretold)] == foretold
+        lengths += result.uncut_lengths[: len(foretold)]
+    assert foretold_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
+    assert sum(lengths) > len(lengths), "nothing was accepted: no power"
+
+
+def test_temperatures_are_those_that_make_what_came_most_probable(decoded: Any) -> None:
+    model, heads, texts = decoded
+    recording = record(Backbone(model), heads, texts)
+    found = recording.temperatures()
+    came = torch.cat(recording.came)
+    best = torch.cat(recording.best)
+    for head in range(3):
+        known = ~came[:, head].isnan()
+        assert known.sum() == sum(len(new) - head - 1 for _, new in texts)
+        assert (best[known, head, 0] >= came[known, head]).all()
+        losses = [
+            (torch.cat(recording.log_z)[known, head, g] - came[known, head] / t).mean()
+            for g, t in enumerate(calibrate.TEMPERATURES)
+        ]
+        assert losses[calibrate.TEMPERATURES.index(found[head])] == min(losses)
 
 
 def test_sampled_text_is_foretold_as_well(decoded: Any) -> None:
@@ -91,7 +130,7 @@ def test_sampled_text_is_foretold_as_well(decoded: Any) -> None:
     for index, (prompt, ranks) in enumerate(zip(prompts, recording.ranks, strict=True)):
         (result,) = medusa_method(model, heads, settings, tree=tree)([prompt], seeds=[index])
         ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
-        assert ends[: len(starts(tree, ranks))] == starts(tree, ranks)
+        assert ends[: len(starts_of(tree, ranks))] == starts_of(tree, ranks)
 
 
 @pytest.mark.parametrize("nodes", [2, 5, 9, 20])
@@ -124,8 +163,8 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
     model, heads, texts = decoded
 
     def timed(slope: float) -> Calibration:
-        def cost(*args: Any) -> dict[int, float]:
-            return {nodes: 1.0 + slope * (nodes > 1) for nodes in args[3]}
+        def cost(*args: Any) -> list[float]:
+            return [1.0 + slope * (tree.num_nodes > 1) for tree in args[3]]
 
         monkeypatch.setattr(calibrate, "time_steps", cost)
         return calibrate.calibrate(model, heads, texts, SETTINGS, sizes=(4, 8, 16))
@@ -139,10 +178,10 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
 
 def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     model, heads, texts = decoded
-    trees = {1: Tree.chain(0), 4: Tree.chain(3)}
+    trees = [Tree.chain(0), Tree.chain(3), DynamicTree.over_heads(4, 3)]
     seconds = calibrate.time_steps(model, heads, [texts[0][0]], trees, SETTINGS, batch_size=2, rounds=1, steps=6)
-    assert set(seconds) == {1, 4}
-    assert all(0 < value < 1 for value in seconds.values())
+    assert len(seconds) == 3
+    assert all(0 < value < 1 for value in seconds)
 
 
 def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
@@ -155,7 +194,9 @@ def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
 
 
 def calibration(**holds_for: Any) -> Calibration:
-    return Calibration([Point(1, [], 1.0, 2.0), Point(3, [[0], [0, 0]], 2.5, 4.0)], 1, holds_for, {"texts": 3})
+    return Calibration(
+        [Point(1, [], 1.0, 2.0), Point(3, [[0], [0, 0]], 2.5, 4.0)], 1, [1.0, 0.7], holds_for, {"texts": 3}
+    )
 
 
 def test_calibrations_are_kept_beside_each_other(tmp_path: Path) -> None:

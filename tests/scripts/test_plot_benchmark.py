@@ -19,7 +19,7 @@ def test_the_figures_of_the_json_stand_in_the_picture(tmp_path: Path) -> None:
     figure = module.draw(
         {
             "machine": {"gpu": None, "processor": "a machine", "threads": 1, "dtype": "float32", "torch": "2"},
-            "settings": {"prompts": 3, "max_new_tokens": 8, "temperature": 0.0, "tree": [[0], [1]]},
+            "settings": {"prompts": 3, "max_new_tokens": 8, "temperature": 0.0, "tree": [[0], [1]], "nodes": 3},
             "methods": {"plain": method, "transformers": method, "medusa": medusa},
         }
     )
