@@ -270,8 +270,7 @@ def calibrate(
             grown.setdefault(tree.num_nodes, tree)  # few hits give fewer nodes than were asked for
     trees: list[Layout] = [tree for _, tree in sorted(grown.items())]
     if settings.draft == "topk" and backbone.vocab_size > TOP:  # nodes of a drawn tree must not depend on what is drawn
-        most = DynamicTree.over_heads(2, heads.config.num_heads).candidates.num_nodes
-        dynamic = [nodes for nodes in sizes if 1 < nodes <= most and len(grown) > 1]
+        dynamic = [nodes for nodes in sizes if nodes > 1 and len(grown) > 1]
         trees += [DynamicTree.over_heads(nodes, heads.config.num_heads, temperatures) for nodes in dynamic]
     on_progress("timing")
     seconds = time_steps(model, heads, [prompt for prompt, _ in texts], trees, settings, batch_size, rounds)

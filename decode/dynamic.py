@@ -10,7 +10,6 @@ Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,11 +19,11 @@ from torch.nn import functional as F
 
 from decode.topology import Topology, chosen_part
 from medusa.errors import RequestError
-from medusa.tree import MAX_NODES, RankPath, Tree
+from medusa.tree import RankPath, Tree
 
 TOP = 16
 """Guesses of a head that are looked at."""
-MOST_CANDIDATES = 1024
+MOST_NODES, MOST_CANDIDATES = 256, 1024
 LEAST = -50.0
 """Log confidences below are taken for this: no tree reaches so far down."""
 STEEPNESS = 1e-4
@@ -44,12 +43,10 @@ class DynamicTree:
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
         """Raises:
         RequestError: no such number of nodes."""
-        tree = _candidates(num_heads)
-        if not 2 <= num_nodes <= min(tree.num_nodes, MAX_NODES):
-            raise RequestError(
-                f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {tree.num_nodes} nodes"
-            )
-        return cls(num_nodes, tree, temperatures)
+        most = min(MOST_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
+        if not 2 <= num_nodes <= most:
+            raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
+        return cls(num_nodes, _candidates(num_nodes, num_heads), temperatures)
 
     @property
     def max_depth(self) -> int:
@@ -92,7 +89,8 @@ class DynamicTree:
     def worth(self, confidences: Tensor) -> Tensor:
         """log confidences [B, k, R] of each head's best guesses -> of each candidate's whole path [B, S]."""
         # Finite, and not so small that a level more or less would be lost in rounding.
-        known = F.pad(confidences.clamp_min(LEAST).flatten(1), (0, 1))
+        used = confidences[:, : self.max_depth, : self.candidates.max_rank + 1]
+        known = F.pad(used.clamp_min(LEAST).flatten(1), (0, 1))
         return known[:, self._on_the_way].sum(-1) - STEEPNESS * self.candidates.depth
 
     def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
@@ -106,21 +104,23 @@ Layout = Tree | DynamicTree
 """What a draft can be laid out on."""
 
 
-def _candidates(num_heads: int) -> Tree:
-    """All paths whose ranks, counted from 1, multiply to TOP or less: what any confident head could make probable.
+def _candidates(num_nodes: int, num_heads: int) -> Tree:
+    """All paths that can be among the `num_nodes` - 1 most probable ones, whatever the confidences.
 
-    With many heads the bound is lowered until there are no more than MOST_CANDIDATES.
+    As likely as a path of ranks r1, r2, ... at least are all paths of its length and of its prefixes' lengths with no
+    greater ranks: (r1 + 1) + (r1 + 1)(r2 + 1) + ... of them, itself included. So it has no chance where these are more
+    than there are nodes. Beyond MOST_CANDIDATES or rank TOP, the least promising by that measure are left out.
     """
-    for bound in range(TOP, 0, -1):
+    for bound in range(num_nodes - 1, 0, -1):
         paths: list[RankPath] = []
-        level: list[tuple[RankPath, int]] = [((), 1)]
+        level: list[tuple[RankPath, int, int]] = [((), 1, 0)]  # ranks, their product, paths that are no less likely
         for _ in range(num_heads):
             level = [
-                ((*path, rank), product * (rank + 1))
-                for path, product in level
-                for rank in range(math.floor(bound / product))
+                ((*path, rank), product * (rank + 1), before + product * (rank + 1))
+                for path, product, before in level
+                for rank in range(min(TOP, (bound - before) // product))
             ]
-            paths += [path for path, _ in level]
+            paths += [path for path, _, _ in level]
         if len(paths) < MOST_CANDIDATES:
             break
     return Tree.from_paths(paths)

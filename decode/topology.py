@@ -32,12 +32,14 @@ class Topology:
     """[R, N, D + 1] nodes from the root to each node, padded with -1."""
     max_children: int
     """C, known without asking the device."""
+    is_static: bool = False
+    """Whether all steps share it, so that what depends on it is worth keeping."""
 
     @classmethod
     def of(cls, tree: Tree) -> Topology:
         """The same topology for every row."""
         most = tree.children.shape[1]
-        return cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], max_children=most)
+        return cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most, is_static=True)
 
     @property
     def is_shared(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from decode.cache import TreeCache
@@ -26,7 +27,7 @@ class TreeMasks:
     """Masks of drafts for rows of any length.
 
     For a prefix of length L what a node sees depends only on the distance of a slot from the prefix's end. So for a
-    topology that all rows share, step after step, one wide mask [N, S + N + S], laid out as prefix, tree and nothing,
+    static topology, which all rows and steps share, one wide mask [N, S + N + S], laid out as prefix, tree and nothing,
     is built once and serves every L: the columns from S - L on.
     """
 
@@ -50,10 +51,9 @@ class TreeMasks:
         if kind == "chunked_attention":  # chunks start at absolute positions, so nothing can be reused
             return self._additive(visible(topology, lengths, chunk=self.chunk))
         window = self.window if kind == "sliding_attention" else None
-        if not topology.is_shared:
+        if not topology.is_static:
             if window is None and min(lengths) == longest:  # all of the text, and the tree
-                tree = self._additive(topology.ancestors)
-                return torch.cat([tree.new_zeros(*tree.shape[:2], longest), tree], dim=-1)
+                return F.pad(self._additive(topology.ancestors), (longest, 0)).expand(len(lengths), -1, -1)
             return self._additive(visible(topology, lengths, window=window))
         if topology is not self.wide_of or longest > self.capacity:
             self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)

@@ -58,12 +58,11 @@ class HeadsDrafter:
         # A whole sort is not needed, nor is an order among equals; topk sorts its few results.
         best = logits.topk(self.top, dim=-1)
         guesses = best.indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
-        ids = torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1)
         if not isinstance(self.tree, DynamicTree):
-            return Draft(ids, self.topology)
-        worth = self.tree.worth(best.values.transpose(0, 1).to(root.device))
-        chosen, topology = self.tree.choose(worth)
-        return Draft(ids.gather(1, chosen), topology)
+            return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
+        chosen, topology = self.tree.choose(self.tree.worth(best.values.transpose(0, 1).to(root.device)))
+        ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
+        return Draft(torch.cat([root[:, None], ids], dim=1), topology)
 
 
 def head_logits(heads: MedusaHeads, backbone: Backbone, hidden: Tensor, num_heads: int | None = None) -> Tensor:
