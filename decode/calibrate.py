@@ -72,6 +72,11 @@ class Recording:
     def tokens(self) -> int:
         return sum(len(ranks) for ranks in self.ranks)
 
+    def part(self, texts: Sequence[int]) -> Recording:
+        """Some of the texts."""
+        columns = (self.ranks, self.best, self.log_z, self.came)
+        return Recording(*([column[text] for text in texts] if column else [] for column in columns))
+
     def temperatures(self) -> tuple[float, ...]:
         """For each head the temperature at which it gave the most probability to what came (Guo et al. 2017)."""
         came, log_z = torch.cat(self.came), torch.cat(self.log_z)  # [P, K], [P, K, G]
@@ -162,6 +167,21 @@ def foretold_tau(tree: Layout, recording: Recording) -> float:
         at = starts(lengths, ranks.shape[1])
         steps, tokens = steps + len(at), tokens + len(at) + int(lengths[at].sum())
     return tokens / max(steps, 1)
+
+
+def foretold_tau_elsewhere(nodes: int, recording: Recording) -> float:
+    """What a grown tree of `nodes` nodes gives on texts that it was not grown from: each half by the other's tree.
+
+    On its own texts it looks better than it is, the more so the fewer they are and the more nodes it has.
+    """
+    halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
+    if not all(half.tokens for half in halves):
+        return foretold_tau(grow(recording, nodes), recording)
+    steps = tokens = 0.0
+    for of, on in (halves, halves[::-1]):
+        tau = foretold_tau(grow(of, nodes), on)
+        tokens, steps = tokens + on.tokens, steps + on.tokens / tau
+    return tokens / steps
 
 
 def grow(recording: Recording, nodes: int, tree: Tree | None = None) -> Tree:
@@ -278,7 +298,10 @@ def calibrate(
         Point(
             nodes=tree.num_nodes,
             paths=[list(path) for path in tree.rank_paths] if isinstance(tree, Tree) else [],
-            tau=foretold_tau(tree, recording),
+            # The temperatures, a number a head, are no risk; a tree of many paths is.
+            tau=foretold_tau(tree, recording)
+            if isinstance(tree, DynamicTree)
+            else foretold_tau_elsewhere(tree.num_nodes, recording),
             step_ms=1000 * of_step,
             dynamic=isinstance(tree, DynamicTree),
         )

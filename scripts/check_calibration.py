@@ -1,0 +1,91 @@
+"""Is tau what calibration foretells? Static and dynamic trees of many sizes, on prompts that took no part in it.
+
+    python scripts/check_calibration.py --backbone demo --heads demo --calibrate-on openings.jsonl --prompts held_out.jsonl
+
+The backbone continues the first prompts greedily; from that trees are grown and confidences fitted as `medusa calibrate`
+does it, and tau is foretold. Then every tree decodes the held-out prompts. Counts only, no times: any machine will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+
+import torch
+from rich.table import Table
+
+from decode.calibrate import foretold_tau, foretold_tau_elsewhere, grow, record
+from decode.dynamic import DynamicTree, Layout
+from decode.results import Result, medusa_method, plain_method, tau
+from decode.settings import Settings
+from medusa.backbone import Backbone
+from medusa.commands import common
+from medusa.records import prompt_ids, read_records
+
+AT_ONCE = 16  # prompts in a batch; the texts and the steps are what they would be alone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_backbone(parser)
+    common.add_prompts(parser)
+    parser.add_argument("--calibrate-on", required=True, metavar="FILE", help="other prompts than --prompts")
+    parser.add_argument(
+        "--calibration-prompts", type=common.positive, default=200, metavar="N", help="how many of them"
+    )
+    parser.add_argument("--nodes", type=common.positive, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--max-new-tokens", type=common.positive, default=128)
+    common.add_machine(parser)
+    args = parser.parse_args()
+    common.prepare_machine(args)
+    loaded = common.open_backbone(args)
+    heads = common.open_heads(args, loaded)
+    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
+    others = [prompt_ids(r, loaded.tokenizer) for r in read_records(args.calibrate_on)][: args.calibration_prompts]
+    held_out = [(r.category, prompt_ids(r, loaded.tokenizer)) for r in common.read_prompts(args)]
+    plain = plain_method(loaded.model, settings)
+    with torch.inference_mode():
+        texts = [(r.input_ids, r.new_ids) for part in common.batches(others, AT_ONCE) for r in plain(part)]
+        recording = record(Backbone(loaded.model), heads, texts)
+    temperatures = recording.temperatures()
+    rows = []
+    for nodes in args.nodes:
+        static = grow(recording, nodes)
+        dynamic = DynamicTree.over_heads(nodes, heads.config.num_heads, temperatures)
+        trees: list[tuple[str, Layout, float]] = [
+            ("static", static, foretold_tau_elsewhere(nodes, recording)),
+            ("dynamic", dynamic, foretold_tau(dynamic, recording)),
+        ]
+        for kind, tree, foretold in trees:
+            decode = medusa_method(loaded.model, heads, settings, tree=tree)
+            results = [r for part in common.batches([ids for _, ids in held_out], AT_ONCE) for r in decode(part)]
+            by_category: dict[str, list[Result]] = defaultdict(list)
+            for (category, _), result in zip(held_out, results, strict=True):
+                by_category[category or "all"].append(result)
+            rows.append(
+                {
+                    "nodes": nodes,
+                    "tree": kind,
+                    "foretold": foretold,
+                    "measured": tau(results),
+                    "by_category": {name: tau(found) for name, found in by_category.items()},
+                }
+            )
+            common.console(args).print(rows[-1])
+    show(args, rows)
+    about = {"temperatures": temperatures, "calibration_prompts": len(others), "prompts": len(held_out)}
+    common.write_results(args, about | {"rows": rows})
+
+
+def show(args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    table = Table("nodes", "tree", "foretold", "measured", "foretold / measured")
+    for row in rows:
+        foretold, measured = float(str(row["foretold"])), float(str(row["measured"]))
+        table.add_row(
+            str(row["nodes"]), str(row["tree"]), f"{foretold:.3f}", f"{measured:.3f}", f"{foretold / measured:.3f}"
+        )
+    common.output_console(args).print(table)
+
+
+if __name__ == "__main__":
+    main()
