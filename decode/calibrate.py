@@ -35,7 +35,7 @@ from decode.front import medusa_session
 from decode.loop import Step
 from decode.reference import plain_session
 from decode.request import prepare
-from decode.results import plain_method
+from decode.results import medusa_method, plain_method, tau
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.files import read_json, write_json
@@ -109,10 +109,13 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[tuple[Sequenc
 def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, hidden: Tensor, new: list[int]) -> None:
     """hidden [P, H] before each of the P tokens `new`; head k guesses the token k + 1 behind the root."""
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=hidden.device)
+    behind = torch.stack([ahead.roll(-k) for k in range(num_heads)], dim=1)  # [P, K] the root, and what follows it
     aims = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; what is rolled in is masked below
     parts = []
-    for part, aim in zip(hidden.split(64), aims.split(64, dim=1), strict=True):  # K x P x V logits are never held
-        logits = head_logits(heads, backbone, part).float()
+    # K x P x V logits are never held
+    for part, aim, path in zip(hidden.split(64), aims.split(64, dim=1), behind.split(64), strict=True):
+        logits = head_logits(heads, backbone, part, following=path.to(backbone.device) if heads.follows_path else None)
+        logits = logits.float()
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
         match = top.indices == aim[:, :, None].to(top.indices.device)
         ranks = torch.where(match.any(-1), match.int().argmax(-1), TOP)
@@ -179,8 +182,8 @@ def foretold_tau_elsewhere(nodes: int, recording: Recording) -> float:
         return foretold_tau(grow(recording, nodes), recording)
     steps = tokens = 0.0
     for of, on in (halves, halves[::-1]):
-        tau = foretold_tau(grow(of, nodes), on)
-        tokens, steps = tokens + on.tokens, steps + on.tokens / tau
+        steps += on.tokens / foretold_tau(grow(of, nodes), on)
+        tokens += on.tokens
     return tokens / steps
 
 
@@ -294,14 +297,20 @@ def calibrate(
         trees += [DynamicTree.over_heads(nodes, heads.config.num_heads, temperatures) for nodes in dynamic]
     on_progress("timing")
     seconds = time_steps(model, heads, [prompt for prompt, _ in texts], trees, settings, batch_size, rounds)
+
+    def expected(tree: Layout) -> float:
+        if isinstance(tree, Tree):
+            return foretold_tau_elsewhere(tree.num_nodes, recording)
+        # The temperatures, a number a head, fit no text in particular.
+        return (
+            measured_tau(model, heads, texts, tree, settings) if heads.follows_path else foretold_tau(tree, recording)
+        )
+
     points = [
         Point(
             nodes=tree.num_nodes,
             paths=[list(path) for path in tree.rank_paths] if isinstance(tree, Tree) else [],
-            # The temperatures, a number a head, are no risk; a tree of many paths is.
-            tau=foretold_tau(tree, recording)
-            if isinstance(tree, DynamicTree)
-            else foretold_tau_elsewhere(tree.num_nodes, recording),
+            tau=expected(tree),
             step_ms=1000 * of_step,
             dynamic=isinstance(tree, DynamicTree),
         )
@@ -310,6 +319,19 @@ def calibrate(
     chosen = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     about = {"texts": len(texts), "tokens": recording.tokens, "prompt_tokens": sum(len(p) for p, _ in texts)}
     return Calibration(points, chosen, list(temperatures), situation(model, heads, settings, batch_size), about)
+
+
+def measured_tau(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    texts: Sequence[tuple[list[int], list[int]]],
+    tree: Layout,
+    settings: Settings,
+) -> float:
+    """Tau of decoding the prompts again: where a node's children depend on it, a recording does not say all."""
+    longest = max(len(new) for _, new in texts)
+    decode = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
+    return tau([result for number, (prompt, _) in enumerate(texts) for result in decode([prompt], seeds=[number])])
 
 
 def time_steps(

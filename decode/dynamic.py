@@ -79,9 +79,14 @@ class DynamicTree:
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
-    def log_confidences(self, logits: Tensor) -> Tensor:
-        """logits [k, B, V] of the heads -> log probabilities at each head's temperature [k, B, V], float32."""
-        if self.temperatures:
+    def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
+        """logits [k, B, V] of the heads -> log probabilities at each head's temperature [k, B, V], float32.
+
+        With a `head`, all logits [..., V] are of that one.
+        """
+        if self.temperatures and head is not None:
+            logits = logits.float() / self.temperatures[head]
+        elif self.temperatures:
             scale = torch.tensor(self.temperatures[: len(logits)], device=logits.device)
             logits = logits.float() / scale[:, None, None]
         return logits.log_softmax(-1, dtype=torch.float32)

@@ -17,14 +17,19 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decode.capability import require_tree_forward
 from decode.clock import Clock
+from decode.draft import Drafter
 from decode.drafters.heads import HeadsDrafter
+from decode.drafters.paths import PathDrafter
+from decode.dynamic import Layout
 from decode.loop import Acceptor, Session, Step
 from decode.request import TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree, with_generators
+from decode.sampling import Target
 from decode.sequences import Request
 from decode.verify import Verifier
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.steps import StepHeads
 
 
 def medusa_session(
@@ -47,9 +52,19 @@ def medusa_session(
     require_tree_forward(model)
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
     session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
-    drafter = HeadsDrafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
+    drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
+
+
+def heads_drafter(heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> Drafter:
+    """The drafter for these heads; with a `target` it draws.
+
+    Raises:
+        RequestError: heads of another shape, or a tree that they cannot fill."""
+    if isinstance(heads, StepHeads) and heads.follows_path:
+        return PathDrafter(heads, backbone, tree, target)
+    return HeadsDrafter(heads, backbone, tree, target)
 
 
 def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:

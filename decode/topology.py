@@ -41,6 +41,22 @@ class Topology:
         most = tree.children.shape[1]
         return cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most, is_static=True)
 
+    @classmethod
+    def from_parents(cls, parent: Tensor, depth: Tensor, max_depth: int, max_children: int) -> Topology:
+        """From parent and depth [R, N] of every node, parents first; one operation a level, and no Python per node."""
+        rows, nodes = parent.shape
+        itself = torch.eye(nodes, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
+        ancestors, above = itself, parent
+        line = torch.arange(nodes, device=parent.device).expand(rows, -1)
+        paths = torch.full((rows, nodes, max_depth + 1), -1, device=parent.device)
+        for up in range(max_depth + 1):
+            place = (depth - up).clamp_min(0)  # above the root there is the root again
+            paths.scatter_(2, place[:, :, None], line[:, :, None])
+            if up < max_depth:
+                ancestors = ancestors | itself.gather(1, above[:, :, None].expand(-1, -1, nodes))
+                line, above = above, parent.gather(1, above)
+        return cls(parent, depth, ancestors, paths, max_children)
+
     @property
     def is_shared(self) -> bool:
         return len(self.parent) == 1

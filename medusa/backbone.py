@@ -135,6 +135,10 @@ class Backbone:
         """hidden [..., H] -> the LM head's output [..., V]; where a model caps or scales it, the order is the same."""
         return self.head(hidden)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [...] -> the input embeddings [..., H], scaled as the model scales them."""
+        return self.model.get_input_embeddings()(ids)
+
     def hidden_states(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """input_ids [B, T] -> hidden [B, T, H]; `kwargs` go to the model."""
         if self.splits:

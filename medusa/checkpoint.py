@@ -7,7 +7,8 @@ Tensors carry the published names, one set per head h and residual block l of L,
     {h}.{L}.weight [V, H]                                        own LM head; absent where it is the backbone's
 
 so square heads are files that others load as they are. The number of heads, blocks and the sizes are read off the
-tensors: published configs say 2 heads where the file holds 5.
+tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa`, which no server
+knows, keep the names of their modules.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa.config import OUR_KEYS, MedusaConfig
+from medusa.config import OUR_KEYS, PUBLISHED_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, require_absent, write_json
 from medusa.heads import MedusaHeads, MLPBlock, SquareBlock
+from medusa.kinds import build
 
 CONFIG, WEIGHTS, LEGACY_WEIGHTS, PROVENANCE = (
     "config.json",
@@ -139,6 +141,8 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape; all named with `source`.
     """
+    if published.get("kind", "medusa") != "medusa":
+        return _from_own_names(tensors, published, source)
     config = _config_of(tensors, published, source)
     wanted = _published_shapes(config)
     for name, shape in wanted.items():
@@ -152,6 +156,30 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> 
     with torch.device("meta"):
         heads = MedusaHeads(config)
     heads.load_state_dict(_stacked(tensors, config), assign=True)
+    return heads
+
+
+def _from_own_names(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaHeads:
+    """Heads of a kind that has no published form; the config is ours, and what it says must be there."""
+    try:
+        config = MedusaConfig(
+            **{key: published[key] for key in OUR_KEYS if key in published},
+            **{ours: published[theirs] for ours, theirs in PUBLISHED_KEYS.items() if theirs in published},
+        )
+    except TypeError:
+        raise RequestError(f"{source}: its {CONFIG} does not say what these heads are") from None
+    with torch.device("meta"):
+        heads = build(config)
+    wanted = heads.state_dict()
+    for name, tensor in wanted.items():
+        if name not in tensors:
+            raise RequestError(f"{source} misses the tensor {name}; its heads are not complete")
+        if tensors[name].shape != tensor.shape:
+            raise RequestError(f"{source}: {name} has the shape {list(tensors[name].shape)}, not {list(tensor.shape)}")
+    unknown = sorted(set(tensors) - set(wanted))
+    if unknown:
+        raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")
+    heads.load_state_dict(tensors, assign=True)
     return heads
 
 
@@ -220,6 +248,8 @@ def _published_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
 def to_published(heads: MedusaHeads) -> Tensors:
     """The stacked weights as one tensor per head, under the published names and in torch's [out, in] layout."""
     config, out = heads.config, {}
+    if config.kind != "medusa":
+        return heads.state_dict()
     for head in range(config.num_heads):
         for layer, block in enumerate(heads.blocks):
             assert isinstance(block, (SquareBlock, MLPBlock))

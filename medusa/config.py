@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa.errors import RequestError
+from medusa.kinds import KINDS
 from medusa.tree import Tree
 
-KINDS = ("medusa",)
 BLOCKS = ("square", "mlp")
 LM_HEADS = ("own", "shared")
 
@@ -46,7 +46,7 @@ class MedusaConfig:
     """Paths of the tree that these heads are best used with; `None`: no tree was saved."""
 
     def __post_init__(self) -> None:
-        _one_of("heads.kind", self.kind, KINDS)
+        _one_of("heads.kind", self.kind, tuple(KINDS))
         _one_of("heads.block", self.block, BLOCKS)
         _one_of("heads.lm_head", self.lm_head, LM_HEADS)
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):

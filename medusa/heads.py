@@ -10,7 +10,7 @@ Shapes: K heads, H hidden size, E width of an MLP block, V vocabulary, M positio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,19 +58,19 @@ BLOCKS: dict[str, type[SquareBlock] | type[MLPBlock]] = {"square": SquareBlock, 
 
 
 class MedusaHeads(nn.Module):
-    """K heads on a frozen backbone's last hidden state (the LM head's input).
+    """K independent heads on a frozen backbone's last hidden state (the LM head's input); the base of all other kinds.
 
     With `lm_head: own` each head owns an LM head [V, H]; with `lm_head: shared` the backbone's is applied to each
     head's output, so the caller passes it in: heads never hold a part of the backbone.
     """
 
+    follows_path: ClassVar[bool] = False
+    """Whether a guess depends on the tokens before it, so that the tree is grown level by level."""
+
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        block = BLOCKS[config.block]
-        self.blocks = nn.ModuleList(
-            block(config.num_heads, config.hidden_size, config.inner_size) for _ in range(config.num_layers)
-        )
+        self.make_blocks()
         self.lm_heads: nn.Parameter | None = None
         if config.lm_head == "own":
             if config.vocab_size is None:
@@ -78,14 +78,25 @@ class MedusaHeads(nn.Module):
             # [K, H, V] and contiguous: at one position a batched product over [K, V, H] is 2.6 times slower on a CPU.
             self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, config.vocab_size))
 
+    def make_blocks(self) -> None:
+        """What lies between the hidden state and the LM head."""
+        block, config = BLOCKS[self.config.block], self.config
+        self.blocks = nn.ModuleList(
+            block(config.num_heads, config.hidden_size, config.inner_size) for _ in range(config.num_layers)
+        )
+
     def start_from(self, lm_head_weight_VH: Tensor) -> None:
         """Own LM heads start as copies of the backbone's, so that the heads begin as the backbone's own guess."""
         if self.lm_heads is not None:
             with torch.no_grad():
                 self.lm_heads.copy_(lm_head_weight_VH.T)
 
-    def features(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-        """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first k = `num_heads` heads (all)."""
+    def features(self, hidden: Tensor, num_heads: int | None = None, following: Tensor | None = None) -> Tensor:
+        """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first k = `num_heads` heads (all).
+
+        `following`: [..., k, H] the backbone's embeddings of the k tokens behind each hidden state, the root first, for
+        kinds that follow the path; independent heads do not look at them.
+        """
         heads = slice(num_heads)
         count = len(range(self.config.num_heads)[heads])
         x_KMH = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)
@@ -103,9 +114,15 @@ class MedusaHeads(nn.Module):
         logits = torch.bmm(flat, self.lm_heads[: features.shape[0]])
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
-    def forward(self, hidden: Tensor, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        lm_head: LMHead | None = None,
+        num_heads: int | None = None,
+        following: Tensor | None = None,
+    ) -> Tensor:
         """hidden [..., H] -> logits [k, ..., V] of the first `num_heads` heads (all of them by default)."""
-        return self.logits(self.features(hidden, num_heads), lm_head)
+        return self.logits(self.features(hidden, num_heads, following), lm_head)
 
     @property
     def num_parameters(self) -> int:

@@ -1,9 +1,11 @@
 """Is tau what calibration foretells? Static and dynamic trees of many sizes, on prompts that took no part in it.
 
-    python scripts/check_calibration.py --backbone demo --heads demo --calibrate-on openings.jsonl --prompts held_out.jsonl
+    python scripts/check_calibration.py --backbone demo --heads demo --calibrate-on openings.jsonl \\
+        --prompts held_out.jsonl
 
-The backbone continues the first prompts greedily; from that trees are grown and confidences fitted as `medusa calibrate`
-does it, and tau is foretold. Then every tree decodes the held-out prompts. Counts only, no times: any machine will do.
+The backbone continues the first prompts greedily; from that trees are grown and confidences fitted, as by `medusa
+calibrate`, and tau is foretold. Then every tree decodes the held-out prompts. Counts only, no times: any machine will
+do.
 """
 
 from __future__ import annotations

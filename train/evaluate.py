@@ -15,7 +15,7 @@ from torch import Tensor
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
 from medusa.tree import Tree
-from train.labels import IGNORE, head_labels
+from train.labels import IGNORE, following_ids, head_labels
 from train.loss import chunk_rows
 
 TOPS = (1, 5, 10)
@@ -112,15 +112,24 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
     usable = (labels != IGNORE).all(0)
     usable[:start] = False
     where = usable.nonzero()[:, 0]
-    return ranks_of(backbone, heads, hidden[0, where], labels[:, where])
+    following = None
+    if heads.follows_path:
+        following = backbone.embed(following_ids(ids, heads.config.num_heads)[0, where])
+    return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following)
 
 
-def ranks_of(backbone: Backbone, heads: MedusaHeads, hidden: Tensor, labels: Tensor) -> Tensor:
-    """hidden [M, H], labels [K, M] -> rank of each label among its head's guesses [K, M]; `max(TOPS)`: not there."""
+def ranks_of(
+    backbone: Backbone, heads: MedusaHeads, hidden: Tensor, labels: Tensor, following: Tensor | None = None
+) -> Tensor:
+    """hidden [M, H], labels [K, M] -> rank of each label among its head's guesses [K, M]; `max(TOPS)`: not there.
+
+    `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path.
+    """
     ranks = []
     rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
-    for part, wanted in zip(hidden.split(rows), labels.split(rows, dim=1), strict=True):
-        guesses = heads(part, backbone.lm_head).topk(min(max(TOPS), backbone.vocab_size), -1).indices
+    paths = [None] * -(-len(hidden) // rows) if following is None else following.split(rows)
+    for part, wanted, path in zip(hidden.split(rows), labels.split(rows, dim=1), paths, strict=True):
+        guesses = heads(part, backbone.lm_head, following=path).topk(min(max(TOPS), backbone.vocab_size), -1).indices
         match = guesses == wanted[..., None]  # [K, C, top]
         ranks.append(torch.where(match.any(-1), match.int().argmax(-1), max(TOPS)))
     return torch.cat(ranks, dim=1)

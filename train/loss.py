@@ -121,6 +121,7 @@ def head_losses(
     weighting: Weighting = Weighting(),
     teacher: Teacher | None = None,
     backend: str = "auto",
+    following: Tensor | None = None,
 ) -> HeadLosses:
     """Losses and accuracies of all heads.
 
@@ -129,12 +130,13 @@ def head_losses(
         labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher` only that matters.
         lm_head: the backbone's, for heads that share it.
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
+        following: [R, K, H] embeddings of the tokens behind each position, for kinds of heads that follow the path.
     """
     if backend == "plain":
-        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher)
+        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following)
+    features = heads.features(hidden, following=following)  # [K, R, H]
     if backend == "liger":
-        return _head_losses_liger(heads, hidden, labels, lm_head, weighting)
-    features = heads.features(hidden)  # [K, R, H]
+        return _head_losses_liger(heads, features, labels, lm_head, weighting)
     own = heads.lm_heads
     weight, bias = (own, None) if own is not None else _linear(lm_head)
     figures = _ChunkedLoss.apply(features, weight, bias, labels, weighting, teacher)
@@ -148,9 +150,10 @@ def head_losses_plain(
     lm_head: nn.Module | None,
     weighting: Weighting = Weighting(),
     teacher: Teacher | None = None,
+    following: Tensor | None = None,
 ) -> HeadLosses:
     """The obvious version, with all logits at once and autograd's gradients: the oracle; see `head_losses`."""
-    log_p = heads(hidden, lm_head).float().log_softmax(-1)  # [K, R, V]
+    log_p = heads(hidden, lm_head, following=following).float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
         cross_entropy = -log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     else:
@@ -179,13 +182,13 @@ def require_backend(backend: str, objective: str, weighting: str) -> None:
 
 
 def _head_losses_liger(
-    heads: MedusaHeads, hidden: Tensor, labels: Tensor, lm_head: nn.Module | None, weighting: Weighting
+    heads: MedusaHeads, features: Tensor, labels: Tensor, lm_head: nn.Module | None, weighting: Weighting
 ) -> HeadLosses:
     """Liger's fused linear cross-entropy, head by head; it chunks on its own, in one kernel a chunk."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses, shares = [], []
-    for head, feature in enumerate(heads.features(hidden)):
+    for head, feature in enumerate(features):
         weight, bias = (heads.lm_heads[head].T, None) if heads.lm_heads is not None else _linear(lm_head)
         out = liger_fused_linear_cross_entropy(
             feature.to(weight.dtype), weight, labels[head], bias, ignore_index=IGNORE, return_token_accuracy=True

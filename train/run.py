@@ -23,6 +23,7 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
+from medusa.kinds import build
 from train.architecture import choose, learning_rate
 from train.config import HeadsConfig, TrainConfig
 from train.curves import PICTURE, draw_curves
@@ -289,7 +290,7 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
     if asked.start is not None:
         return _trained_heads(asked, backbone, fingerprint(model, name, revision))
     chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
-    heads = MedusaHeads(
+    heads = build(
         MedusaConfig(
             hidden_size=backbone.hidden_size,
             vocab_size=backbone.vocab_size,
@@ -310,6 +311,7 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
     held = heads.config
     wanted = {
         "hidden_size": backbone.hidden_size,
+        "kind": None if asked.kind == HeadsConfig.kind else asked.kind,
         "block": asked.block,
         "num_layers": asked.layers,
         "expansion": asked.expansion,

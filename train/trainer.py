@@ -28,7 +28,7 @@ from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import load_tree
 from train.evaluate import GuessCounts, ranks_of
-from train.labels import IGNORE, head_labels, label_counts
+from train.labels import IGNORE, following_ids, head_labels, label_counts
 from train.loss import WEIGHTINGS, HeadLosses, Teacher, Weighting, backbone_choices, head_losses, require_backend
 from train.progress import ProgressBar
 from train.resume import LogBeforeSaving
@@ -151,6 +151,8 @@ class Taught(NamedTuple):
     labels: Tensor
     """[K, R] or IGNORE."""
     teacher: Teacher | None
+    following: Tensor | None
+    """[R, K, H] embeddings of the tokens behind each position, where the heads follow the path."""
 
 
 class HeadsOnBackbone(nn.Module):
@@ -188,7 +190,9 @@ class HeadsOnBackbone(nn.Module):
         """
         taught = self.taught(input_ids, position_ids, document_ids, loss_mask, hidden)
         lm_head, backend = self._outside[0].head, self.args.loss_backend
-        return head_losses(self.heads, taught.hidden, taught.labels, lm_head, self.weighting, taught.teacher, backend)
+        return head_losses(
+            self.heads, taught.hidden, taught.labels, lm_head, self.weighting, taught.teacher, backend, taught.following
+        )
 
     def taught(
         self,
@@ -214,8 +218,12 @@ class HeadsOnBackbone(nn.Module):
         teacher = None
         if args.objective == "distill":
             teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share)
-        rows = hidden[taught].to(next(self.heads.parameters()).dtype)
-        return Taught(rows, labels[:, taught], teacher)
+        dtype, following = next(self.heads.parameters()).dtype, None
+        if self.heads.follows_path:
+            ids = following_ids(input_ids, self.heads.config.num_heads).flatten(0, 1)[taught]
+            with torch.no_grad():
+                following = backbone.embed(ids).to(dtype)
+        return Taught(hidden[taught].to(dtype), labels[:, taught], teacher, following)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The backbone's hidden states [B, T, H], in its own dtype whatever `bf16` says: decoding shows no others."""
@@ -329,7 +337,7 @@ class MedusaTrainer(Trainer):
             if "hidden" not in batch:
                 batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
             taught = self.trained.taught(**batch)
-            ranks = ranks_of(self.backbone, self.heads, taught.hidden, taught.labels)
+            ranks = ranks_of(self.backbone, self.heads, taught.hidden, taught.labels, taught.following)
             self._guesses.add(ranks, taught.labels != IGNORE)
             return self.compute_loss(model, batch).detach(), None, None
 

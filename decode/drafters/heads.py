@@ -65,10 +65,21 @@ class HeadsDrafter:
         return Draft(torch.cat([root[:, None], ids], dim=1), topology)
 
 
-def head_logits(heads: MedusaHeads, backbone: Backbone, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all)."""
+def head_logits(
+    heads: MedusaHeads,
+    backbone: Backbone,
+    hidden: Tensor,
+    num_heads: int | None = None,
+    following: Tensor | None = None,
+) -> Tensor:
+    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all).
+
+    `following`: [B, k] ids of the tokens behind, for heads that follow the path.
+    """
     # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
-    features = heads.features(hidden.to(next(heads.parameters())), num_heads)
+    example = next(heads.parameters())
+    path = None if following is None else backbone.embed(following).to(example)
+    features = heads.features(hidden.to(example), num_heads, path)
     if heads.lm_heads is None:
         features = features.to(backbone.head_weight.dtype)
     return heads.logits(features, backbone.lm_head)

@@ -260,7 +260,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "published", [{"kind": "hydra"}, {"tree": "mc_sim_7b_63"}, {"tree": [[0, 0]]}, {"tree": 5}, {"backbone": [1]}]
+    "published", [{"kind": "oak"}, {"tree": "mc_sim_7b_63"}, {"tree": [[0, 0]]}, {"tree": 5}, {"backbone": [1]}]
 )
 def test_a_config_with_nonsense_is_refused_at_load(tmp_path: Path, published: dict) -> None:
     """Else it surfaces as a TypeError somewhere in the middle of decoding."""

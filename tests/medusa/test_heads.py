@@ -169,7 +169,7 @@ def test_shared_heads_need_the_lm_head() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"kind": "hydra"},
+        {"kind": "oak"},
         {"block": "round"},
         {"lm_head": "none"},
         {"num_heads": 0},

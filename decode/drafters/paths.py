@@ -1,0 +1,155 @@
+"""Heads that follow the path (`medusa.steps`) as a drafter: the tree is grown level by level, all its nodes at once.
+
+Every level costs one pass of a head over the nodes that have children. With a static tree these are given; with a
+dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed.
+
+Shapes: B rows, W nodes of a level that are expanded, R guesses looked at, S size of a state, V vocabulary, N nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft, Frontier, Proposal
+from decode.drafters.heads import require_sizes
+from decode.dynamic import LEAST, STEEPNESS, TOP, DynamicTree, Layout
+from decode.sampling import Target, draw_distinct
+from decode.topology import Topology
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.steps import StepHeads
+from medusa.tree import Tree
+
+WIDTH = 8
+"""Nodes of a level of a dynamic tree that get children."""
+
+
+class Level(NamedTuple):
+    """How the nodes of one depth of a static tree hang under the expanded nodes of the depth above."""
+
+    parent: Tensor
+    """[number of nodes] which of the W expanded nodes above."""
+    rank: Tensor
+    """[number of nodes] which of its guesses."""
+    place: Tensor
+    """[number of nodes] the node's place among its siblings."""
+    expanded: Tensor
+    """[W below] which of these nodes have children."""
+
+
+def levels_of(tree: Tree) -> list[Level]:
+    """One for each depth from 1 on."""
+    levels, has_children = [], torch.zeros_like(tree.parent, dtype=torch.bool)
+    has_children[tree.parent[1:]] = True
+    position = torch.zeros_like(tree.parent)  # of an expanded node among those of its depth
+    for depth in range(1, tree.max_depth + 1):
+        nodes = (tree.depth == depth).nonzero()[:, 0]
+        expanded = has_children[nodes].nonzero()[:, 0]
+        levels.append(Level(position[tree.parent[nodes]], tree.rank[nodes], tree.order[nodes], expanded))
+        position[nodes[expanded]] = torch.arange(len(expanded), device=nodes.device)
+    return levels
+
+
+class PathDrafter:
+    """Grows a static tree, a dynamic one, or with a `target` draws one."""
+
+    def __init__(self, heads: StepHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
+        """Raises:
+        RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
+        require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
+        tree.require_fit(heads.config.num_heads, backbone.vocab_size)
+        if target is not None and isinstance(tree, DynamicTree):
+            raise RequestError("a dynamic tree cannot be drawn: what was drawn would choose its nodes; use draft topk")
+        self.heads, self.backbone, self.target = heads, backbone, target
+        self.dtype = next(heads.parameters()).dtype
+        self.tree = tree.to(backbone.device)
+        if isinstance(self.tree, Tree):
+            self.levels, self.topology = levels_of(self.tree), Topology.of(self.tree)
+            self.top = [int(level.rank.max()) + 1 for level in self.levels]  # guesses that are looked at
+
+    def propose(self, frontier: Frontier) -> Draft:
+        if self.tree.max_depth == 0:
+            return Draft(frontier.root[:, None], self.topology)
+        if isinstance(self.tree, DynamicTree):
+            return self._dynamic(frontier, self.tree)
+        if self.target is not None:
+            return self._drawn(frontier, self.target)
+        ids, state, tokens = [frontier.root[:, None]], self._begin(frontier), frontier.root[:, None]
+        for head, level in enumerate(self.levels):
+            logits, state = self._step(head, state, tokens)
+            count = self.top[head]
+            guesses = logits.topk(count, dim=-1).indices.flatten(1).to(tokens.device)  # [B, W * R]
+            found = guesses[:, level.parent * count + level.rank]
+            ids.append(found)
+            tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
+        return Draft(torch.cat(ids, dim=1), self.topology)
+
+    def _begin(self, frontier: Frontier) -> Tensor:
+        """[B, 1, S]: the state at each root."""
+        return self.heads.begin(frontier.hidden.to(next(self.heads.parameters())))[:, None]
+
+    def _step(self, head: int, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""
+        embedded = self.backbone.embed(tokens).to(device=state.device, dtype=self.dtype)
+        features, state = self.heads.step(head, state, embedded)
+        if self.heads.lm_heads is None:
+            features = features.to(self.backbone.head_weight.dtype)
+        return self.heads.logits_of(head, features, self.backbone.lm_head), state
+
+    def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
+        """Of all nodes under the most promising ones of each level, the `num_nodes` in which the heads believe most."""
+        root = frontier.root[:, None]
+        state, tokens, above = self._begin(frontier), root, torch.zeros_like(root)
+        worth_above = torch.zeros(root.shape, device=root.device)
+        ids, parents, worths, count, size = [root], [above], [worth_above], 1, [1]
+        for head in range(tree.max_depth):
+            logits, state = self._step(head, state, tokens)
+            best = tree.log_confidences(logits, head).topk(min(TOP, tree.num_nodes - 1), dim=-1)  # [B, W, R]
+            worth = best.values.to(root.device).clamp_min(LEAST) - STEEPNESS + worth_above[:, :, None]
+            keep = worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1)  # [B, M], the best first
+            under = keep.indices // best.values.shape[-1]  # [B, M] which of the W expanded nodes
+            found = best.indices.to(root.device).flatten(1).gather(1, keep.indices)
+            ids.append(found)
+            parents.append(above.gather(1, under))
+            worths.append(keep.values)
+            width = min(WIDTH, found.shape[1])
+            tokens, worth_above = found[:, :width], keep.values[:, :width]
+            above = torch.arange(count, count + width, device=root.device).expand(len(root), -1)
+            index = under[:, :width, None].to(state.device).expand(-1, -1, state.shape[-1])
+            state = state.gather(1, index)
+            count += found.shape[1]
+            size.append(found.shape[1])
+        depth = torch.tensor([depth for depth, nodes in enumerate(size) for _ in range(nodes)], device=root.device)
+        chosen = torch.cat(worths, dim=1)[:, 1:].topk(tree.num_nodes - 1, dim=-1, sorted=False).indices + 1
+        chosen = torch.cat([torch.zeros_like(root), chosen.sort(dim=-1).values], dim=1)
+        where = torch.zeros(len(root), count, dtype=torch.long, device=root.device)
+        where.scatter_(1, chosen, torch.arange(tree.num_nodes, device=root.device).expand_as(chosen))
+        parent = where.gather(1, torch.cat(parents, dim=1).gather(1, chosen))
+        topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, tree.num_nodes - 1)
+        return Draft(torch.cat(ids, dim=1).gather(1, chosen), topology)
+
+    def _drawn(self, frontier: Frontier, target: Target) -> Draft:
+        """Every node's children are drawn without replacement from its own distribution."""
+        root, draws = frontier.root, target.draws.of(frontier.rows)
+        everyone = torch.arange(len(root), device=root.device)
+        ids, state, tokens = [root[:, None]], self._begin(frontier), root[:, None]
+        distributions, own, count = [], [torch.zeros(1, dtype=torch.long, device=root.device)], 0
+        for head, level in enumerate(self.levels):
+            logits, state = self._step(head, state, tokens)
+            q = target.draft_probabilities(frontier.rows, logits).to(root.device)  # [B, W, V]
+            width, most = q.shape[1], int(level.place.max()) + 1
+            u = draws.uniforms(everyone, width * most).view(len(root) * width, most)
+            drawn = draw_distinct(q.flatten(0, 1), torch.arange(len(u), device=root.device), u)
+            found = drawn.view(len(root), width * most)[:, level.parent * most + level.place]
+            ids.append(found)
+            distributions.append(q)
+            count += width
+            below = torch.zeros_like(level.parent)  # leaves never look
+            below[level.expanded] = count + torch.arange(len(level.expanded), device=root.device)
+            own.append(below)
+            tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
+        proposal = Proposal(torch.cat(distributions, dim=1), torch.cat(own), everyone)
+        return Draft(torch.cat(ids, dim=1), self.topology, proposal)

@@ -1,0 +1,22 @@
+"""Cascaded heads: head k takes head k - 1's output vector as its input.
+
+A guess depends on how the guesses before it were arrived at, not on which of them was taken: the tree stays a product
+of every head's best guesses, and a step costs what it costs with independent heads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from medusa.steps import StepHeads
+
+
+class CascadeHeads(StepHeads):
+    """The state is the output vector [..., H]."""
+
+    def input_size(self, head: int) -> int:
+        return self.config.hidden_size
+
+    def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
+        feature = self.stacks[head](state, state)
+        return feature, feature

@@ -1,0 +1,26 @@
+"""Recurrent heads: head k takes head k - 1's output vector and the embedding of the token guessed there.
+
+Between the cascade, whose vector does not know which guess was taken, and Hydra, whose heads all start afresh from the
+hidden state. Inputs stay 2 H wide however deep the tree is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa.steps import StepHeads, normalised
+
+
+class RecurrentHeads(StepHeads):
+    """The state is the output vector [..., H]."""
+
+    follows_path = True
+
+    def input_size(self, head: int) -> int:
+        return 2 * self.config.hidden_size
+
+    def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert token is not None
+        feature = self.stacks[head](state, torch.cat([state, normalised(token)], dim=-1))
+        return feature, feature

@@ -1,0 +1,177 @@
+"""decode/drafters/paths.py: every node holds what its head guesses there, by one pass of the heads per path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode import generate
+from decode.calibrate import calibrate
+from decode.draft import Draft, Frontier
+from decode.drafters import paths
+from decode.drafters.paths import PathDrafter
+from decode.dynamic import DynamicTree
+from decode.front import heads_drafter
+from decode.request import prepare
+from decode.results import medusa_method, plain_method
+from decode.sampling import Target
+from decode.settings import Settings
+from medusa import Tree
+from medusa.backbone import Backbone
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError
+from medusa.kinds import build
+from medusa.steps import StepHeads
+from tests.helpers import left_padded, plain, random_ids, random_tree
+
+FOLLOWING = ["hydra", "recurrent"]
+
+
+def heads_for(model: Any, kind: str, seed: int = 0, scale: float = 0.6, lm_head: str = "shared") -> StepHeads:
+    backbone = Backbone(model)
+    config = MedusaConfig(
+        backbone.hidden_size, backbone.vocab_size, num_heads=3, kind=kind, lm_head=lm_head, block="mlp"
+    )
+    heads = build(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale * parameter.shape[-1] ** -0.5)
+    assert isinstance(heads, StepHeads)
+    return heads.eval()
+
+
+def frontier(model: Any, rows: int = 2) -> Frontier:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, Backbone(model).hidden_size, generator=generator)
+    return Frontier(torch.arange(3, 3 + rows), hidden, list(range(rows)))
+
+
+@torch.no_grad()
+def log_p_after(model: Any, heads: StepHeads, hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
+    """[V] what the head of that depth says behind the tokens of `path`, root first."""
+    backbone = Backbone(model)
+    padded = torch.tensor([path + [0] * (3 - len(path))])
+    logits = heads(hidden[None], backbone.lm_head, following=backbone.embed(padded))
+    return logits[len(path) - 1, 0].log_softmax(-1)
+
+
+def path_to(draft: Draft, row: int, node: int) -> list[int]:
+    topology = draft.topology
+    line = topology.paths[0 if topology.is_shared else row, node]
+    return draft.ids[row, line[line >= 0]].tolist()
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+@pytest.mark.parametrize("kind", FOLLOWING)
+@pytest.mark.parametrize("seed", range(3))
+def test_nodes_of_a_static_tree(llama: Any, kind: str, seed: int, lm_head: str) -> None:
+    heads, tree, start = heads_for(llama, kind, lm_head=lm_head), random_tree(14, seed, max_depth=3), frontier(llama)
+    with torch.no_grad():
+        draft = PathDrafter(heads, Backbone(llama), tree).propose(start)
+    for row in range(2):
+        assert draft.ids[row, 0] == start.root[row]
+        for node in range(1, tree.num_nodes):
+            *path, token = path_to(draft, row, node)
+            said = log_p_after(llama, heads, start.hidden[row], path)
+            assert token == int(said.argsort(descending=True, stable=True)[tree.rank[node]])
+
+
+@pytest.mark.parametrize("kind", FOLLOWING)
+@pytest.mark.parametrize("nodes", [2, 6, 15])
+def test_a_dynamic_tree_holds_the_most_probable_paths(
+    llama: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every node of a level expanded nothing is missed: a search over all paths finds the same ones."""
+    monkeypatch.setattr(paths, "WIDTH", nodes)
+    heads, start, temperatures = heads_for(llama, kind), frontier(llama), (0.7, 1.0, 1.5)
+    tree = DynamicTree.over_heads(nodes, 3, temperatures)
+    with torch.no_grad():
+        draft = PathDrafter(heads, Backbone(llama), tree).propose(start)
+    for row in range(2):
+        taken, open_paths = [], {(): 0.0}
+        while len(taken) < nodes - 1:
+            if len(open_paths) == 1 and () in open_paths:
+                open_paths = {}
+                grow_from, worth = (), 0.0
+            else:
+                grow_from = max(open_paths, key=lambda p: open_paths[p])
+                worth = open_paths.pop(grow_from)
+                taken.append(grow_from)
+            if len(grow_from) < tree.max_depth:
+                path = [int(start.root[row]), *grow_from]
+                logits = log_p_after(llama, heads, start.hidden[row], path) / temperatures[len(grow_from)]
+                best = logits.log_softmax(-1).topk(nodes)
+                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    open_paths[(*grow_from, token)] = worth + value
+        assert {tuple(path_to(draft, row, node)[1:]) for node in range(1, nodes)} == set(taken)
+
+
+@pytest.mark.parametrize("kind", FOLLOWING)
+def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str) -> None:
+    """q of every inner node, and draws that follow it: each node's first child in 4000 rows of one context."""
+    heads, tree, rows = heads_for(llama, kind, scale=2.0), Tree.top_k([2, 2, 1]), 4000
+    requests = prepare(llama, [[1, 2]] * rows, list(range(rows)), max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
+    one = frontier(llama, 1)
+    start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
+    with torch.no_grad():
+        draft = PathDrafter(heads, Backbone(llama), tree, Target(requests)).propose(start)
+    assert draft.proposal is not None
+    q, of_children, context = draft.proposal
+    for row in (0, 7):
+        for node in range(tree.num_nodes):
+            if int(tree.depth[node]) == 3:
+                continue
+            said = log_p_after(llama, heads, one.hidden[0], path_to(draft, row, node))
+            kept = said.masked_fill(said < said.topk(4).values[-1], -torch.inf).softmax(-1)
+            torch.testing.assert_close(q[context[row], of_children[node]], kept, rtol=1e-4, atol=1e-6)
+    first = tree.children[0, 0]
+    seen = draft.ids[:, first].bincount(minlength=q.shape[-1]).double() / rows
+    expected = q[0, of_children[0]].double()
+    # Five standard errors of the largest share; ten tokens at most are drawn.
+    assert (seen - expected).abs().max() < 5 * (0.25 / rows) ** 0.5
+    assert (draft.ids[:, tree.children[0, 0]] != draft.ids[:, tree.children[0, 1]]).all(), "siblings differ"
+
+
+@pytest.mark.parametrize("tree", ["topk:3,2,2", "dynamic:9", "chain"])
+@pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
+def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> None:
+    heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
+    out = generate(llama, heads, **left_padded(prompts), tree=tree, max_new_tokens=16)
+    for row, prompt in enumerate(prompts):
+        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_a_seed_gives_one_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
+    heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
+    method = medusa_method(llama, heads, Settings(12, temperature=1.0, top_k=20, draft=draft), tree="topk:2,2")
+    both = [result.new_ids for result in method(prompts, seeds=[1, 2])]
+    assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
+
+
+def test_calibration_tries_their_trees(llama: Any) -> None:
+    settings = Settings(max_new_tokens=12)
+    texts = [(r.input_ids, r.new_ids) for r in plain_method(llama, settings)([random_ids(5, seed=s) for s in range(4)])]
+    found = calibrate(llama, heads_for(llama, "hydra", scale=0.05), texts, settings, sizes=(1, 4, 6), rounds=1)
+    assert {(point.nodes, point.dynamic) for point in found.points} >= {(1, False), (4, True), (6, True)}
+    assert all(1 <= point.tau <= 4 for point in found.points)
+
+
+def test_the_drafter_for_every_kind(llama: Any) -> None:
+    for kind, follows in (("cascade", False), ("hydra", True), ("recurrent", True)):
+        drafter = heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))
+        assert isinstance(drafter, PathDrafter) == follows
+
+
+def test_what_cannot_be_drafted_is_refused(llama: Any) -> None:
+    heads = heads_for(llama, "hydra")
+    with pytest.raises(RequestError, match="4 deep but there are 3 heads"):
+        generate(llama, heads, torch.tensor([[1, 2]]), tree="chain:4", max_new_tokens=4)
+    with pytest.raises(RequestError, match="draft topk"):
+        generate(
+            llama, heads, torch.tensor([[1, 2]]), tree="dynamic:8", draft="sample", do_sample=True, max_new_tokens=4
+        )

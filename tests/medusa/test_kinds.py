@@ -1,0 +1,136 @@
+"""medusa/kinds: every kind of heads by what it is said to compute, on disk and back, and refused where it is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from medusa import MedusaHeads
+from medusa.checkpoint import CONFIG, WEIGHTS
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError
+from medusa.kinds import KINDS, build
+from medusa.steps import StepHeads, normalised
+
+H, V, K = 6, 11, 3
+
+
+def fresh(kind: str, seed: int | None = None, **settings: Any) -> MedusaHeads:
+    """With a seed all weights are random; without, they are as training starts."""
+    heads = build(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K, "kind": kind} | settings))
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return heads
+
+
+def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, H, generator=generator), torch.randn(5, K, H, generator=generator)
+
+
+@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
+    """So that training starts from the backbone's own guess."""
+    hidden, following = inputs()
+    features = fresh(kind, block=block, num_layers=2, lm_head="shared").features(hidden, following=following)
+    assert torch.equal(features, hidden.expand(K, -1, -1))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
+def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> None:
+    """Written down once more, a head at a time."""
+    heads = fresh(kind, 1, block=block, num_layers=layers, expansion=2.0, lm_head="shared")
+    assert isinstance(heads, StepHeads)
+    hidden, following = inputs()
+    state, seen, expected = hidden, hidden, []
+    for head in range(K):
+        token = following[:, head] / following[:, head].pow(2).mean(-1, keepdim=True).sqrt()
+        seen = torch.cat([seen, token], dim=-1)
+        x, z = {
+            "cascade": (state, state),
+            "hydra": (hidden, seen),
+            "recurrent": (state, torch.cat([state, token], dim=-1)),
+        }[kind]
+        for layer in heads.stacks[head].layers:
+            weights = dict(layer.named_parameters())
+            if block == "square":
+                x = x + F.silu(z @ weights["linear.weight"].T + weights["linear.bias"])
+            else:
+                inner = F.silu(z @ weights["up.weight"].T + weights["up.bias"])
+                x = x + inner @ weights["down.weight"].T + weights["down.bias"]
+            z = x
+        state = x
+        expected.append(x)
+    torch.testing.assert_close(heads.features(hidden, following=following), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
+    heads = fresh(kind, 2, lm_head="shared")
+    hidden, following = inputs()
+    features = heads.features(hidden, following=following)
+    for changed in range(K):
+        other = following.clone()
+        other[:, changed] += torch.linspace(-1, 2, H)
+        differs = [
+            not torch.equal(a, b) for a, b in zip(features, heads.features(hidden, following=other), strict=True)
+        ]
+        assert differs == [heads.follows_path and head >= changed for head in range(K)]
+
+
+@pytest.mark.parametrize("kind", ["hydra", "recurrent"])
+def test_heads_that_follow_the_path_ask_for_it(kind: str) -> None:
+    with pytest.raises(RequestError, match=kind):
+        fresh(kind).features(inputs()[0])
+
+
+def test_embeddings_come_at_the_scale_of_hidden_states() -> None:
+    """Backbones keep them at 0.02 or at 30; the heads see the direction."""
+    token = inputs()[0]
+    torch.testing.assert_close(normalised(token * 1000), normalised(token * 0.1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(normalised(token).pow(2).mean(-1), torch.ones(5), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
+    heads = fresh(kind, 3, lm_head=lm_head, block="mlp", num_layers=2, expansion=1.5)
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert type(again) is type(heads)
+    assert again.config == heads.config
+    hidden, following = inputs()
+    lm_head_module = torch.nn.Linear(H, V, bias=False)
+    assert torch.equal(
+        heads(hidden, lm_head_module, following=following), again(hidden, lm_head_module, following=following)
+    )
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    fresh("hydra", 4).save_pretrained(tmp_path)
+    tensors, config = load_file(tmp_path / WEIGHTS), json.loads((tmp_path / CONFIG).read_text())
+    name = "stacks.1.layers.0.linear.weight"
+
+    def refused(changed: dict[str, torch.Tensor], settings: dict[str, Any], match: str) -> None:
+        save_file(changed, tmp_path / WEIGHTS)
+        (tmp_path / CONFIG).write_text(json.dumps(settings))
+        with pytest.raises(RequestError, match=match):
+            MedusaHeads.from_pretrained(tmp_path)
+
+    refused({n: t for n, t in tensors.items() if n != name}, config, f"misses the tensor {name}")
+    refused(tensors | {name: tensors[name][:, 1:].contiguous()}, config, rf"{name} has the shape")
+    refused(tensors | {"more": torch.ones(1)}, config, "more, which belongs to no head")
+    refused(tensors, config | {"kind": "oak"}, "oak")
+    refused(tensors, {"kind": "hydra"}, "does not say what these heads are")
