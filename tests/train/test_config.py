@@ -136,7 +136,7 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("heads.kind=hydra", "medusa"),
+        ("heads.kind=oak", "medusa"),
         ("heads.block=round", "square, mlp"),
         ("heads.lm_head=rented", "own, shared"),
         ("heads.num=0", "at least 1"),

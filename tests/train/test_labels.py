@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from train.labels import FIRST_OFFSET, IGNORE, head_labels
+from train.labels import FIRST_OFFSET, IGNORE, following_ids, head_labels
 
 
 def drawn(ids: str, documents: str, mask: str | None = None, num_heads: int = 2) -> list[str]:
@@ -53,3 +53,16 @@ def test_rows_of_a_batch_do_not_touch() -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), 1)
     assert labels.tolist() == [[[3, IGNORE, IGNORE], [6, IGNORE, IGNORE]]]
+
+
+def test_the_tokens_behind_each_position() -> None:
+    """Head k's label is one further than the last of the k + 1 tokens that it may see."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert following_ids(ids, 3).tolist() == [[[6, 7, 8], [7, 8, 8], [8, 8, 8], [8, 8, 8]]]
+    everything = torch.ones_like(ids)
+    labels = head_labels(ids, everything, everything, 2)
+    for head in range(2):
+        for position in range(4):
+            if labels[head, 0, position] != IGNORE:
+                seen = following_ids(ids, 2)[0, position, : head + 1].tolist()
+                assert [*seen, int(labels[head, 0, position])] == ids[0, position + 1 : position + head + 3].tolist()

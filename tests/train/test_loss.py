@@ -137,7 +137,7 @@ def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbo
 
     heads = Oracle(random_heads(backbone.model, HEADS, lm_head="shared").config)
     features = heads.features(hidden)
-    heads.features = lambda *args: features  # type: ignore[method-assign]
+    heads.features = lambda *args, **kwargs: features  # type: ignore[method-assign]
     figures = head_losses(
         heads, hidden[position], torch.zeros(HEADS, len(position), dtype=torch.long), backbone.head, teacher=teacher
     )

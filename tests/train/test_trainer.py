@@ -182,6 +182,40 @@ def test_heads_learn_what_the_backbone_says_and_decoding_gets_shorter(
     assert [result.input_ids + result.new_ids for result in results] == [text.input_ids for text in texts]
 
 
+@pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent"])
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_heads_that_follow_the_path_learn_from_the_tokens_before(
+    model: Any, tmp_path: Path, kind: str, backend: str
+) -> None:
+    """Random tokens, each followed by its own successor: only who sees the random one can know what comes then.
+
+    Head 1 is asked for the successor of the root at every other position, head 2 for that of the first guess.
+    """
+    successor = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
+    made = []
+    for seed in range(12):
+        drawn = torch.randint(20, (24,), generator=torch.Generator().manual_seed(seed)).tolist()
+        ids = [token for first in drawn for token in (first, 20 + successor[first])]
+        made.append(OwnText(ids, 1))
+    run = trainer(
+        model,
+        made,
+        tmp_path,
+        HeadsConfig(num=2, kind=kind, block="mlp", expansion=2.0, lm_head="shared"),
+        max_steps=60,
+        learning_rate=1e-2,
+        objective="text",
+        loss_backend=backend,
+    )
+    run.train()
+    found = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 1) for text in made])["heads"]
+    for head in found:
+        if kind in ("hydra", "recurrent"):
+            assert head["top"]["1"] > 0.45, "half of the labels can be known"
+        else:
+            assert head["top"]["1"] < 0.25, "learnt by heart: no power"
+
+
 def test_the_log_tells_every_heads_loss_and_top1(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     run = trainer(model, texts, tmp_path, logging_steps=1, max_steps=2, head_decay=0.5, learning_rate=0.0)
     run.train()
