@@ -146,9 +146,9 @@ class _Beliefs(NamedTuple):
     @classmethod
     def at_first(cls, draft: Draft, walk: _Walk, scores: Tensor, index: Tensor) -> _Beliefs:
         assert draft.proposal is not None
-        q, of_children, context = draft.proposal
-        q_of = context[walk.rows] * q.shape[1] + of_children[walk.nodes]
-        return cls(scores.softmax(-1), q.flatten(0, 1).to(scores.device), index, q_of, len(scores) < len(index))
+        q, of_children = draft.proposal
+        q_of = of_children[walk.rows, walk.nodes]
+        return cls(scores.softmax(-1), q.to(scores.device), index, q_of, len(scores) < len(index))
 
     def of_token(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """rows [X] of the R and a token each -> its p and q [X], float64."""

@@ -26,15 +26,13 @@ class Frontier(NamedTuple):
 class Proposal(NamedTuple):
     """The distributions that a sampled draft was drawn from: siblings in order, without replacement.
 
-    C contexts, Q distributions in each. Rows that share a context share its distributions.
+    M of them, which rows and nodes with the same past share.
     """
 
     q: Tensor
-    """[C, Q, V] draft probabilities."""
+    """[M, V] draft probabilities."""
     of_children: Tensor
-    """[N] which of the Q distributions the children of each node were drawn from."""
-    context: Tensor
-    """[B] the context of each row."""
+    """[B, N] which of them the children of each node were drawn from; anything for leaves."""
 
 
 class Draft(NamedTuple):

@@ -19,8 +19,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, typical
 from decode.draft import Draft
-from decode.drafters.heads import HeadsDrafter, head_logits, sampled_draft
+from decode.drafters.heads import head_logits
 from decode.dynamic import DynamicTree, Layout
+from decode.front import heads_drafter
 from decode.loop import Session
 from decode.request import prepare
 from decode.results import Method
@@ -257,15 +258,16 @@ class Experiment:
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
         self.tree = tree.clip(2) if tree.max_depth > 2 else tree  # what is deeper decides on later tokens
         self.session = Session(model, requests, slack=max(tree.num_nodes, STAR))
-        self.drafter = HeadsDrafter(heads, backbone, self.tree)
+        self.heads, self.drafter = heads, heads_drafter(heads, backbone, self.tree)
         self.frontier = self.session.prefill(most_probable_first=True)
         self.root = int(self.frontier.root)
         self.session.sequences.extend(0, [self.root])
         self.text = [*prompt, self.root]
         self.processors: LogitsProcessorList = requests[0].processors
         self.vocab = backbone.vocab_size
-        logits = head_logits(heads, backbone, self.frontier.hidden, self.tree.max_depth)
-        self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))
+        following = self.frontier.root[:, None] if heads.follows_path else None
+        logits = head_logits(heads, backbone, self.frontier.hidden, 1, following)
+        self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]  # [V] of the first head
         # The figures to compare with come from plain forwards. Below float32 these differ from the tree's own by more
         # than a million draws can overlook, and so do two trees of different size. So there they come from the very
         # forwards that are drawn from: measured, and not called exact.
@@ -362,7 +364,7 @@ class Experiment:
             joint=together([found, then]),
             frequencies=first / draws,
             target=target,
-            draft=self.q[0, 0].cpu(),
+            draft=self.q.cpu(),
             mean_accepted=accepted_tokens / draws,
         )
 
@@ -397,11 +399,11 @@ class Experiment:
         # What is drawn may not choose the nodes, so of a dynamic tree the candidates stand for it.
         static = self.tree.candidates if isinstance(self.tree, DynamicTree) else self.tree
         tree = narrowed(static, WIDEST).to(self.session.backbone.device)
-        topology, root_scores = Topology.of(tree), _truncated(self.verified([[]]), truncate)
+        drafter = heads_drafter(self.heads, self.session.backbone, tree)
+        root_scores = _truncated(self.verified([[]]), truncate)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
-            root = torch.full((rows,), self.root, device=tree.depth.device)
-            draft = sampled_draft(root, topology, self.q[:, : tree.max_depth], torch.zeros_like(root), self.draws)
+            draft = drafter.draw(self.frontier, self.session.target, self.draws, rows)
 
             def after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
                 depth = int(tree.depth[nodes[0]])  # the same for all that walk

@@ -17,7 +17,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decode.capability import require_tree_forward
 from decode.clock import Clock
-from decode.draft import Drafter
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
 from decode.dynamic import Layout
@@ -57,7 +56,9 @@ def medusa_session(
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
 
 
-def heads_drafter(heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> Drafter:
+def heads_drafter(
+    heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
+) -> HeadsDrafter | PathDrafter:
     """The drafter for these heads; with a `target` it draws.
 
     Raises:

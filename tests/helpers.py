@@ -22,6 +22,7 @@ from decode.topology import Topology
 from decode.verify import Verifier
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
+from medusa.kinds import build
 
 
 def load_script(name: str) -> Any:
@@ -76,7 +77,7 @@ def random_heads(model: PreTrainedModel, num_heads: int = 3, seed: int = 0, **se
     config = MedusaConfig(
         hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size, num_heads=num_heads, **settings
     )
-    heads = MedusaHeads(config)
+    heads = build(config)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.to(backbone.dtype).eval()

@@ -48,11 +48,9 @@ class HeadsDrafter:
         root = frontier.root
         if self.static.max_depth == 0:
             return Draft(root[:, None], self.topology)
-        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
         if self.target is not None:
-            q = self.target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [B, k, V]
-            everyone = torch.arange(len(root), device=root.device)
-            return sampled_draft(root, self.topology, q, everyone, self.target.draws.of(frontier.rows))
+            return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
+        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
         # A whole sort is not needed, nor is an order among equals; topk sorts its few results.
@@ -63,6 +61,14 @@ class HeadsDrafter:
         chosen, topology = self.tree.choose(self.tree.worth(best.values.transpose(0, 1).to(root.device)))
         ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
         return Draft(torch.cat([root[:, None], ids], dim=1), topology)
+
+    def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
+        """A draft drawn from the heads' distributions, `copies` times from each row of the frontier."""
+        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
+        root = frontier.root.repeat_interleave(copies)
+        q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]
+        context = torch.arange(len(q), device=root.device).repeat_interleave(copies)
+        return sampled_draft(root, self.topology, q, context, draws)
 
 
 def head_logits(
@@ -99,7 +105,8 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
         drawn = draw_distinct(q[:, depth - 1], context, u)  # [B, siblings at most]
         ids.append(drawn.index_select(1, order))
     # Nodes are sorted by depth. The children of a node of depth d are drawn from head d + 1, which is row d of q.
-    proposal = Proposal(q, depths.clamp_max(topology.max_depth - 1), context)
+    of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)
+    proposal = Proposal(q.flatten(0, 1), of_children)
     return Draft(torch.cat(ids, dim=1), topology, proposal)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.heads import require_sizes
 from decode.dynamic import LEAST, STEEPNESS, TOP, DynamicTree, Layout
@@ -76,7 +77,7 @@ class PathDrafter:
         if isinstance(self.tree, DynamicTree):
             return self._dynamic(frontier, self.tree)
         if self.target is not None:
-            return self._drawn(frontier, self.target)
+            return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
         ids, state, tokens = [frontier.root[:, None]], self._begin(frontier), frontier.root[:, None]
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
@@ -131,25 +132,40 @@ class PathDrafter:
         topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, tree.num_nodes - 1)
         return Draft(torch.cat(ids, dim=1).gather(1, chosen), topology)
 
-    def _drawn(self, frontier: Frontier, target: Target) -> Draft:
-        """Every node's children are drawn without replacement from its own distribution."""
-        root, draws = frontier.root, target.draws.of(frontier.rows)
+    def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
+        """A draft whose nodes' children are drawn from their own distributions, `copies` times from each row.
+
+        Copies share a distribution wherever they have drawn the same path, so that a million of them take no more heads
+        than there are different paths; that is for a frontier of one row.
+        """
+        root, shared = frontier.root.repeat_interleave(copies), copies > 1
+        assert not shared or len(frontier.rows) == 1, "copies are of one row"
         everyone = torch.arange(len(root), device=root.device)
-        ids, state, tokens = [root[:, None]], self._begin(frontier), root[:, None]
-        distributions, own, count = [], [torch.zeros(1, dtype=torch.long, device=root.device)], 0
+        # P different pasts: state [P, 1, S] and token [P, 1] of each, and which one every expanded node has [B, W].
+        state, tokens = self._begin(frontier), frontier.root[:, None]
+        past = torch.arange(len(state), device=root.device).repeat_interleave(copies)[:, None]
+        ids, distributions, of_children, known = [root[:, None]], [], [past], 0
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
-            q = target.draft_probabilities(frontier.rows, logits).to(root.device)  # [B, W, V]
-            width, most = q.shape[1], int(level.place.max()) + 1
-            u = draws.uniforms(everyone, width * most).view(len(root) * width, most)
-            drawn = draw_distinct(q.flatten(0, 1), torch.arange(len(u), device=root.device), u)
-            found = drawn.view(len(root), width * most)[:, level.parent * most + level.place]
-            ids.append(found)
+            q = target.draft_probabilities(frontier.rows, logits.view(len(frontier.rows), -1, logits.shape[-1]))
+            q = q.flatten(0, 1).to(root.device)  # [P, V]; pasts of a row stand together
             distributions.append(q)
-            count += width
-            below = torch.zeros_like(level.parent)  # leaves never look
-            below[level.expanded] = count + torch.arange(len(level.expanded), device=root.device)
-            own.append(below)
-            tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
-        proposal = Proposal(torch.cat(distributions, dim=1), torch.cat(own), everyone)
-        return Draft(torch.cat(ids, dim=1), self.topology, proposal)
+            known += len(q)
+            width, most = past.shape[1], int(level.place.max()) + 1
+            u = draws.uniforms(everyone, width * most).view(-1, most)
+            drawn = draw_distinct(q, past.flatten(), u).view(len(root), width * most)
+            found = drawn[:, level.parent * most + level.place]
+            ids.append(found)
+            before, after = past[:, level.parent[level.expanded]], found[:, level.expanded]
+            keys = before * q.shape[-1] + after
+            if shared:
+                paths, past = keys.unique(return_inverse=True)
+            else:
+                paths, past = keys.flatten(), torch.arange(keys.numel(), device=root.device).view(keys.shape)
+            state, tokens = state[(paths // q.shape[-1]).to(state.device)], (paths % q.shape[-1])[:, None]
+            own = torch.zeros_like(found)
+            own[:, level.expanded] = known + past
+            of_children.append(own)
+        return Draft(
+            torch.cat(ids, dim=1), self.topology, Proposal(torch.cat(distributions), torch.cat(of_children, dim=1))
+        )

@@ -11,6 +11,7 @@ import torch
 import decode.accept
 import decode.verify
 from decode import evidence
+from decode.dynamic import DynamicTree
 from decode.evidence import RULES, Case, Experiment, Rule, compare_greedy, narrowed, passes, tie_bound
 from decode.results import Result, medusa_method, plain_method
 from decode.settings import Settings
@@ -55,6 +56,21 @@ def test_exact_rules_pass_and_lossy_ones_are_seen_to_differ(model: Any, settings
         assert case.first.draws == DRAWS
         assert case.second.draws > 500, "hardly any second token was counted: no power"
         assert 0 < case.mean_accepted < 2
+
+
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
+def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
+    heads = random_heads(model, 3, kind=kind)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.3)  # or next to nothing would be accepted
+    for tree in (Tree.top_k([3, 2]), DynamicTree.over_heads(9, 3)):
+        generator = torch.Generator().manual_seed(0)
+        made = Experiment(model, heads, tree, PROMPT, Settings(temperature=1.0), generator)
+        cases = [made.run(rule, 0, DRAWS) for rule in RULES[:3]]
+        assert passes(cases)
+        assert [case.joint.p_value < 1e-12 for case in cases] == [not rule.is_judged for rule in RULES[:3]]
+        assert all(case.second.draws > 500 for case in cases[:2])
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mistral", torch.float64), ("gemma3_text", torch.bfloat16)])

@@ -16,7 +16,7 @@ from decode.dynamic import DynamicTree
 from decode.front import heads_drafter
 from decode.request import prepare
 from decode.results import medusa_method, plain_method
-from decode.sampling import Target
+from decode.sampling import SharedDraws, Target
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
@@ -109,27 +109,33 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
         assert {tuple(path_to(draft, row, node)[1:]) for node in range(1, nodes)} == set(taken)
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWING)
-def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str) -> None:
+def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str, copies: bool) -> None:
     """q of every inner node, and draws that follow it: each node's first child in 4000 rows of one context."""
     heads, tree, rows = heads_for(llama, kind, scale=2.0), Tree.top_k([2, 2, 1]), 4000
     requests = prepare(llama, [[1, 2]] * rows, list(range(rows)), max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
     one = frontier(llama, 1)
     start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
+    drafter = PathDrafter(heads, Backbone(llama), tree, Target(requests))
     with torch.no_grad():
-        draft = PathDrafter(heads, Backbone(llama), tree, Target(requests)).propose(start)
+        if copies:
+            noise = SharedDraws(torch.Generator().manual_seed(0))
+            draft = drafter.draw(one, Target(requests[:1]), noise, rows)
+        else:
+            draft = drafter.propose(start)
     assert draft.proposal is not None
-    q, of_children, context = draft.proposal
+    q, of_children = draft.proposal
     for row in (0, 7):
         for node in range(tree.num_nodes):
             if int(tree.depth[node]) == 3:
                 continue
             said = log_p_after(llama, heads, one.hidden[0], path_to(draft, row, node))
             kept = said.masked_fill(said < said.topk(4).values[-1], -torch.inf).softmax(-1)
-            torch.testing.assert_close(q[context[row], of_children[node]], kept, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(q[of_children[row, node]], kept, rtol=1e-4, atol=1e-6)
     first = tree.children[0, 0]
     seen = draft.ids[:, first].bincount(minlength=q.shape[-1]).double() / rows
-    expected = q[0, of_children[0]].double()
+    expected = q[of_children[0, 0]].double()
     # Five standard errors of the largest share; ten tokens at most are drawn.
     assert (seen - expected).abs().max() < 5 * (0.25 / rows) ** 0.5
     assert (draft.ids[:, tree.children[0, 0]] != draft.ids[:, tree.children[0, 1]]).all(), "siblings differ"

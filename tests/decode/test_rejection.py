@@ -161,8 +161,9 @@ def chosen_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Take:
 
     def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
         assert draft.proposal is not None
-        q, _, context = draft.proposal
-        best = q.topk(TREE.max_rank + 1).indices[:, TREE.depth[1:] - 1, TREE.order[1:]][context]
+        q, of_children = draft.proposal
+        above = of_children[:, TREE.parent[1:]]  # [rows, N - 1] what each node was drawn from
+        best = q.topk(TREE.max_rank + 1).indices[above, TREE.order[1:]]
         return accept_sampled(draft._replace(ids=torch.cat([draft.ids[:, :1], best], dim=1)), target, noise)
 
     return take
@@ -354,7 +355,8 @@ def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:
     draft = sampled_draft(context, Topology.of(TREE), q, context, Scripted())
     place = torch.tensor([0, 1, 7])
     shared = accept_sampled(draft, lambda rows, nodes: (language.scores[place], context[rows]), Scripted())
-    own_proposal = Proposal(q[context], draft.proposal.of_children, torch.arange(40))  # type: ignore[union-attr]
+    each = torch.arange(40)[:, None] * q.shape[1] + draft.proposal.of_children % q.shape[1]  # type: ignore[union-attr]
+    own_proposal = Proposal(q[context].flatten(0, 1), each)
     own = accept_sampled(
         draft._replace(proposal=own_proposal),
         lambda rows, nodes: (language.scores[place[context[rows]]], torch.arange(len(rows))),
