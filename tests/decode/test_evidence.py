@@ -64,13 +64,13 @@ def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.mul_(0.3)  # or next to nothing would be accepted
-    for tree in (Tree.top_k([3, 2]), DynamicTree.over_heads(9, 3)):
+    for tree in (Tree.top_k([12, 2]), DynamicTree.over_heads(20, 3)):
         generator = torch.Generator().manual_seed(0)
         made = Experiment(model, heads, tree, PROMPT, Settings(temperature=1.0), generator)
         cases = [made.run(rule, 0, DRAWS) for rule in RULES[:3]]
         assert passes(cases)
         assert [case.joint.p_value < 1e-12 for case in cases] == [not rule.is_judged for rule in RULES[:3]]
-        assert all(case.second.draws > 500 for case in cases[:2])
+        assert all(case.second.draws > 500 for case in cases[:2]), "hardly any second token was counted: no power"
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mistral", torch.float64), ("gemma3_text", torch.bfloat16)])
