@@ -85,11 +85,12 @@ class Session:
         sequences, cache = self.sequences, self.cache
         # Typical acceptance decides on every root by argmax, so on the first one too.
         frontier = self.prefill(most_probable_first=acceptor.rule == "typical")
+        roots = dict(zip(frontier.rows, frontier.root.tolist(), strict=True))
         clock.start()
         while frontier.rows:
             step = Step()
-            for row, root in zip(frontier.rows, frontier.root.tolist(), strict=True):
-                written = sequences.extend(row, [root])
+            for row in frontier.rows:
+                written = sequences.extend(row, [roots[row]])
                 if written:
                     step.ids[row], step.lengths[row] = written, 1
             frontier = self._unfinished(frontier)
@@ -104,11 +105,12 @@ class Session:
             readout = verifier(draft)
             clock.lap("verify")
             accepted = self._accept(draft, readout, rows, acceptor, verifier.room(draft))
-            written_ids, lengths = _to_host(draft, accepted)
+            lengths, next_roots, written_ids = _to_host(draft, accepted)
             clock.lap("accept")
             cache.commit(accepted.path, lengths)
             frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted), rows)
             clock.lap("compact")
+            roots = dict(zip(rows, next_roots, strict=True))
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):
                 step.ids[row] += sequences.extend(row, ids[1:length])
                 step.lengths[row] = length
@@ -151,11 +153,14 @@ class Session:
         return accept_walk(draft, scores_after, lambda *asked: target.decide(draws, *asked), room)
 
 
-def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[list[int]], list[int]]:
-    """The ids on each accepted path (the padding repeats the root) and its length: the step's one synchronisation."""
+def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[int], list[int], list[list[int]]]:
+    """Of each row the length of the accepted path, the next root and the ids on the path (its padding repeats the root).
+
+    The step's one synchronisation.
+    """
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
-    packed = torch.cat([accepted.length[:, None], ids], dim=1).tolist()
-    return [row[1:] for row in packed], [row[0] for row in packed]
+    packed = torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1).tolist()
+    return [row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed]
 
 
 def _at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
