@@ -10,6 +10,7 @@ import importlib.util
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,12 +86,12 @@ class Backbone:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    @property
+    @cached_property
     def context(self) -> int | None:
         """How many positions the model was made for; `None` where it does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    @property
+    @cached_property
     def rope_boundary(self) -> int | None:
         """Where `longrope` switches all rotations of a forward, by its longest position; `None` for all others.
 
