@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-GROWTH = 256  # slots that are allocated at a time beyond what was asked for
+GROWTH, GROWTH_AT_MOST = 256, 4096
+"""Slots that are allocated beyond what was asked for: as many again, but never twice the memory of a long text."""
 
 
 class Arena:
@@ -148,7 +149,7 @@ class TreeCache(Cache):
         """Grow all arenas to hold at least `slots` slots a row."""
         if slots <= self.capacity:
             return
-        self.capacity = max(slots + GROWTH, 2 * self.capacity)
+        self.capacity = max(slots + GROWTH, self.capacity + min(self.capacity, GROWTH_AT_MOST))
         for arena in self.arenas:
             arena.grow(self.capacity)
         self._bind()
@@ -176,6 +177,10 @@ class TreeCache(Cache):
         """After a right-padded prefill: row b keeps the first `lengths[b]` of the tokens just appended."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
         self.pending = 0
+
+    def cut(self, lengths: list[int]) -> None:
+        """Row b keeps its first `lengths[b]` slots: prompts read with their padding lose it again."""
+        self._set(list(lengths))
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep the nodes `path[b, : counts[b]]` of the last forward, in order; path [B, C] may be padded with anything.

@@ -17,6 +17,7 @@ from decode.accept import Acceptance, accept_greedy, accept_sampled, accept_typi
 from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
+from decode.prefill import read
 from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
 from decode.verify import Verifier
@@ -66,16 +67,13 @@ class Session:
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
-        """Read the prompts, right-padded: a causal model never looks at what stands behind a token."""
+        """Read the prompts, and decide on the first token of each row."""
         prompts, device = self.sequences.prompts, self.backbone.device
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
-        positions = torch.arange(max(lengths), device=device).expand(len(prompts), -1)
-        last = torch.tensor(lengths, device=device) - 1
-        hidden, logits = self.backbone.forward(ids, self.cache, last=last, position_ids=positions)
-        self.cache.commit_prompt(lengths)
+        hidden, logits = read(self.backbone, self.cache, ids, lengths)
         rows = list(range(len(prompts)))
         return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden, rows)
 

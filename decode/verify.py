@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.prefill import read
 from decode.sequences import Sequences
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout
@@ -161,6 +162,5 @@ def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
         return
     text = sequences.prefix(0)  # [1, boundary + 1]: the root, whose position turns all of them, is written already
     cache.rewind()
-    positions = torch.arange(text.shape[1], device=text.device)[None]
-    backbone.forward(text, cache, last=positions[:, -1], position_ids=positions)
-    cache.commit_prompt([boundary])  # without the root, which the tree holds
+    read(backbone, cache, text, [text.shape[1]])
+    cache.cut([boundary])  # without the root, which the tree holds

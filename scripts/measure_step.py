@@ -23,6 +23,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -30,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decode import prefill
 from decode.benchmark import machine
+from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
@@ -44,7 +47,7 @@ from medusa.backbone import DTYPES, Backbone
 from medusa.commands import common
 from medusa.records import prompt_ids
 
-VOCAB, NUM_HEADS, PROMPT_TOKENS = 32000, 5, 256
+VOCAB, NUM_HEADS = 32000, 5
 WARM_UP = 3
 """Rounds of each prompt that are not counted."""
 
@@ -82,17 +85,21 @@ def main() -> None:
     common.add_prompts(parser)
     parser.add_argument("--random", type=layers_and_hidden, metavar="LxH", help="a random Llama instead of --backbone")
     parser.add_argument("--tau", type=float, help="scripted acceptance (--random); default: what the heads get")
+    parser.add_argument("--prompt-tokens", type=common.positive, default=256, help="of --random (default: 256)")
+    parser.add_argument("--piece", type=common.positive, help="tokens of a prompt that are read at once")
     parser.add_argument("--lm-head", choices=["own", "shared"], default="own", help="of the heads of --random")
     parser.add_argument("--tree", help="default: the heads' own")
     parser.add_argument("--max-new-tokens", type=common.positive, default=128)
     common.add_machine(parser)
     args = parser.parse_args()
     common.prepare_machine(args)
+    if args.piece:
+        prefill.TOKENS = prefill.LEAST = args.piece
     prompts: list[list[int]]
     if args.random:
         model = counting_llama(*args.random).to(args.device or "cpu", DTYPES[args.dtype or "float32"])
         heads = random_heads(model, args.lm_head)
-        prompts = [torch.randint(VOCAB, (PROMPT_TOKENS,)).tolist()]
+        prompts = [torch.randint(VOCAB, (args.prompt_tokens,)).tolist()]
     elif not (args.backbone and args.heads):
         raise RequestError("nothing to measure: give --backbone B --heads H --prompts P, or --random LxH")
     else:
@@ -100,13 +107,16 @@ def main() -> None:
         model, heads = loaded.model, common.open_heads(args, loaded)
         prompts = [prompt_ids(record, loaded.tokenizer) for record in common.read_prompts(args)]
     tree = resolve_tree(args.tree, heads)
+    first_forward = measure_prefill(model, max(prompts, key=len))
     rounds, lengths = [], []
     for prompt in prompts:
         found, of_steps = measure(model, heads, tree, prompt, args.max_new_tokens, args.tau)
         rounds += found
         lengths += of_steps
     outcome = summarize(rounds, statistics.fmean(lengths))
-    about = {"nodes": tree.num_nodes, "dtype": str(model.dtype).removeprefix("torch."), "random": args.random}
+    about = {name: getattr(args, name) for name in ("random", "lm_head", "prompt_tokens", "piece")}
+    about |= {"nodes": tree.num_nodes, "dtype": str(model.dtype).removeprefix("torch.")}
+    outcome["prefill"] = first_forward
     show(outcome, f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)")
     common.write_results(args, {"machine": machine(), "settings": about} | outcome)
 
@@ -146,6 +156,35 @@ def random_heads(model: LlamaForCausalLM, lm_head: str) -> MedusaHeads:
     for parameter in heads.parameters():
         nn.init.normal_(parameter, std=0.02)
     return heads.to(model.device, model.dtype).eval()
+
+
+@torch.inference_mode()
+def measure_prefill(model: Any, prompt: list[int]) -> dict[str, float]:
+    """Seconds of reading a prompt, and how far the memory in use rose meanwhile (Linux or CUDA), its cache included."""
+    backbone = Backbone(model)
+    ids = torch.tensor([prompt], device=backbone.device)
+    before = _memory(backbone.device, reset=True)
+    cache = TreeCache(model.config, 1, capacity=len(prompt))
+    seconds, _ = _timer(backbone.device)(lambda: prefill.read(backbone, cache, ids, [len(prompt)]))
+    kept = sum(arena.buffer.nbytes for arena in cache.arenas)
+    return {
+        "tokens": len(prompt),
+        "seconds": seconds,
+        "peak_mb": (_memory(backbone.device) - before) / 2**20,
+        "cache_mb": kept / 2**20,
+    }
+
+
+def _memory(device: torch.device, reset: bool = False) -> int:
+    """The most bytes that were in use; with `reset` counting begins anew."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
 @torch.inference_mode()
@@ -251,6 +290,11 @@ def _values(of: Round) -> list[float]:
 def show(outcome: dict[str, Any], title: str) -> None:
     ms = outcome["ms"]
     print(f"{title}, tau {outcome['tau']:.2f}")
+    print(
+        "prefill of {tokens} tokens: {seconds:.2f} s, {peak_mb:.0f} MB, {cache_mb:.0f} of them cache".format(
+            **outcome["prefill"]
+        )
+    )
     print(
         f"step {ms['step']:.3f} ms, bare forward {ms['forward']:.3f} ms, heads {ms['heads']:.3f} ms: "
         f"ratio {outcome['ratio']:.3f} (median of rounds {outcome['ratio_of_rounds']['median']:.3f}), "
