@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decode.attention import grouped
 from decode.cache import TreeCache
 from medusa.backbone import Backbone, Readout
 
@@ -40,7 +41,8 @@ def read(backbone: Backbone, cache: TreeCache, ids: Tensor, lengths: list[int]) 
             piece = torch.cat([piece, piece[:, -1:]], dim=1)
             positions = torch.cat([positions, positions.new_tensor([longest - 1])])
         at = (last - start).clamp(0, end - start - 1)
-        here = backbone.forward(piece, cache, last=at, position_ids=positions.expand(count, -1))
+        with grouped(backbone.config):
+            here = backbone.forward(piece, cache, last=at, position_ids=positions.expand(count, -1))
         cache.commit_prompt([end - start] * count)
         if found is None:
             found = here

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from decode.attention import grouped
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.prefill import read
@@ -130,7 +131,8 @@ class Verifier:
             # matters is that they ask for no position there.
             positions = positions.clamp(max=end - 1)
         masks = self.masks(lengths, draft.topology)
-        return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
+        with grouped(self.backbone.config):
+            return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def room(self, draft: Draft) -> Tensor | None:
         """[B] how deep each row's nodes may be accepted in this step; `None` where nothing limits them."""
