@@ -24,7 +24,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import prefill
 from decode.benchmark import machine
 from decode.cache import TreeCache
-from decode.clock import Clock
+from decode.clock import Clock, stopwatch
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.loop import Session
@@ -250,14 +249,11 @@ def _session(
 
 
 def _timer(device: torch.device) -> Callable[[Callable[[], Any]], tuple[float, Any]]:
-    """On one thread its own CPU time is as good as wall time on an idle machine, and far better on a busy one."""
-    clock = thread_time if torch.get_num_threads() == 1 and device.type == "cpu" else perf_counter
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    clock = stopwatch(device)
 
     def time(what: Callable[[], Any]) -> tuple[float, Any]:
         start = clock()
         value = what()
-        wait()
         return clock() - start, value
 
     return time
