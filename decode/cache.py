@@ -182,8 +182,10 @@ class TreeCache(Cache):
         """Row b keeps its first `lengths[b]` slots: prompts read with their padding lose it again."""
         self._set(list(lengths))
 
-    def commit(self, path: Tensor, counts: list[int]) -> None:
+    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the nodes `path[b, : counts[b]]` of the last forward, in order; path [B, C] may be padded with anything.
+
+        `in_place`: all of them are the first ones, 0 1 2 ..., as in a chain, and stay where they are.
 
         A path's nodes are sorted by depth, so node i of a path stands at slot i or behind: moving front to back in
         one gather and one scatter never reads what it wrote.
@@ -191,7 +193,7 @@ class TreeCache(Cache):
         if not self.pending:
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
-        if longest > 1:  # one node: the root, which lies in its place already
+        if longest > 1 and not in_place:  # one node: the root, which lies in its place already
             path = path[:, :longest].clamp_min(0)
             for arena in self.arenas:
                 self._move(arena.buffer, path.to(arena.buffer.device), longest)

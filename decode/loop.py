@@ -105,7 +105,7 @@ class Session:
             accepted = self._accept(draft, readout, rows, acceptor, verifier.room(draft))
             lengths, next_roots, written_ids = _to_host(draft, accepted)
             clock.lap("accept")
-            cache.commit(accepted.path, lengths)
+            cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
             frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted), rows)
             clock.lap("compact")
             roots = dict(zip(rows, next_roots, strict=True))
