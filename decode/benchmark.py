@@ -144,10 +144,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm's BF16); False where it does not say."""
+    return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in _cpuinfo("flags", "Features"))
+
+
 def _processor() -> str:
+    names = _cpuinfo("model name")
+    return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
+
+
+def _cpuinfo(*fields: str) -> list[str]:
+    """What Linux says about each core under one of these names."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+            lines = [line.partition(":") for line in file]
     except OSError:
-        names = []
-    return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
+        return []
+    return [value.strip() for name, _, value in lines if name.strip() in fields]

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-GROWTH = 256  # slots that are allocated at a time beyond what was asked for
+GROWTH, GROWTH_AT_MOST = 256, 4096
+"""Slots that are allocated beyond what was asked for: as many again, but never twice the memory of a long text."""
 
 
 class Arena:
@@ -148,7 +149,7 @@ class TreeCache(Cache):
         """Grow all arenas to hold at least `slots` slots a row."""
         if slots <= self.capacity:
             return
-        self.capacity = max(slots + GROWTH, 2 * self.capacity)
+        self.capacity = max(slots + GROWTH, self.capacity + min(self.capacity, GROWTH_AT_MOST))
         for arena in self.arenas:
             arena.grow(self.capacity)
         self._bind()
@@ -177,8 +178,14 @@ class TreeCache(Cache):
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
         self.pending = 0
 
-    def commit(self, path: Tensor, counts: list[int]) -> None:
+    def cut(self, lengths: list[int]) -> None:
+        """Row b keeps its first `lengths[b]` slots: prompts read with their padding lose it again."""
+        self._set(list(lengths))
+
+    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the nodes `path[b, : counts[b]]` of the last forward, in order; path [B, C] may be padded with anything.
+
+        `in_place`: all of them are the first ones, 0 1 2 ..., as in a chain, and stay where they are.
 
         A path's nodes are sorted by depth, so node i of a path stands at slot i or behind: moving front to back in
         one gather and one scatter never reads what it wrote.
@@ -186,7 +193,7 @@ class TreeCache(Cache):
         if not self.pending:
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
-        if longest > 1:  # one node: the root, which lies in its place already
+        if longest > 1 and not in_place:  # one node: the root, which lies in its place already
             path = path[:, :longest].clamp_min(0)
             for arena in self.arenas:
                 self._move(arena.buffer, path.to(arena.buffer.device), longest)

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,11 +28,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.benchmark import machine
+from decode.clock import stopwatch
 from decode.drafters.heads import head_logits
 from decode.dynamic import TOP, DynamicTree, Layout
 from decode.front import medusa_session
-from decode.loop import Step
-from decode.reference import plain_session
 from decode.request import prepare
 from decode.results import medusa_method, plain_method, tau
 from decode.settings import Settings
@@ -42,8 +40,10 @@ from medusa.files import read_json, write_json
 from medusa.heads import MedusaHeads
 from medusa.tree import RankPath, Tree
 
-SIZES = (1, 4, 6, 8, 11, 16, 24, 32, 48, 64)
-"""Trees that are tried, in nodes; 1 is plain decoding. Below 4 a CPU pays for many tokens and gets few."""
+SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
+"""Trees that may be tried, in nodes; 1 is plain decoding."""
+WORTHWHILE = 1.02
+"""What a tree must promise against plain decoding to be chosen: about what timing errs by."""
 FILE = "calibration.json"
 OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # what `auto` lets the backbone write
 ROUNDS_AT_MOST = 8  # of growing and walking; three are usual
@@ -276,12 +276,16 @@ def calibrate(
     texts: Sequence[tuple[list[int], list[int]]],
     settings: Settings,
     batch_size: int = 1,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     rounds: int = 3,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Calibration:
-    """Find the best tree from (prompt, continuation) pairs that the backbone wrote under `settings`."""
+    """Find the best tree from (prompt, continuation) pairs that the backbone wrote under `settings`.
+
+    `sizes`: in nodes; by default those that may pay on this device at this batch size.
+    """
     backbone = Backbone(model)
+    sizes = sizes or sizes_for(backbone.device, batch_size)
     on_progress("recording")
     recording = record(backbone, heads, texts)
     temperatures = recording.temperatures()
@@ -316,9 +320,24 @@ def calibrate(
         )
         for tree, of_step in zip(trees, seconds, strict=True)
     ]
-    chosen = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     about = {"texts": len(texts), "tokens": recording.tokens, "prompt_tokens": sum(len(p) for p, _ in texts)}
-    return Calibration(points, chosen, list(temperatures), situation(model, heads, settings, batch_size), about)
+    return Calibration(points, best_of(points), list(temperatures), situation(model, heads, settings, batch_size), about)
+
+
+def sizes_for(device: torch.device, batch_size: int) -> list[int]:
+    """The sizes worth a try. A CPU computes nodes one by one: small trees for large batches.
+
+    A single row's first further node costs it most (products of matrices instead of a matrix and a vector), so that
+    trees of 2 or 3 nodes never pay there.
+    """
+    most = max(256 // batch_size, 8) if device.type == "cpu" else SIZES[-1]
+    return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
+
+
+def best_of(points: Sequence[Point]) -> int:
+    """Index of the fastest; the first, plain decoding, unless another one is clearly faster."""
+    best = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
+    return best if points[best].tokens_per_second >= WORTHWHILE * points[0].tokens_per_second else 0
 
 
 def measured_tau(
@@ -363,15 +382,10 @@ def _times_of_steps(
 ) -> list[float]:
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     requests = prepare(model, batch, list(range(len(batch))), **kwargs)
-    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
-    if tree.max_depth == 0:
-        iterator: Iterable[Step] = plain_session(model, requests)[1]
-    else:
-        iterator = medusa_session(model, heads, requests, tree, settings.acceptor)[1]
-    times, last = [], perf_counter()
-    for step in iterator:
-        wait()
-        now = perf_counter()
+    clock = stopwatch(model.device)
+    times, last = [], clock()
+    for step in medusa_session(model, heads, requests, tree, settings.acceptor)[1]:
+        now = clock()
         if len(step.ids) == len(batch):  # rows that have ended would make it cheaper
             times.append(now - last)
         last = now

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, thread_time
+
+import torch
 
 STAGES = ("propose", "verify", "accept", "compact", "other")
 
@@ -34,3 +36,21 @@ class StageClock(Clock):
         now = perf_counter()
         self.seconds[stage] += now - self._last
         self._last = now
+
+
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """Seconds that count work done on `device`, for differences.
+
+    On one CPU thread that is the thread's own time: as good as the wall's on an idle machine, far better on a busy one.
+    A GPU is waited for.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return thread_time
+    if device.type != "cuda":
+        return perf_counter
+
+    def waited() -> float:
+        torch.cuda.synchronize()
+        return perf_counter()
+
+    return waited

@@ -21,7 +21,8 @@ from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
 from decode.dynamic import Layout
 from decode.loop import Acceptor, Session, Step
-from decode.request import TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree, with_generators
+from decode.reference import plain_session
+from decode.request import LOSSLESS, TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree, with_generators
 from decode.sampling import Target
 from decode.sequences import Request
 from decode.verify import Verifier
@@ -50,6 +51,8 @@ def medusa_session(
         raise RequestError("output_scores and output_logits cannot be had with acceptance 'typical'; use 'rejection'")
     require_tree_forward(model)
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
+    if resolved.max_depth == 0 and acceptor.rule in LOSSLESS:
+        return plain_session(model, requests, clock)  # the same text, without the price of a tree
     session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
     drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, session.sequences)

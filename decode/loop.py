@@ -17,6 +17,7 @@ from decode.accept import Acceptance, accept_greedy, accept_sampled, accept_typi
 from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
+from decode.prefill import read
 from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
 from decode.verify import Verifier
@@ -66,16 +67,13 @@ class Session:
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
-        """Read the prompts, right-padded: a causal model never looks at what stands behind a token."""
+        """Read the prompts, and decide on the first token of each row."""
         prompts, device = self.sequences.prompts, self.backbone.device
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
-        positions = torch.arange(max(lengths), device=device).expand(len(prompts), -1)
-        last = torch.tensor(lengths, device=device) - 1
-        hidden, logits = self.backbone.forward(ids, self.cache, last=last, position_ids=positions)
-        self.cache.commit_prompt(lengths)
+        hidden, logits = read(self.backbone, self.cache, ids, lengths)
         rows = list(range(len(prompts)))
         return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden, rows)
 
@@ -85,11 +83,12 @@ class Session:
         sequences, cache = self.sequences, self.cache
         # Typical acceptance decides on every root by argmax, so on the first one too.
         frontier = self.prefill(most_probable_first=acceptor.rule == "typical")
+        roots = dict(zip(frontier.rows, frontier.root.tolist(), strict=True))
         clock.start()
         while frontier.rows:
             step = Step()
-            for row, root in zip(frontier.rows, frontier.root.tolist(), strict=True):
-                written = sequences.extend(row, [root])
+            for row in frontier.rows:
+                written = sequences.extend(row, [roots[row]])
                 if written:
                     step.ids[row], step.lengths[row] = written, 1
             frontier = self._unfinished(frontier)
@@ -104,11 +103,12 @@ class Session:
             readout = verifier(draft)
             clock.lap("verify")
             accepted = self._accept(draft, readout, rows, acceptor, verifier.room(draft))
-            written_ids, lengths = _to_host(draft, accepted)
+            lengths, next_roots, written_ids = _to_host(draft, accepted)
             clock.lap("accept")
-            cache.commit(accepted.path, lengths)
+            cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
             frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted), rows)
             clock.lap("compact")
+            roots = dict(zip(rows, next_roots, strict=True))
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):
                 step.ids[row] += sequences.extend(row, ids[1:length])
                 step.lengths[row] = length
@@ -151,11 +151,14 @@ class Session:
         return accept_walk(draft, scores_after, lambda *asked: target.decide(draws, *asked), room)
 
 
-def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[list[int]], list[int]]:
-    """The ids on each accepted path (the padding repeats the root) and its length: the step's one synchronisation."""
+def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[int], list[int], list[list[int]]]:
+    """Of each row the length of the accepted path, the next root and the ids on the path (its padding repeats the root).
+
+    The step's one synchronisation.
+    """
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
-    packed = torch.cat([accepted.length[:, None], ids], dim=1).tolist()
-    return [row[1:] for row in packed], [row[0] for row in packed]
+    packed = torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1).tolist()
+    return [row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed]
 
 
 def _at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:

@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 )
 
 from decode.accept import Draws, typical
+from decode.greatest import argmax
 from decode.sequences import Request, Sequences
 
 # Processors that look at scores alone; all others may depend on the prompt's length or on the row.
@@ -41,7 +42,7 @@ POSITION_FREE = (
 
 def most_probable(logits: Tensor) -> Tensor:
     """logits [..., V] -> token [...]; float64 is compared as float32, as transformers does."""
-    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
+    return argmax(logits.float() if logits.dtype == torch.float64 else logits)
 
 
 class Truncation(NamedTuple):

@@ -57,13 +57,20 @@ class Sequences:
             if self.limits[row] <= 0:
                 self.finish_reason[row] = "length"
         self.lengths = [len(prompt) for prompt in self.prompts]
+        self.in_buffer = list(self.lengths)
+        """How much of each row the buffer holds: it is filled when somebody asks for a prefix, and in most runs nobody
+        does."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
         """The ids of a row [1, T], with the tokens `more` behind them."""
-        length = self.lengths[row]
+        length, held = self.lengths[row], self.in_buffer[row]
+        if held < length:
+            new = self.new_ids[row][held - length :]
+            self.buffer[row, held:length] = torch.tensor(new, device=self.buffer.device)
+            self.in_buffer[row] = length
         if more is not None:
             self.buffer[row, length : length + len(more)] = more
             length += len(more)
@@ -79,8 +86,6 @@ class Sequences:
             self.finish_reason[row] = self._ending(row, kept)
             if self.finish_reason[row] is not None:
                 break
-        start = self.lengths[row]
-        self.buffer[row, start : start + len(kept)] = torch.tensor(kept, device=self.buffer.device)
         self.lengths[row] += len(kept)
         self.new_ids[row] += kept
         return kept

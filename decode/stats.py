@@ -5,6 +5,8 @@ Shapes: V outcomes.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +93,24 @@ def together(parts: list[Comparison]) -> Comparison:
         _p_value(statistic, degrees, impossible),
         impossible,
     )
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Bounds between which the median of what `values` are drawn from lies, whatever their distribution.
+
+    Two of the sorted values, as far inside as a binomial law allows (6 values: the smallest and the greatest).
+
+    Raises:
+        ValueError: too few values for any bound.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, beyond = 0, 0.0  # how many values may be left out at each end, and the chance that the median is there
+    while beyond + math.comb(count, outside) / 2**count <= (1 - confidence) / 2:
+        beyond += math.comb(count, outside) / 2**count
+        outside += 1
+    if not outside:
+        raise ValueError(f"{count} values say nothing about their median with a confidence of {confidence}")
+    return ordered[outside - 1], ordered[-outside]
 
 
 def _p_value(statistic: float, degrees: int, impossible: int) -> float:

@@ -71,7 +71,7 @@ class Topology:
 
     def at(self, table: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
         """table [R, N, ...] of this topology, rows [X] of the B and a node of each [X] -> entries [X, ...]."""
-        return table[0, nodes] if self.is_shared else table[rows, nodes]
+        return table[0].index_select(0, nodes) if self.is_shared else table[rows, nodes]
 
     @cached_property
     def place(self) -> Tensor:

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from decode.attention import grouped
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.prefill import read
 from decode.sequences import Sequences
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout
@@ -129,7 +131,8 @@ class Verifier:
             # matters is that they ask for no position there.
             positions = positions.clamp(max=end - 1)
         masks = self.masks(lengths, draft.topology)
-        return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
+        with grouped(self.backbone.config):
+            return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def room(self, draft: Draft) -> Tensor | None:
         """[B] how deep each row's nodes may be accepted in this step; `None` where nothing limits them."""
@@ -161,6 +164,5 @@ def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
         return
     text = sequences.prefix(0)  # [1, boundary + 1]: the root, whose position turns all of them, is written already
     cache.rewind()
-    positions = torch.arange(text.shape[1], device=text.device)[None]
-    backbone.forward(text, cache, last=positions[:, -1], position_ids=positions)
-    cache.commit_prompt([boundary])  # without the root, which the tree holds
+    read(backbone, cache, text, [text.shape[1]])
+    cache.cut([boundary])  # without the root, which the tree holds

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,12 +87,12 @@ class Backbone:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    @property
+    @cached_property
     def context(self) -> int | None:
         """How many positions the model was made for; `None` where it does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    @property
+    @cached_property
     def rope_boundary(self) -> int | None:
         """Where `longrope` switches all rotations of a forward, by its longest position; `None` for all others.
 
@@ -154,6 +156,10 @@ class Backbone:
         if self.splits:
             hidden = _at(self.base(input_ids=input_ids, **kwargs).last_hidden_state, last)
             return Readout(hidden, self.head(hidden))
+        if last is not None and _keeps_logits(type(self.model)):
+            # Logits of all T positions are never made; those kept are the same for all rows, here at most one a row.
+            kept, last = last.unique(return_inverse=True)
+            kwargs["logits_to_keep"] = kept.cpu()  # an index that every device takes
         out = self._run_whole(input_ids, **kwargs)
         return Readout(_at(out.hidden, last), _at(out.logits, last))
 
@@ -169,6 +175,12 @@ class Backbone:
 
 # What the trial said for each living LM head; nothing is left on the model itself.
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+@lru_cache
+def _keeps_logits(model: type) -> bool:
+    """Whether its forward can be told for which positions to compute logits; those of transformers can."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _at(values: Tensor, last: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
 from decode.dynamic import DynamicTree
+from decode.greatest import top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
@@ -53,8 +54,7 @@ class HeadsDrafter:
         logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
-        # A whole sort is not needed, nor is an order among equals; topk sorts its few results.
-        best = logits.topk(self.top, dim=-1)
+        best = top_k(logits, self.top)
         guesses = best.indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)

@@ -17,6 +17,7 @@ from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.heads import require_sizes
 from decode.dynamic import LEAST, STEEPNESS, TOP, DynamicTree, Layout
+from decode.greatest import top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
@@ -82,7 +83,7 @@ class PathDrafter:
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
             count = self.top[head]
-            guesses = logits.topk(count, dim=-1).indices.flatten(1).to(tokens.device)  # [B, W * R]
+            guesses = top_k(logits, count).indices.flatten(1).to(tokens.device)  # [B, W * R]
             found = guesses[:, level.parent * count + level.rank]
             ids.append(found)
             tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
@@ -108,7 +109,7 @@ class PathDrafter:
         ids, parents, worths, count, size = [root], [above], [worth_above], 1, [1]
         for head in range(tree.max_depth):
             logits, state = self._step(head, state, tokens)
-            best = tree.log_confidences(logits, head).topk(min(TOP, tree.num_nodes - 1), dim=-1)  # [B, W, R]
+            best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
             worth = best.values.to(root.device).clamp_min(LEAST) - STEEPNESS + worth_above[:, :, None]
             keep = worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1)  # [B, M], the best first
             under = keep.indices // best.values.shape[-1]  # [B, M] which of the W expanded nodes

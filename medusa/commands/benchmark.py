@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> None:
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     heads = common.open_heads(args, loaded)
+    common.hint_at_bfloat16(args, loaded)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, Backbone(loaded.model))
     tree = common.choose_tree(args, loaded, heads, settings)

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     heads = common.open_heads(args, loaded)
+    common.hint_at_bfloat16(args, loaded)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, Backbone(loaded.model))
     with Progress(console=common.console(args), disable=args.quiet, transient=True) as progress:

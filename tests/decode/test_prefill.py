@@ -1,0 +1,86 @@
+"""decode/prefill.py: a prompt read in pieces leaves what it leaves read at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode import prefill
+from decode.cache import TreeCache
+from decode.prefill import read
+from decode.reference import plain_session
+from decode.request import prepare
+from medusa.backbone import Backbone, Readout
+from tests.helpers import FAMILIES, plain, random_ids, tiny_model
+
+LENGTHS = {"one row": [45], "even rows": [17, 17], "ragged rows": [9, 31, 2, 18]}
+
+
+def read_in_pieces(
+    model: Any, texts: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[TreeCache, Readout]:
+    monkeypatch.setattr(prefill, "TOKENS", 1)
+    monkeypatch.setattr(prefill, "LEAST", size)
+    lengths = [len(text) for text in texts]
+    ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts])
+    cache = TreeCache(model.config, len(texts), capacity=8)
+    with torch.no_grad():
+        return cache, read(Backbone(model), cache, ids, lengths)
+
+
+@pytest.mark.parametrize("rows", LENGTHS)
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3, longrope"])
+def test_pieces_make_the_whole(family: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and chunks of 4 tokens, pieces of 5, which end in the middle of both, and of 8, which last rows fill."""
+    if "longrope" in family and rows != "one row":
+        pytest.skip("such texts are decoded alone")
+    model = tiny_model(family, dtype=torch.float64)
+    texts = [random_ids(length, seed=row) for row, length in enumerate(LENGTHS[rows])]
+    whole, expected = read_in_pieces(model, texts, 1000, monkeypatch)
+    for size in (5, 8):
+        cache, found = read_in_pieces(model, texts, size, monkeypatch)
+        assert cache.lengths == whole.lengths == LENGTHS[rows]
+        # float64, but for norms and rotary angles that transformers computes in float32; a wrong mask errs by 0.1.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(cache.layers, whole.layers, strict=True):
+            for row, text in enumerate(texts):
+                mine, other = (layer.keys[row, :, : len(text)] for layer in (ours, theirs))
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+                mine, other = (layer.values[row, :, : len(text)] for layer in (ours, theirs))
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_longrope_is_turned_by_the_whole_text() -> None:
+    """The test above has power only if its text passes the boundary, and pieces before it end before it."""
+    boundary = Backbone(tiny_model("phi3, longrope")).rope_boundary
+    assert boundary is not None
+    assert 8 < boundary < LENGTHS["one row"][0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_no_more_than_a_piece_is_held(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No forward of more tokens, no mask but [C, S], no logits but those of each row's last position."""
+    model = tiny_model(family)
+    seen: list[tuple[int, ...]] = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    logits: list[tuple[int, ...]] = []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: logits.append(tuple(out.shape)))
+    Backbone(model)  # tries out, once, how the model makes its logits
+    seen.clear()
+    logits.clear()
+    read_in_pieces(model, [random_ids(23), random_ids(11)], 8, monkeypatch)
+    assert [shape[1] for shape in seen] == [8, 8, 7]
+    assert all(shape[:-1].numel() <= 4 for shape in map(torch.Size, logits)), "two rows, at most two positions"
+
+
+def test_a_prompt_in_pieces_is_continued_as_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "LEAST", 4)
+    monkeypatch.setattr(prefill, "TOKENS", 4)
+    prompts = [random_ids(30), random_ids(7, seed=1)]
+    session, steps = plain_session(llama, prepare(llama, prompts, max_new_tokens=20, do_sample=False))
+    list(steps)
+    assert session.sequences.new_ids == [plain(llama, prompt, max_new_tokens=20) for prompt in prompts]
