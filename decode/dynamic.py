@@ -10,6 +10,7 @@ Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -116,16 +117,18 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
     greater ranks: (r1 + 1) + (r1 + 1)(r2 + 1) + ... of them, itself included. So it has no chance where these are more
     than there are nodes. Beyond MOST_CANDIDATES or rank TOP, the least promising by that measure are left out.
     """
-    for bound in range(num_nodes - 1, 0, -1):
-        paths: list[RankPath] = []
-        level: list[tuple[RankPath, int, int]] = [((), 1, 0)]  # ranks, their product, paths that are no less likely
-        for _ in range(num_heads):
-            level = [
-                ((*path, rank), product * (rank + 1), before + product * (rank + 1))
-                for path, product, before in level
-                for rank in range(min(TOP, (bound - before) // product))
-            ]
-            paths += [path for path, _, _ in level]
-        if len(paths) < MOST_CANDIDATES:
+    paths: list[RankPath] = []
+    # By that measure: it, the path, and for the path without its last rank the measure and the product of (r + 1).
+    open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]
+    while open_paths and len(paths) < MOST_CANDIDATES - 1:
+        measure, path, above, product = heapq.heappop(open_paths)
+        if measure > num_nodes - 1:
             break
+        paths.append(path)
+        *prefix, rank = path
+        if rank + 1 < TOP:
+            heapq.heappush(open_paths, (measure + product, (*prefix, rank + 1), above, product))
+        if len(path) < num_heads:
+            product *= rank + 1
+            heapq.heappush(open_paths, (measure + product, (*path, 0), measure, product))
     return Tree.from_paths(paths)
