@@ -101,7 +101,9 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[tuple[Sequenc
     recording = Recording([])
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
-        hidden = backbone.hidden_states(ids[:, :-1], use_cache=False)[0, len(prompt) - 1 :]  # before each new token
+        states = backbone.hidden_states(ids[:, :-1], use_cache=False).to(next(heads.parameters()))
+        positions = torch.arange(states.shape[1], device=states.device)[None]
+        hidden = heads.read(states, positions)[0, len(prompt) - 1 :]  # before each new token
         _record(recording, heads, backbone, hidden, list(new))
     return recording
 

@@ -7,8 +7,8 @@ Tensors carry the published names, one set per head h and residual block l of L,
     {h}.{L}.weight [V, H]                                        own LM head; absent where it is the backbone's
 
 so square heads are files that others load as they are. The number of heads, blocks and the sizes are read off the
-tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa`, which no server
-knows, keep the names of their modules.
+tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa` and heads with prefix
+attention, which no server knows, keep the names of their modules.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape; all named with `source`.
     """
-    if published.get("kind", "medusa") != "medusa":
+    if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers"):
         return _from_own_names(tensors, published, source)
     config = _config_of(tensors, published, source)
     wanted = _published_shapes(config)
@@ -248,7 +248,7 @@ def _published_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
 def to_published(heads: MedusaHeads) -> Tensors:
     """The stacked weights as one tensor per head, under the published names and in torch's [out, in] layout."""
     config, out = heads.config, {}
-    if config.kind != "medusa":
+    if not config.is_published:
         return heads.state_dict()
     for head in range(config.num_heads):
         for layer, block in enumerate(heads.blocks):

@@ -18,7 +18,7 @@ PUBLISHED_KEYS = {
     "num_layers": "medusa_num_layers",
     "base_model_name_or_path": "base_model_name_or_path",
 }
-OUR_KEYS = ("kind", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "backbone", "tree")
+OUR_KEYS = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "backbone", "tree")
 
 
 @dataclass
@@ -36,6 +36,8 @@ class MedusaConfig:
     num_heads: int = 4
     num_layers: int = 1
     kind: str = "medusa"
+    prefix_layers: int = 0
+    """Decoder layers of the heads' own, between the backbone and the heads (`medusa.prefix`)."""
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"
@@ -55,6 +57,9 @@ class MedusaConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least 1")
+        layers = self.prefix_layers
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+            raise RequestError(f"heads.prefix_layers is {layers!r}; it must be 0 (none) or more")
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
 
@@ -73,7 +78,12 @@ class MedusaConfig:
     @property
     def servable(self) -> bool:
         """Whether a published format can hold these heads: they all know square blocks only."""
-        return self.kind == "medusa" and self.block == "square"
+        return self.is_published and self.block == "square"
+
+    @property
+    def is_published(self) -> bool:
+        """Whether a published format has names for these tensors (for MLP blocks, names of ours beside them)."""
+        return self.kind == "medusa" and not self.prefix_layers
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form. `version` is that of the file format: "2" where the LM head is the backbone's (TGI, LoRAX)."""

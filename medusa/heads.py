@@ -22,6 +22,8 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from medusa.prefix import Prefix
+
 LMHead = Callable[[Tensor], Tensor]
 
 
@@ -70,6 +72,11 @@ class MedusaHeads(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
+        self.prefix: Prefix | None = None
+        if config.prefix_layers:
+            from medusa.prefix import Prefix  # with transformers, which independent heads do without
+
+            self.prefix = Prefix(config.hidden_size, config.prefix_layers)
         self.make_blocks()
         self.lm_heads: nn.Parameter | None = None
         if config.lm_head == "own":
@@ -90,6 +97,19 @@ class MedusaHeads(nn.Module):
         if self.lm_heads is not None:
             with torch.no_grad():
                 self.lm_heads.copy_(lm_head_weight_VH.T)
+
+    def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """The backbone's hidden states [B, T, H] of whole texts -> what the heads read of them [B, T, H].
+
+        The same, unless there is prefix attention; that never looks into another document (`document_ids` [B, T]).
+        """
+        if self.prefix is None:
+            return hidden
+        length = hidden.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()[None]
+        if document_ids is not None:
+            seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
+        return self.prefix(hidden, position_ids, seen[:, None])
 
     def features(self, hidden: Tensor, num_heads: int | None = None, following: Tensor | None = None) -> Tensor:
         """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first k = `num_heads` heads (all).

@@ -26,7 +26,9 @@ class HeadsConfig:
     num: int = 4
     """How many heads: 3 to 5; a step can give at most one token more than there are heads."""
     kind: str = "medusa"
-    """Independent heads."""
+    """medusa (independent), cascade, hydra or recurrent (docs/heads.md)."""
+    prefix_layers: int = 0
+    """Decoder layers of the heads' own over the hidden states (prefix attention); 1 is usual, 0 none."""
     block: str | None = None
     """square (the paper's; the only one that servers load) or mlp."""
     layers: int | None = None
@@ -226,6 +228,8 @@ def _check_heads(heads: HeadsConfig) -> None:
         value = getattr(heads, name)
         if value is not None and value < 1:
             raise RequestError(f"heads.{name} is {value}; at least 1 is needed")
+    if heads.prefix_layers < 0:
+        raise RequestError(f"heads.prefix_layers is {heads.prefix_layers}; it must be 0 (none) or more")
     if heads.expansion is not None and not heads.expansion > 0:
         raise RequestError(f"heads.expansion is {heads.expansion}; it must be above 0")
 

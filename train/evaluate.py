@@ -105,7 +105,8 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
     """ids [1, T] -> rank of the token that came among each head's guesses [K, M]; `max(TOPS)`: not among them."""
-    hidden = backbone.hidden_states(ids, use_cache=False)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    hidden = heads.read(backbone.hidden_states(ids, use_cache=False).to(next(heads.parameters()).dtype), positions)
     same = torch.zeros_like(ids)
     labels = head_labels(ids, torch.ones_like(ids), same, heads.config.num_heads)[:, 0]  # [K, T]
     start = max(prompt_tokens - 1, 0)

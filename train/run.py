@@ -296,6 +296,7 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
             vocab_size=backbone.vocab_size,
             num_heads=asked.num,
             kind=asked.kind,
+            prefix_layers=asked.prefix_layers,
             base_model_name_or_path=name,
             backbone=fingerprint(model, name, revision),
             **chosen,
@@ -311,6 +312,7 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
     held = heads.config
     wanted = {
         "hidden_size": backbone.hidden_size,
+        "prefix_layers": asked.prefix_layers or None,
         "kind": None if asked.kind == HeadsConfig.kind else asked.kind,
         "block": asked.block,
         "num_layers": asked.layers,

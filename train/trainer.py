@@ -223,7 +223,8 @@ class HeadsOnBackbone(nn.Module):
             ids = following_ids(input_ids, self.heads.config.num_heads).flatten(0, 1)[taught]
             with torch.no_grad():
                 following = backbone.embed(ids).to(dtype)
-        return Taught(hidden[taught].to(dtype), labels[:, taught], teacher, following)
+        read = self.heads.read(hidden.view(*input_ids.shape, -1).to(dtype), position_ids, document_ids)
+        return Taught(read.flatten(0, 1)[taught], labels[:, taught], teacher, following)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The backbone's hidden states [B, T, H], in its own dtype whatever `bf16` says: decoding shows no others."""

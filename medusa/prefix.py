@@ -1,0 +1,62 @@
+"""Prefix attention: decoder layers of the heads' own over the backbone's last hidden states (Hydra++, arXiv 2402.05109).
+
+A hidden state was made to guess one token; with a look back at all states before it, more can be said about those behind.
+The layers are transformers' Llama layers, the identity at the start; they keep a KV cache of their own in decoding, which
+grows by the accepted tokens only.
+
+Shapes: B rows, T tokens, S slots of the cache, H hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+HEAD_SIZE = 64
+EXPANSION = 4
+BASE = 10_000.0  # of the rotations
+
+
+class Prefix(nn.Module):
+    """hidden [B, T, H] -> hidden [B, T, H], every position having seen those before it."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        count = max(hidden_size // HEAD_SIZE, 1)
+        while hidden_size % (2 * count):  # heads of one even size
+            count -= 1
+        self.config = LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=EXPANSION * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=count,
+            num_key_value_heads=count,
+            attn_implementation="sdpa",
+        )
+        self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(num_layers))
+        for layer in self.layers:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)  # type: ignore[union-attr,arg-type]
+            nn.init.zeros_(layer.mlp.down_proj.weight)  # type: ignore[union-attr,arg-type]
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
+        """
+        Args:
+            position_ids: [B, T].
+            mask: [B, 1, T, S] or broadcast to it: True, or 0, where a token may look.
+            cache: of S - T tokens, to which these are appended; without one S is T.
+        """
+        turns = rotations(position_ids, self.config.head_dim, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=turns, past_key_values=cache)
+        return hidden
+
+
+def rotations(position_ids: Tensor, head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [B, T] -> cosines and sines [B, T, D] (Su et al. 2021), the halves alike as Llama takes them."""
+    powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
+    angles = position_ids[..., None].float() * BASE**-powers
+    both = torch.cat([angles, angles], dim=-1)
+    return both.cos().to(dtype), both.sin().to(dtype)
