@@ -34,8 +34,9 @@ def medusa_session(
     tree: TreeLike,
     acceptor: Acceptor,
     clock: Clock | None = None,
+    keep_hidden: bool = False,
 ) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes with heads, and its steps.
+    """A session that decodes with heads, and its steps; with `keep_hidden` it keeps what the backbone's LM head read.
 
     Raises:
         RequestError: heads of another shape, a tree that they cannot fill, or scores asked of a lossy rule."""
@@ -46,7 +47,7 @@ def medusa_session(
         raise RequestError("output_scores and output_logits cannot be had with acceptance 'typical'; use 'rejection'")
     require_tree_forward(model)
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
-    session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
+    session = Session(model, requests, resolved.num_nodes, acceptor.truncation, keep_hidden)
     drafter = HeadsDrafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())

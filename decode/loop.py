@@ -20,7 +20,7 @@ from decode.draft import Draft, Drafter, Frontier
 from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
 from decode.verify import Verifier
-from medusa.backbone import Backbone, Readout
+from medusa.backbone import Backbone, Readout, at
 
 
 @dataclass
@@ -56,14 +56,18 @@ class Session:
         requests: Sequence[Request],
         slack: int = 0,
         truncation: Truncation | None = None,
+        keep_hidden: bool = False,
     ) -> None:
-        """`slack`: nodes of a tree, for which cache and prefixes keep room; `truncation`: of the target, if any."""
+        """`slack`: nodes of a tree, for which cache and prefixes keep room; `truncation`: of the target, if any;
+        `keep_hidden`: keep the hidden states that are read, too."""
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
         self.sequences = Sequences(requests, self.backbone.context, self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         ahead = min(max(request.max_new_tokens for request in requests), 1024)  # more is added as the text grows
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
+        self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
+        """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
         """Read the prompts, right-padded: a causal model never looks at what stands behind a token."""
@@ -74,10 +78,21 @@ class Session:
             ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
         positions = torch.arange(max(lengths), device=device).expand(len(prompts), -1)
         last = torch.tensor(lengths, device=device) - 1
-        hidden, logits = self.backbone.forward(ids, self.cache, last=last, position_ids=positions)
-        self.cache.commit_prompt(lengths)
+        keep = self.kept_hidden is not None
+        hidden, logits = self.backbone.forward(ids, self.cache, last=last, all_hidden=keep, position_ids=positions)
         rows = list(range(len(prompts)))
+        if keep:
+            self.keep(hidden, positions, lengths, rows)
+            hidden = at(hidden, last)
+        self.cache.commit_prompt(lengths)
         return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden, rows)
+
+    def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """hidden [B, N, H] of a forward: keep those on the first `lengths` nodes of each path [B, D], if asked to."""
+        if self.kept_hidden is None:
+            return
+        for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
+            self.kept_hidden[row].append(states[nodes[:length]])
 
     @torch.inference_mode()
     def run(self, drafter: Drafter, verifier: Verifier, acceptor: Acceptor, clock: Clock) -> Iterator[Step]:
@@ -107,6 +122,7 @@ class Session:
             written_ids, lengths = _to_host(draft, accepted)
             clock.lap("accept")
             cache.commit(accepted.path, lengths)
+            self.keep(readout.hidden, accepted.path, lengths, rows)
             frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted), rows)
             clock.lap("compact")
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):

@@ -141,17 +141,21 @@ class Backbone:
             return self.base(input_ids=input_ids, **kwargs).last_hidden_state
         return self._run_whole(input_ids, **kwargs).hidden
 
-    def forward(self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, **kwargs: Any) -> Readout:
+    def forward(
+        self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: Any
+    ) -> Readout:
         """input_ids [B, T] on top of `cache` -> hidden [B, T, H] and logits [B, T, V].
 
-        With `last` [B] only the position `last[b]` of row b is read: hidden [B, H], logits [B, V].
+        With `last` [B] only the position `last[b]` of row b is read: hidden [B, H], logits [B, V]; with `all_hidden`
+        that goes for the logits alone.
         """
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
-            hidden = _at(self.base(input_ids=input_ids, **kwargs).last_hidden_state, last)
-            return Readout(hidden, self.head(hidden))
+            hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
+            read = at(hidden, last)
+            return Readout(hidden if all_hidden else read, self.head(read))
         out = self._run_whole(input_ids, **kwargs)
-        return Readout(_at(out.hidden, last), _at(out.logits, last))
+        return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
     def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
         seen: list[Tensor] = []
@@ -167,7 +171,8 @@ class Backbone:
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def _at(values: Tensor, last: Tensor | None) -> Tensor:
+def at(values: Tensor, last: Tensor | None) -> Tensor:
+    """values [B, T, ...] -> those at position `last[b]` of row b [B, ...]; all of them without `last`."""
     if last is None:
         return values
     return values[torch.arange(values.shape[0], device=values.device), last.to(values.device)]
