@@ -323,7 +323,9 @@ def calibrate(
         for tree, of_step in zip(trees, seconds, strict=True)
     ]
     about = {"texts": len(texts), "tokens": recording.tokens, "prompt_tokens": sum(len(p) for p, _ in texts)}
-    return Calibration(points, best_of(points), list(temperatures), situation(model, heads, settings, batch_size), about)
+    return Calibration(
+        points, best_of(points), list(temperatures), situation(model, heads, settings, batch_size), about
+    )
 
 
 def sizes_for(device: torch.device, batch_size: int) -> list[int]:

@@ -257,7 +257,7 @@ class Experiment:
         require_room([prompt], backbone)
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
         self.tree = tree.clip(2) if tree.max_depth > 2 else tree  # what is deeper decides on later tokens
-        self.session = Session(model, requests, slack=max(tree.num_nodes, STAR))
+        self.session = Session(model, requests, slack=max(tree.num_nodes, STAR), heads=heads)
         self.heads, self.drafter = heads, heads_drafter(heads, backbone, self.tree)
         self.frontier = self.session.prefill(most_probable_first=True)
         self.root = int(self.frontier.root)

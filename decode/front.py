@@ -39,8 +39,9 @@ def medusa_session(
     tree: TreeLike,
     acceptor: Acceptor,
     clock: Clock | None = None,
+    keep_hidden: bool = False,
 ) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes with heads, and its steps.
+    """A session that decodes with heads, and its steps; with `keep_hidden` it keeps what the backbone's LM head read.
 
     Raises:
         RequestError: heads of another shape, a tree that they cannot fill, or scores asked of a lossy rule."""
@@ -52,8 +53,8 @@ def medusa_session(
     require_tree_forward(model)
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
     if resolved.max_depth == 0 and acceptor.rule in LOSSLESS:
-        return plain_session(model, requests, clock)  # the same text, without the price of a tree
-    session = Session(model, requests, slack=resolved.num_nodes, truncation=acceptor.truncation)
+        return plain_session(model, requests, clock, keep_hidden)  # the same text, without the price of a tree
+    session = Session(model, requests, resolved.num_nodes, acceptor.truncation, keep_hidden, heads)
     drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())

@@ -18,10 +18,12 @@ from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
 from decode.prefill import read
+from decode.reader import PrefixReader
 from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
 from decode.verify import Verifier
 from medusa.backbone import Backbone, Readout
+from medusa.heads import MedusaHeads
 
 
 @dataclass
@@ -57,14 +59,27 @@ class Session:
         requests: Sequence[Request],
         slack: int = 0,
         truncation: Truncation | None = None,
+        keep_hidden: bool = False,
+        heads: MedusaHeads | None = None,
     ) -> None:
-        """`slack`: nodes of a tree, for which cache and prefixes keep room; `truncation`: of the target, if any."""
+        """
+        Args:
+            slack: nodes of a tree, for which cache and prefixes keep room.
+            truncation: of the target, if any.
+            keep_hidden: keep the hidden states that are read, too.
+            heads: those that draft, if their layers are to read along (prefix attention).
+        """
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
         self.sequences = Sequences(requests, self.backbone.context, self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         ahead = min(max(request.max_new_tokens for request in requests), 1024)  # more is added as the text grows
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
+        self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
+        """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
+        self.reader: PrefixReader | None = None
+        if heads is not None and heads.prefix is not None:
+            self.reader = PrefixReader(heads, len(requests), self.cache.capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
         """Read the prompts, and decide on the first token of each row."""
@@ -73,9 +88,26 @@ class Session:
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
-        hidden, logits = read(self.backbone, self.cache, ids, lengths)
+        watch = self._watch if self.reader is not None or self.kept_hidden is not None else None
+        hidden, logits = read(self.backbone, self.cache, ids, lengths, watch)
+        if self.reader is not None:
+            self.reader.cache.cut(lengths)
         rows = list(range(len(prompts)))
         return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden, rows)
+
+    def _watch(self, hidden: Tensor, start: int) -> Tensor:
+        """hidden [B, T, H] of the prompts' tokens from `start` on -> what the heads read of them."""
+        if self.kept_hidden is not None:
+            for row, prompt in enumerate(self.sequences.prompts):
+                self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
+        return hidden if self.reader is None else self.reader.piece(hidden)
+
+    def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """hidden [B, N, H] of a forward: keep those on the first `lengths` nodes of each path [B, D], if asked to."""
+        if self.kept_hidden is None:
+            return
+        for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
+            self.kept_hidden[row].append(states[nodes[:length]])
 
     @torch.inference_mode()
     def run(self, drafter: Drafter, verifier: Verifier, acceptor: Acceptor, clock: Clock) -> Iterator[Step]:
@@ -106,7 +138,8 @@ class Session:
             lengths, next_roots, written_ids = _to_host(draft, accepted)
             clock.lap("accept")
             cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
-            frontier = Frontier(accepted.next_root, _at_end(readout.hidden, accepted), rows)
+            self.keep(readout.hidden, accepted.path, lengths, rows)
+            frontier = Frontier(accepted.next_root, self._heads_read(readout.hidden, accepted, lengths), rows)
             clock.lap("compact")
             roots = dict(zip(rows, next_roots, strict=True))
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):
@@ -117,12 +150,21 @@ class Session:
             yield step
             clock.start()
 
+    def _heads_read(self, hidden: Tensor, accepted: Acceptance, lengths: list[int]) -> Tensor:
+        """hidden [B, N, H] of a step -> [B, H] what the heads start the next one from: where the path ended."""
+        if self.reader is None:
+            return _at_end(hidden, accepted)
+        path = accepted.path[:, : max(lengths), None].clamp_min(0).to(hidden.device)
+        return self.reader.path(hidden.gather(1, path.expand(-1, -1, hidden.shape[-1])), lengths)
+
     def _unfinished(self, frontier: Frontier) -> Frontier:
         """Drop the rows that have ended from the batch, so that no forward is spent on them."""
         root, hidden, rows = frontier
         left = [index for index, row in enumerate(rows) if self.sequences.finish_reason[row] is None]
         if left and len(left) < len(rows):
             self.cache.select(left)
+            if self.reader is not None:
+                self.reader.cache.select(left)
             index = torch.tensor(left, device=root.device)
             root, hidden = root[index], hidden[index.to(hidden.device)]
         return Frontier(root, hidden, [rows[index] for index in left])

@@ -6,24 +6,34 @@ is applied at one position a row. The first piece needs no mask at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from decode.attention import grouped
 from decode.cache import TreeCache
-from medusa.backbone import Backbone, Readout
+from medusa.backbone import Backbone, Readout, at
 
 TOKENS, LEAST = 1024, 256
 """Tokens of a piece in all rows together, and at least in each. More gain nothing: products of 1024 rows are as fast as
 any, and the masks of pieces cost less than a tenth (8192 tokens, 6 layers of 288, float32)."""
 
 
-def read(backbone: Backbone, cache: TreeCache, ids: Tensor, lengths: list[int]) -> Readout:
+def read(
+    backbone: Backbone,
+    cache: TreeCache,
+    ids: Tensor,
+    lengths: list[int],
+    watch: Callable[[Tensor, int], Tensor] | None = None,
+) -> Readout:
     """Fill the empty `cache` with prompts, right-padded; a causal model never looks at what stands behind a token.
 
     Args:
         ids: [B, T] prompts.
         lengths: of each row, without its padding.
+        watch: is given the hidden states [B, C, H] of every piece and where it starts, and gives back what is to be
+            taken for them.
 
     Returns:
         The last hidden state of each row [B, H] and its logits [B, V].
@@ -40,9 +50,13 @@ def read(backbone: Backbone, cache: TreeCache, ids: Tensor, lengths: list[int]) 
             # says so; standing behind the others it is seen by none, and its slot is written over.
             piece = torch.cat([piece, piece[:, -1:]], dim=1)
             positions = torch.cat([positions, positions.new_tensor([longest - 1])])
-        at = (last - start).clamp(0, end - start - 1)
+        final = (last - start).clamp(0, end - start - 1)
         with grouped(backbone.config):
-            here = backbone.forward(piece, cache, last=at, position_ids=positions.expand(count, -1))
+            here = backbone.forward(
+                piece, cache, last=final, all_hidden=watch is not None, position_ids=positions.expand(count, -1)
+            )
+        if watch is not None:
+            here = here._replace(hidden=at(watch(here.hidden[:, : end - start], start), final))
         cache.commit_prompt([end - start] * count)
         if found is None:
             found = here
@@ -52,4 +66,3 @@ def read(backbone: Backbone, cache: TreeCache, ids: Tensor, lengths: list[int]) 
     assert found is not None, "an empty prompt is refused before"
     cache.cut(lengths)
     return found
-

@@ -17,15 +17,15 @@ from decode.loop import Session, Step
 from decode.sequences import Request
 from decode.topology import Topology
 from decode.verify import TreeMasks, reread
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, Readout
 from medusa.tree import Tree
 
 
 def plain_session(
-    model: PreTrainedModel, requests: Sequence[Request], clock: Clock | None = None
+    model: PreTrainedModel, requests: Sequence[Request], clock: Clock | None = None, keep_hidden: bool = False
 ) -> tuple[Session, Iterator[Step]]:
     """A session that decodes without heads, and its steps."""
-    session = Session(model, requests)
+    session = Session(model, requests, keep_hidden=keep_hidden)
     return session, _run(session, clock or Clock())
 
 
@@ -53,21 +53,21 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
             clock.lap("other")
             readout = _forward(backbone, session, tokens[:, None], masks, alone)
             clock.lap("verify")
-            tokens = session.target.next(rows, sequences, readout).to(backbone.device)
+            tokens = session.target.next(rows, sequences, readout.logits[:, -1]).to(backbone.device)
             clock.lap("accept")
             cache.commit(root_only[: len(rows)], [1] * len(rows))
+            session.keep(readout.hidden, root_only[: len(rows)], [1] * len(rows), rows)
             clock.lap("compact")
         if step.ids:
             yield step
         clock.start()
 
 
-def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks, alone: Topology) -> Tensor:
-    """ids [B, 1] -> logits [B, V]."""
+def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks, alone: Topology) -> Readout:
+    """ids [B, 1] -> hidden [B, 1, H] and logits [B, 1, V]."""
     reread(backbone, session.cache, session.sequences)
     lengths = session.cache.lengths
     positions = torch.tensor(lengths, device=ids.device)[:, None]
     # One row needs no mask: everything in the cache is before it. Rows of different length do.
     mask = None if session.cache.is_even else masks(lengths, alone)
-    readout = backbone.forward(ids, session.cache, position_ids=positions, attention_mask=mask)
-    return readout.logits[:, -1]
+    return backbone.forward(ids, session.cache, position_ids=positions, attention_mask=mask)

@@ -52,6 +52,8 @@ class Result:
     finish_reason: str = "length"
     seconds: float = 0.0
     """From the prompt to the last token; of the whole batch where there is one."""
+    hidden: torch.Tensor | None = None
+    """[T, H] hidden states of prompt and new ids, where they were asked for; the last tokens may not have been read."""
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> dict[str, Any]:
         return {
@@ -92,7 +94,11 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[
 
 
 def plain_method(
-    model: PreTrainedModel, settings: Settings, tokenizer: Any = None, clock: Clock | None = None
+    model: PreTrainedModel,
+    settings: Settings,
+    tokenizer: Any = None,
+    clock: Clock | None = None,
+    keep_hidden: bool = False,
 ) -> Method:
     """Our own autoregressive loop."""
 
@@ -101,7 +107,7 @@ def plain_method(
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        return _collect(plain_session(model, requests, clock), start, on_step)
+        return _collect(plain_session(model, requests, clock, keep_hidden), start, on_step)
 
     return decode
 
@@ -113,6 +119,7 @@ def medusa_method(
     tokenizer: Any = None,
     tree: TreeLike = None,
     clock: Clock | None = None,
+    keep_hidden: bool = False,
 ) -> Method:
     """Heads and a tree."""
     resolved = resolve_tree(tree, heads)
@@ -122,7 +129,8 @@ def medusa_method(
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        return _collect(medusa_session(model, heads, requests, resolved, settings.acceptor, clock), start, on_step)
+        session = medusa_session(model, heads, requests, resolved, settings.acceptor, clock, keep_hidden)
+        return _collect(session, start, on_step)
 
     return decode
 
@@ -141,6 +149,9 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
         result.new_ids = session.sequences.new_ids[row]
         result.finish_reason = session.sequences.finish_reason[row] or "length"
         result.seconds = seconds
+        if session.kept_hidden is not None:
+            length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess
+            result.hidden = torch.cat(session.kept_hidden[row])[:length]
     return results
 
 

@@ -147,21 +147,25 @@ class Backbone:
             return self.base(input_ids=input_ids, **kwargs).last_hidden_state
         return self._run_whole(input_ids, **kwargs).hidden
 
-    def forward(self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, **kwargs: Any) -> Readout:
+    def forward(
+        self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: Any
+    ) -> Readout:
         """input_ids [B, T] on top of `cache` -> hidden [B, T, H] and logits [B, T, V].
 
-        With `last` [B] only the position `last[b]` of row b is read: hidden [B, H], logits [B, V].
+        With `last` [B] only the position `last[b]` of row b is read: hidden [B, H], logits [B, V]; with `all_hidden`
+        that goes for the logits alone.
         """
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
-            hidden = _at(self.base(input_ids=input_ids, **kwargs).last_hidden_state, last)
-            return Readout(hidden, self.head(hidden))
-        if last is not None and _keeps_logits(type(self.model)):
+            hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
+            read = at(hidden, last)
+            return Readout(hidden if all_hidden else read, self.head(read))
+        if last is not None and not all_hidden and _keeps_logits(type(self.model)):
             # Logits of all T positions are never made; those kept are the same for all rows, here at most one a row.
             kept, last = last.unique(return_inverse=True)
             kwargs["logits_to_keep"] = kept.cpu()  # an index that every device takes
         out = self._run_whole(input_ids, **kwargs)
-        return Readout(_at(out.hidden, last), _at(out.logits, last))
+        return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
     def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
         seen: list[Tensor] = []
@@ -183,7 +187,8 @@ def _keeps_logits(model: type) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _at(values: Tensor, last: Tensor | None) -> Tensor:
+def at(values: Tensor, last: Tensor | None) -> Tensor:
+    """values [B, T, ...] -> those at position `last[b]` of row b [B, ...]; all of them without `last`."""
     if last is None:
         return values
     return values[torch.arange(values.shape[0], device=values.device), last.to(values.device)]

@@ -1,8 +1,8 @@
-"""Prefix attention: decoder layers of the heads' own over the backbone's last hidden states (Hydra++, arXiv 2402.05109).
+"""Prefix attention: decoder layers of the heads' own over the backbone's hidden states (Hydra++, arXiv 2402.05109).
 
-A hidden state was made to guess one token; with a look back at all states before it, more can be said about those behind.
-The layers are transformers' Llama layers, the identity at the start; they keep a KV cache of their own in decoding, which
-grows by the accepted tokens only.
+A hidden state was made to guess one token; with a look back at all states before it, more can be said about those
+behind. The layers are transformers' Llama layers, the identity at the start; they keep a KV cache of their own in
+decoding, which grows by the accepted tokens only.
 
 Shapes: B rows, T tokens, S slots of the cache, H hidden size, D head size.
 """
@@ -34,8 +34,9 @@ class Prefix(nn.Module):
             num_hidden_layers=num_layers,
             num_attention_heads=count,
             num_key_value_heads=count,
-            attn_implementation="sdpa",
         )
+        self.config._attn_implementation = "sdpa"
+        self.head_size = hidden_size // count
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(num_layers))
         for layer in self.layers:
             nn.init.zeros_(layer.self_attn.o_proj.weight)  # type: ignore[union-attr,arg-type]
@@ -48,7 +49,7 @@ class Prefix(nn.Module):
             mask: [B, 1, T, S] or broadcast to it: True, or 0, where a token may look.
             cache: of S - T tokens, to which these are appended; without one S is T.
         """
-        turns = rotations(position_ids, self.config.head_dim, hidden.dtype)
+        turns = rotations(position_ids, self.head_size, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=turns, past_key_values=cache)
         return hidden

@@ -148,9 +148,7 @@ def counting_llama(layers: int, hidden: int) -> LlamaForCausalLM:
 
 
 def random_heads(model: LlamaForCausalLM, lm_head: str) -> MedusaHeads:
-    config = MedusaConfig(
-        hidden_size=model.config.hidden_size, vocab_size=VOCAB, num_heads=NUM_HEADS, lm_head=lm_head
-    )
+    config = MedusaConfig(hidden_size=model.config.hidden_size, vocab_size=VOCAB, num_heads=NUM_HEADS, lm_head=lm_head)
     heads = MedusaHeads(config)
     for parameter in heads.parameters():
         nn.init.normal_(parameter, std=0.02)

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from medusa.__main__ import main
-from tests.helpers import random_heads, tiny_model
+from medusa.backbone import fingerprint
+from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.test_cli import Place, build
 from tests.train.templates import GEMMA
+from train.features import Recorder
 
 Argv = list[str]
 
@@ -212,6 +214,27 @@ def test_a_prompt_longer_than_the_context(refused: Any, place: Place) -> None:
 def test_ids_beyond_the_vocabulary(refused: Any, place: Place, tmp_path: Path) -> None:
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 61]}', encoding="utf-8")
     assert "61" in refused(*generate(place, "--prompts", tmp_path / "ids.jsonl", **{"--prompt": None}))
+
+
+def test_recordings_where_they_do_not_belong(
+    refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    assert "holds something else" in refused(*generate(place, "--record", str(tmp_path / "thesis")))
+    assert "holds something else" in refused(*generate(place, "--record", str(tmp_path / "thesis" / "chapter1.txt")))
+    other = fingerprint(tiny_model("llama", seed=99), "other")
+    recorder = Recorder(tmp_path / "theirs", other, HIDDEN, torch.float32)
+    recorder.add([1, 2], torch.zeros(2, HIDDEN))
+    recorder.flush()
+    said = refused(*generate(place, "--record", str(tmp_path / "theirs")))
+    assert "theirs holds features of another backbone or dtype" in said
+    assert "give another folder" in said
+    monkeypatch.setattr("train.features.free_bytes", lambda path: 1000)
+    said = refused(*generate(place, "--record", str(tmp_path / "new")))
+    assert "where 1 kB are free" in said
+    assert "fewer new tokens" in said
+    assert not (tmp_path / "new").exists()
 
 
 def test_text_for_a_backbone_without_tokenizer(refused: Any, place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,9 +20,12 @@ from decode import calibrate
 from decode.clock import STAGES
 from decode.results import Result, medusa_method
 from medusa.__main__ import COMMANDS, main
+from medusa.backbone import Backbone, load_backbone
 from medusa.checkpoint import load_heads
+from medusa.commands import common
 from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
+from train.features import shards
 
 PROMPTS = ["abc", "hgfedcba", "d"]
 NEW = 12
@@ -212,6 +217,99 @@ def test_the_seed_decides_what_is_sampled(generate: Any) -> None:
 
     assert sampled(1) == sampled(1)
     assert sampled(1) != sampled(2)
+
+
+# --- generate --record -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(place: Place, generate: Any, tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """`medusa generate --record`; gives its results, and the newest shard of what it left."""
+
+    def run(*argv: str, **kwargs: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        results = generate("--record", tmp_path / "used", *argv, **kwargs)["results"]
+        return results, load_file(shards(tmp_path / "used")[-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "heads"),
+    [((), True), (("--batch-size", "3"), True), (("--plain",), False), (("--temperature", "0.7"), True)],
+    ids=["greedy", "a batch", "plain", "sampled"],
+)
+def test_use_leaves_texts_with_the_hidden_states_of_a_fresh_forward(
+    used: Any, place: Place, argv: tuple[str, ...], heads: bool
+) -> None:
+    results, shard = used(*argv, heads=heads)
+    texts = [result["input_ids"] + result["new_ids"] for result in results]
+    assert shard["input_ids"].tolist() == [token for text in texts for token in text]
+    assert shard["document_ids"].tolist() == [number for number, text in enumerate(texts) for _ in text]
+    lengths = [(len(result["input_ids"]), len(text)) for result, text in zip(results, texts, strict=True)]
+    taught = [position >= prompt for prompt, length in lengths for position in range(length)]
+    assert shard["loss_mask"].tolist() == taught
+    backbone = Backbone(load_backbone(place.backbone).model)
+    for text, kept in zip(texts, shard["hidden"].split([len(text) for text in texts]), strict=True):
+        fresh = backbone.hidden_states(torch.tensor([text]), use_cache=False)[0]
+        # The last token may not have been read. The tolerance is rounding, as in tests/decode/test_results.py.
+        torch.testing.assert_close(kept[:-1], fresh[:-1], atol=1e-5, rtol=1e-5)
+
+
+def test_heads_go_on_from_what_use_left(
+    used: Any, medusa: Any, recipe: Callable[..., Path], place: Place, tmp_path: Path
+) -> None:
+    used()
+    used("--temperature", "1")
+    assert len(shards(tmp_path / "used")) == 2, "a second sitting adds to the first"
+    go_on = recipe(data={"path": str(tmp_path / "used"), "sequence_length": 16}, heads={"num": 3, "start": place.heads})
+    done = medusa("train", go_on, "training.learning_rate=1e-4")
+    assert done.status == 0, done.err
+    assert "data: 6 documents" in done.err
+    before, after = load_heads(place.heads), load_heads(tmp_path / "trained")
+    assert after.config.num_heads == 3
+    for old, new in zip(before.parameters(), after.parameters(), strict=True):
+        assert 0 < (old - new).abs().max() < 1e-3, "three small steps from where the given ones are"
+
+
+def test_a_recording_says_what_it_keeps_and_quiet_does_not(medusa: Any, place: Place, tmp_path: Path) -> None:
+    words = ("generate", "--backbone", place.bare, "--plain", "--prompts", tmp_path / "ids.jsonl", *GENERATION)
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n', encoding="utf-8")
+    done = medusa(*words, "--record", tmp_path / "used")
+    size = (3 + NEW) * (4 * 32 + 9)
+    assert f"recorded in {tmp_path / 'used'}: 1 texts, {3 + NEW} tokens, {size / 1000:.3g} kB" in done.err
+    assert not medusa(*words, "--record", tmp_path / "used", "--quiet").err
+
+
+def test_an_interruption_keeps_what_was_finished(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = common.batches
+
+    def interrupted(*args: Any) -> Any:
+        yield next(iter(batches(*args)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "batches", interrupted)
+    words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    assert medusa(*words, "--record", tmp_path / "used").status == 130
+    (shard,) = shards(tmp_path / "used")
+    assert load_file(shard)["input_ids"].tolist()[: len(PROMPTS[0])] == [LETTERS.index(c) for c in PROMPTS[0]]
+    assert set(load_file(shard)["document_ids"].tolist()) == {0}
+
+
+def test_a_disk_that_fills_up_ends_a_recording_in_one_line(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("train.features.save_file", full)
+    words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    done = medusa(*words, "--record", tmp_path / "used", "--quiet")
+    assert done.status == 1
+    assert "is full" in done.err
+    assert done.err.count("\n") == 1
+    assert not shards(tmp_path / "used")
 
 
 def test_typical_acceptance_must_be_asked_for(generate: Any) -> None:

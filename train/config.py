@@ -61,8 +61,10 @@ class AdapterConfig:
     """kl: stay close to the untouched backbone; text: learn the text."""
     lambda_0: float = 0.2
     """Weight of what the heads ask of the backbone beside the LM loss (paper: 0.2; 0.01 in self-distillation)."""
+    lean: float = 0.0
+    """Exponent with which the teacher leans towards what the first head expected (`train.medusa2`); 0 is off."""
     schedule: str = "sine"
-    """How lambda_0 is reached: constant, linear or sine (a quarter wave); rising ones spare the backbone at first."""
+    """How lambda_0 and lean are reached: constant, linear or sine (a quarter wave); rising ones spare the backbone."""
     heads_first: float = 0.1
     """Share of the run in which the heads learn alone; 0 where they start from trained ones (`heads.start`)."""
     quality_data: str | None = None
@@ -80,6 +82,10 @@ class AdapterConfig:
             raise RequestError(f"adapter.heads_first is {self.heads_first}; it is a share of the run, below 1")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"adapter.dropout is {self.dropout}; it must be at least 0 and below 1")
+        if not 0 <= self.lean < 1:
+            raise RequestError(f"adapter.lean is {self.lean}; it must be at least 0 and below 1")
+        if self.lean and self.lm_loss != "kl":
+            raise RequestError("adapter.lean is for lm_loss kl, where a teacher can lean; leave one of them out")
         if not self.lambda_0 > 0:
             raise RequestError(f"adapter.lambda_0 is {self.lambda_0}; it must be above 0")
 

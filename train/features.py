@@ -129,14 +129,31 @@ class Recorder:
             RequestError: the folder holds something else, or features of another backbone or dtype.
         """
         self.folder, self.dtype = folder, dtype
-        manifest = manifest_of(known, hidden_size, dtype)
-        if not is_features(folder):
-            if folder.is_dir() and any(folder.iterdir()):
+        self.manifest = manifest_of(known, hidden_size, dtype)
+        self.texts = self.tokens = 0
+        """What was written to the folder, by this recorder."""
+        if folder.exists() and not is_features(folder):
+            if not folder.is_dir() or any(folder.iterdir()):
                 raise RequestError(f"{folder} holds something else than features; give another folder")
-            write_json(folder / MANIFEST, manifest)
-        elif _stored(read_json(folder / MANIFEST)) != _stored(manifest) or "rows" in read_json(folder / MANIFEST):
+        elif folder.exists() and (
+            _stored(read_json(folder / MANIFEST)) != _stored(self.manifest) or "rows" in read_json(folder / MANIFEST)
+        ):
             raise RequestError(f"{folder} holds features of another backbone or dtype, or a cache; give another folder")
         self._texts: list[dict[str, Tensor]] = []
+
+    def size(self, tokens: int) -> int:
+        """Bytes that so many tokens take."""
+        return tokens * token_bytes(self.manifest["hidden_size"], self.dtype)
+
+    def require_space(self, tokens: int) -> None:
+        """Raises:
+        RequestError: the disk cannot hold so many tokens."""
+        needed, free = self.size(tokens), free_bytes(self.folder)
+        if needed > free:
+            raise RequestError(
+                f"{tokens:,} tokens may take {readable(needed)} in {self.folder}, where {readable(free)} are free; "
+                "give another folder, fewer prompts or fewer new tokens"
+            )
 
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
         """One text: ids [T] and hidden [T or fewer, H], since the last tokens may not have been read; T >= 1.
@@ -154,9 +171,12 @@ class Recorder:
     def flush(self) -> None:
         """Write what was added since the last shard as the next one."""
         if self._texts:
+            if not is_features(self.folder):  # not before: a request that comes to nothing leaves nothing
+                write_json(self.folder / MANIFEST, self.manifest)
             number = 1 + max((int(path.stem) for path in shards(self.folder)), default=-1)
             joined = {name: torch.cat([text[name] for text in self._texts]) for name in self._texts[0]}
             write_shard(self.folder / f"{number:05}.safetensors", **joined)
+            self.texts, self.tokens = self.texts + len(self._texts), self.tokens + len(joined["input_ids"])
             self._texts.clear()
 
 
@@ -187,6 +207,11 @@ def _stored(manifest: dict[str, Any]) -> tuple[Any, ...]:
 def manifest_of(known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """What every manifest says: the format, the backbone's fingerprint, and how its hidden states are stored."""
     return FORMAT | {"backbone": known, "dtype": str(dtype).removeprefix("torch."), "hidden_size": hidden_size}
+
+
+def token_bytes(hidden_size: int, dtype: torch.dtype) -> int:
+    """Of one token on disk: its hidden state and `PER_TOKEN`."""
+    return hidden_size * dtype.itemsize + 4 + 4 + 1
 
 
 def is_features(path: str | Path) -> bool:
@@ -254,7 +279,7 @@ class FeatureCache:
         self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype = DTYPES[dtype] if dtype else self.backbone.dtype
         self.row_length = rows.input_ids.shape[1]
-        self.row_bytes = self.row_length * (self.backbone.hidden_size * self.dtype.itemsize + 4 + 4 + 1)
+        self.row_bytes = self.row_length * token_bytes(self.backbone.hidden_size, self.dtype)
         self.rows_per_shard = max(1, min(len(rows), SHARD_BYTES // self.row_bytes))
         self.manifest = manifest_of(known, backbone.hidden_size, self.dtype) | {
             "rows": len(rows),

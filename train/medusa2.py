@@ -5,6 +5,13 @@
 L_LM keeps the backbone what it is: the divergence from the untouched backbone (the paper's self-distillation, 2.3.2),
 which is the same weights with the adapter off, or the cross-entropy on the text. The heads may learn alone first.
 
+With `adapter.lean` (ours) the teacher p itself gives way to what the first head expected a token before, q:
+
+    target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^lean / normaliser
+
+which is the distribution of least KL(target || p) - lean E[log q]: of words that are nearly as good the backbone learns
+to take the one that was foreseen. That costs little of its perplexity, and a guess that was as good as right is right.
+
 lambda_0 is applied where the heads' gradient enters the backbone, not to the heads' loss: for the backbone that is the
 same, and to the heads a factor says nothing under AdamW, but one that changes would slow them down while it adjusts.
 """
@@ -13,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +109,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         super().__init__(heads, model, args)  # freezes all
         model.enable_adapters()  # and the adapter learns again
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
-        self.lambda_0 = 1.0
+        self.lambda_0, self.lean = 1.0, 0.0
 
     def train(self, mode: bool = True) -> HeadsAndAdapter:
         super().train(mode)
@@ -138,45 +145,79 @@ class HeadsAndAdapter(HeadsOnBackbone):
         labels = head_labels(input_ids, loss_mask, document_ids, 1, first=NEXT)[0]
         taught = labels != IGNORE
         teacher = None if hidden is None or self.lm_loss == "text" else hidden[taught].to(adapted.dtype)
-        lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher)
+        lean = self.leaning(adapted, document_ids, taught) if teacher is not None and self.lean else None
+        lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, lean)
         still = adapted.detach()
         for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
         return JointLosses(*super().forward(*batch, for_heads), lm, taught.sum())
 
+    @torch.no_grad()
+    def leaning(self, hidden: Tensor, document_ids: Tensor, taught: Tensor) -> Callable[[slice], Tensor]:
+        """hidden [B, T, H] -> what the teacher's log-probabilities gain, [C, V] for a slice of the taught positions.
 
-def lm_loss(head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
+        Nothing is gained where a document begins: nobody has looked ahead.
+        """
+        heads, lm_head = self.heads, without_adapter(self._outside[0].head)
+        before = hidden[:, :-1].to(next(heads.parameters()).dtype)
+        features = F.pad(heads.features(before, 1)[0], (0, 0, 1, 0))[taught]
+        known = F.pad(document_ids[:, 1:] == document_ids[:, :-1], (1, 0))[taught]
+        exponent = self.lean * known.float()[:, None]
+
+        def gain(rows: slice) -> Tensor:
+            return exponent[rows] * heads.logits(features[None, rows], lm_head)[0].float().log_softmax(-1)
+
+        return gain
+
+
+def without_adapter(layer: nn.Module) -> Any:
+    """A layer as it was before `adapt`."""
+    return getattr(layer, "base_layer", layer)
+
+
+def lm_loss(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None,
+    lean: Callable[[slice], Tensor] | None = None,
+) -> Tensor:
     """hidden [M, H] -> mean over M of KL(untouched || adapted), or of the cross-entropy with `labels` [M], in nats.
 
-    `teacher` [M, H] are the untouched backbone's hidden states. No more than a chunk of logits is held: the
-    backward makes them again.
+    `teacher` [M, H] are the untouched backbone's hidden states; `lean` is what their log-probabilities gain. No more
+    than a chunk of logits is held: the backward makes them again.
     """
-    plain_head: Any = getattr(head, "base_layer", head)  # without its adapter, if it has one
+    plain_head = without_adapter(head)
 
-    def chunk(rows: Tensor, row_labels: Tensor, teacher_rows: Tensor | None) -> Tensor:
-        log_q = head(rows).float().log_softmax(-1)
-        if teacher_rows is None:
-            return F.nll_loss(log_q, row_labels, reduction="sum")
+    def chunk(hidden_rows: Tensor, rows: slice) -> Tensor:
+        log_q = head(hidden_rows).float().log_softmax(-1)
+        if teacher is None:
+            return F.nll_loss(log_q, labels[rows], reduction="sum")
         with torch.no_grad():
-            log_p = plain_head(teacher_rows).float().log_softmax(-1)
+            log_p = plain_head(teacher[rows]).float().log_softmax(-1)
+            if lean is not None:
+                log_p = (log_p + lean(rows)).log_softmax(-1)
         return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
     loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph also where there is no label
     step = chunk_rows(1, plain_head.weight.shape[0], hidden.device.type)
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
-        loss = loss + checkpoint(
-            chunk, hidden[rows], labels[rows], None if teacher is None else teacher[rows], use_reentrant=False
-        )
+        loss = loss + checkpoint(chunk, hidden[rows], rows, use_reentrant=False)
     return loss / max(len(hidden), 1)
+
+
+def risen(config: AdapterConfig, progress: float) -> float | None:
+    """How much of lambda_0 and lean is in force at that share of the run; `None` while the heads learn alone."""
+    if progress < config.heads_first:
+        return None
+    progress = (progress - config.heads_first) / (1 - config.heads_first)
+    return {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}[config.schedule]
 
 
 def heads_weight(config: AdapterConfig, progress: float) -> float:
     """lambda_0 at that share of the run; while the heads learn alone their loss is all there is."""
-    if progress < config.heads_first:
-        return 1.0
-    progress = (progress - config.heads_first) / (1 - config.heads_first)
-    rise = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
-    return config.lambda_0 * rise[config.schedule]
+    share = risen(config, progress)
+    return 1.0 if share is None else config.lambda_0 * share
 
 
 class Medusa2Trainer(MedusaTrainer):
@@ -213,6 +254,7 @@ class Medusa2Trainer(MedusaTrainer):
         assert isinstance(self.trained, HeadsAndAdapter)
         self.trained.joint = self.progress() >= self.adapter.heads_first
         self.trained.lambda_0 = heads_weight(self.adapter, self.progress())
+        self.trained.lean = self.adapter.lean * (risen(self.adapter, self.progress()) or 0.0)
         return super().get_batch_samples(*args)
 
     def label_counts(self, batch: dict[str, Tensor]) -> Tensor:

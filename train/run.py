@@ -105,7 +105,7 @@ def train(
             shutil.rmtree(old)
     trainer.provenance = provenance(config, dataset, trainer)
     if not quiet:
-        if isinstance(dataset, PackedDataset):
+        if not isinstance(dataset, StreamedDataset):
             _say(f"data: {dataset.counts}")
         _say(describe(heads.config, heads.num_parameters, backbone))
     with disk_may_fill(output, lambda: _way_out(output)):

@@ -2,15 +2,25 @@
 
 medusa generate --backbone demo --heads demo --prompt "Once upon a time"
 medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
+medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record used   # to train on later
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medusa.commands import common
 from medusa.errors import RequestError
+
+if TYPE_CHECKING:
+    from decode.settings import Settings
+    from medusa.backbone import Loaded
+    from train.features import Recorder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_prompts(parser)
     common.add_generation(parser)
     parser.add_argument("--plain", action="store_true", help="decode without heads: one token a step")
+    parser.add_argument(
+        "--record",
+        metavar="DIR",
+        help="add the texts and their hidden states to this folder, from which `medusa train` can go on",
+    )
     common.add_machine(parser)
 
 
@@ -47,25 +62,32 @@ def run(args: argparse.Namespace) -> None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     prompts = [prompt_ids(record, tokenizer) for record in records]
     require_fitting(prompts, Backbone(model))
+    recorder = _recorder(args, loaded, prompts, settings)
     if heads is not None:
         tree = common.choose_tree(args, loaded, heads, settings)
     method = (
-        plain_method(model, settings, tokenizer)
+        plain_method(model, settings, tokenizer, keep_hidden=args.record is not None)
         if heads is None
-        else medusa_method(model, heads, settings, tokenizer, tree)
+        else medusa_method(model, heads, settings, tokenizer, tree, keep_hidden=args.record is not None)
     )
     streams = tokenizer is not None and args.batch_size == 1 and not settings.stop
     results: list[Result] = []
     seconds = 0.0
-    for batch in common.batches(prompts, args.batch_size):
-        streamer = _Printer(tokenizer, TextStreamer) if streams and not args.quiet else None
-        results += method(batch, streamer, prompt_seeds(args.seed, range(len(results), len(results) + len(batch))))
-        seconds += results[-1].seconds  # of the whole batch
-        if streamer is not None:
-            streamer.end()
-        elif not args.quiet:
-            for result in results[-len(batch) :]:
-                print(result.to_dict(tokenizer, settings.stop)["text"] if tokenizer else result.new_ids)
+    with _recording(args, recorder):
+        for batch in common.batches(prompts, args.batch_size):
+            streamer = _Printer(tokenizer, TextStreamer) if streams and not args.quiet else None
+            results += method(batch, streamer, prompt_seeds(args.seed, range(len(results), len(results) + len(batch))))
+            seconds += results[-1].seconds  # of the whole batch
+            if streamer is not None:
+                streamer.end()
+            elif not args.quiet:
+                for result in results[-len(batch) :]:
+                    print(result.to_dict(tokenizer, settings.stop)["text"] if tokenizer else result.new_ids)
+            if recorder is not None:
+                for result in results[-len(batch) :]:
+                    assert result.hidden is not None
+                    recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
+                    result.hidden = None  # the texts themselves stay in memory, these need not
     _say_how_it_went(args, sum(len(result.new_ids) for result in results), seconds, tau(results))
     about = settings.to_dict() | {
         "backbone": args.backbone,
@@ -74,6 +96,42 @@ def run(args: argparse.Namespace) -> None:
         "nodes": None if tree is None else tree.num_nodes,
     }
     common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
+
+
+def _recorder(
+    args: argparse.Namespace, loaded: Loaded, prompts: list[list[int]], settings: Settings
+) -> Recorder | None:
+    """Who keeps the hidden states, if they are to be kept.
+
+    Raises:
+        RequestError: the folder holds something else, or another backbone's, or its disk is too small."""
+    if args.record is None:
+        return None
+    from medusa.backbone import Backbone, fingerprint
+    from train.features import Recorder
+
+    backbone, known = Backbone(loaded.model), fingerprint(loaded.model, args.backbone, args.revision)
+    recorder = Recorder(Path(args.record), known, backbone.hidden_size, backbone.dtype)
+    recorder.require_space(sum(map(len, prompts)) + len(prompts) * settings.max_new_tokens)
+    return recorder
+
+
+@contextlib.contextmanager
+def _recording(args: argparse.Namespace, recorder: Recorder | None) -> Iterator[None]:
+    """What was recorded is written, however this ends."""
+    if recorder is None:
+        yield
+        return
+    from medusa.files import disk_may_fill, readable
+
+    with disk_may_fill(recorder.folder, lambda: "what was recorded before is whole: make room, or record elsewhere"):
+        try:
+            yield
+        finally:
+            recorder.flush()
+    if not args.quiet:
+        held = f"{recorder.texts} texts, {recorder.tokens:,} tokens, {readable(recorder.size(recorder.tokens))}"
+        print(f"recorded in {recorder.folder}: {held}", file=sys.stderr)
 
 
 class _Printer:

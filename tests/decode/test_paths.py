@@ -7,24 +7,27 @@ from typing import Any
 import pytest
 import torch
 
-from decode import generate
+from decode import generate, prefill
 from decode.calibrate import calibrate
+from decode.clock import Clock
 from decode.draft import Draft, Frontier
 from decode.drafters import paths
 from decode.drafters.paths import PathDrafter
 from decode.dynamic import DynamicTree
 from decode.front import heads_drafter
-from decode.request import prepare
+from decode.loop import Session
+from decode.request import prepare, resolve_acceptance
 from decode.results import medusa_method, plain_method
 from decode.sampling import SharedDraws, Target
 from decode.settings import Settings
+from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.kinds import build
 from medusa.steps import StepHeads
-from tests.helpers import left_padded, plain, random_ids, random_tree
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
 
 FOLLOWING = ["hydra", "recurrent"]
 
@@ -157,6 +160,42 @@ def test_a_seed_gives_one_text_alone_and_in_a_batch(llama: Any, kind: str, draft
     method = medusa_method(llama, heads, Settings(12, temperature=1.0, top_k=20, draft=draft), tree="topk:2,2")
     both = [result.new_ids for result in method(prompts, seeds=[1, 2])]
     assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
+    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step of a ragged batch, prompts in pieces, the heads start from what whole texts would give them."""
+    monkeypatch.setattr(prefill, "TOKENS", 6)
+    monkeypatch.setattr(prefill, "LEAST", 3)
+    model = tiny_model(family)
+    heads = random_heads(model, 3, kind=kind, lm_head="shared", prefix_layers=1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.3)
+    requests = prepare(model, [random_ids(n, seed=n) for n in (5, 9, 7)], max_new_tokens=14, do_sample=False)
+    session = Session(model, requests, 16, heads=heads)
+    drafter = heads_drafter(heads, session.backbone, Tree.top_k([4, 2, 1]))
+    seen: list[tuple[list[int], list[int], torch.Tensor]] = []
+    propose = drafter.propose
+
+    def watched(frontier: Frontier) -> Draft:
+        seen.append((frontier.rows, [session.sequences.lengths[row] for row in frontier.rows], frontier.hidden))
+        return propose(frontier)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    verifier = Verifier(session.backbone, session.cache, session.sequences)
+    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Clock()))
+    assert max(length for step in steps for length in step.lengths.values()) > 1, "nothing was accepted: no power"
+    for rows, lengths, hidden in seen:
+        for row, length, got in zip(rows, lengths, hidden, strict=True):
+            text = session.sequences.prefix(row)[:, : length - 1]  # the root is not read yet
+            states = session.backbone.hidden_states(text, use_cache=False)
+            expected = heads.read(states, torch.arange(length - 1)[None])[0, -1]
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+            assert (expected - states[0, -1]).abs().max() > 0.01, "the layer does nothing: no power"
 
 
 def test_calibration_tries_their_trees(llama: Any) -> None:

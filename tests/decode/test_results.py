@@ -10,6 +10,7 @@ import torch
 from decode.results import Result, left_padded, medusa_method, plain_method, tau, text_of, transformers_method
 from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from tests.helpers import HIDDEN, VOCAB, plain, random_heads, random_ids, tiny_model
 
@@ -95,14 +96,43 @@ def test_steps_are_told_as_they_come(llama: Any, name: str) -> None:
     assert heard == {row: result.new_ids for row, result in enumerate(results)}
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second one scales and caps: it runs whole, with a hook
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["plain", "medusa"])
+def test_hidden_states_are_kept_as_a_forward_over_the_text_gives_them(
+    family: str, temperature: float, name: str
+) -> None:
+    """The tolerance is rounding: float32, sums of some dozen terms in another order (1e-6), times a few layers."""
+    model = tiny_model(family)
+    heads, settings = random_heads(model), Settings(max_new_tokens=15, temperature=temperature)
+    decode = (
+        plain_method(model, settings, keep_hidden=True)
+        if name == "plain"
+        else medusa_method(model, heads, settings, None, "topk:2,2", keep_hidden=True)
+    )
+    for result in decode(PROMPTS, None, [3, 4, 5]):
+        ids = result.input_ids + result.new_ids
+        fresh = Backbone(model).hidden_states(torch.tensor([ids]), use_cache=False)[0]
+        assert result.hidden is not None
+        assert len(ids) - 1 <= len(result.hidden) <= len(ids), "a last root needs no forward"
+        torch.testing.assert_close(result.hidden, fresh[: len(result.hidden)], atol=1e-5, rtol=1e-5)
+
+
+def test_hidden_states_are_kept_only_where_asked(llama: Any) -> None:
+    assert all(result.hidden is None for name in NAMES for result in methods(llama, Settings())[name](PROMPTS, None))
+
+
 def test_the_last_step_is_cut_in_the_text_but_whole_in_tau() -> None:
     """A backbone that says one token for ever, and heads that guess just that: every step gives four tokens."""
     model = tiny_model("llama")
     model.model.embed_tokens.weight.data[:] = model.model.embed_tokens.weight.data[0]  # all words mean the same
     heads = MedusaHeads(MedusaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=3, lm_head="shared"))
-    (result,) = medusa_method(model, heads, Settings(max_new_tokens=6), tree="chain")([[1, 2, 3]], None)
+    decode = medusa_method(model, heads, Settings(max_new_tokens=6), tree="chain", keep_hidden=True)
+    (result,) = decode([[1, 2, 3]], None)
     assert len(set(result.new_ids)) == 1
     assert (result.step_lengths, result.uncut_lengths) == ([4, 2], [4, 4])
+    assert result.hidden is not None
+    assert len(result.hidden) == 3 + 6, "those of the tokens behind the cut are no part of the text"
     assert tau([result]) == 4.0
 
 

@@ -118,6 +118,25 @@ def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_attention_goes_with_every_kind(kind: str, tmp_path: Path) -> None:
+    """The identity at the start; then it looks back, never ahead, and never into another document; saved and loaded."""
+    hidden, positions = torch.randn(2, 7, H, generator=torch.Generator().manual_seed(0)), torch.arange(7).expand(2, -1)
+    documents = torch.tensor([[0] * 7, [0, 0, 0, 1, 1, 1, 1]])
+    assert torch.equal(fresh(kind, prefix_layers=2).read(hidden, positions), hidden)
+    heads = fresh(kind, 5, prefix_layers=2)
+    before = heads.read(hidden, positions, documents)
+    for changed in range(7):
+        other = hidden.clone()
+        other[:, changed] += 1
+        differs = (heads.read(other, positions, documents) != before).any(-1)
+        assert differs[0].tolist() == [at >= changed for at in range(7)]
+        assert differs[1].tolist() == [at >= changed and (at >= 3) == (changed >= 3) for at in range(7)]
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert torch.equal(again.read(hidden, positions, documents), before)
+
+
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     fresh("hydra", 4).save_pretrained(tmp_path)
     tensors, config = load_file(tmp_path / WEIGHTS), json.loads((tmp_path / CONFIG).read_text())

@@ -21,7 +21,7 @@ from medusa.backbone import Backbone, differs, load_backbone, quantized
 from medusa.checkpoint import load_heads
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
-from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
+from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.config import AdapterConfig, parse_config
 from train.data import Example, PackedDataset
@@ -175,6 +175,59 @@ def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.
     assert not torch.allclose(*gradients)
     assert lm_loss(head, teacher, labels, teacher).item() == pytest.approx(0, abs=1e-6)
     assert lm_loss(head, teacher[:0], labels[:0], None).item() == 0
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_a_teacher_that_leans_is_the_product_of_two_distributions(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr("train.medusa2.chunk_rows", lambda *args: chunk)
+    head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
+    teacher, labels, foreseen = torch.randn(7, 8), torch.randint(0, VOCAB, (7,)), torch.randn(7, VOCAB).softmax(-1)
+    hidden = torch.randn(7, 8).requires_grad_()
+    ours = lm_loss(head, hidden, labels, teacher, lambda rows: 0.3 * foreseen[rows].log())
+    target = head(teacher).softmax(-1) * foreseen**0.3
+    target = target / target.sum(-1, keepdim=True)
+    plain = (target * (target.log() - head(hidden).log_softmax(-1))).sum(-1).mean()
+    torch.testing.assert_close(ours, plain)  # the same float32 numbers: default tolerances
+    torch.testing.assert_close(torch.autograd.grad(ours, hidden), torch.autograd.grad(plain, hidden))
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(tmp_path: Path, lm_head: str) -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model, 2, lm_head=lm_head)
+    adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
+    module = HeadsAndAdapter(heads, model, MedusaTrainingArguments(str(tmp_path), use_cpu=True), "kl")
+    module.lean = 0.25
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
+    taught = documents >= 0
+    taught[:, -1] = False
+    hidden = torch.randn(*documents.shape, HIDDEN)
+    gain = module.leaning(hidden, documents, taught)
+    found = torch.cat([gain(slice(0, 5)), gain(slice(5, 12))]).reshape(2, 6, VOCAB)
+    guess = 0.25 * heads(hidden, model.get_output_embeddings())[0].log_softmax(-1)  # [2, 7, V]
+    for row, position in ((0, 1), (0, 3), (0, 5), (1, 1), (1, 5)):
+        torch.testing.assert_close(found[row, position], guess[row, position - 1])
+    for row, position in ((0, 0), (0, 4), (1, 0)):
+        assert not found[row, position].any(), "a document begins here"
+
+
+def test_a_leaning_teacher_makes_the_text_easier_to_foresee(recipe: Any, seen: Any) -> None:
+    """The heads stay as they are, so what changes is the backbone: it gives more of its mass to their guesses."""
+    settings = {"max_steps": 30, "save_strategy": "no", "learning_rate": 1e-9}
+    still = {"training": settings, "heads": {"num": 2, "lm_head": "shared"}}
+    recipe("upright", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2}, **still)
+    recipe("leaning", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2, "lean": 0.5}, **still)
+    expected = []
+    for trainer in seen:
+        ids = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(16)])
+        with torch.no_grad():
+            hidden = trainer.backbone.hidden_states(ids, use_cache=False)
+            guess = trainer.heads(hidden[:, :-1], trainer.backbone.lm_head)[0].log_softmax(-1)
+            chosen = trainer.backbone.lm_head(hidden[:, 1:]).softmax(-1)
+        expected.append(float((chosen * guess).sum(-1).mean()))
+    assert seen[0].trained.lean == 0
+    assert seen[1].trained.lean == 0.5
+    assert expected[1] > expected[0] + 0.3, "nats"
 
 
 def test_the_teacher_reads_an_adapted_lm_head_without_its_adapter() -> None:
@@ -362,7 +415,16 @@ def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"schedule": "cosine"}, {"lm_loss": "mse"}, {"rank": 0}, {"heads_first": 1.0}, {"dropout": 1}, {"lambda_0": 0}],
+    [
+        {"schedule": "cosine"},
+        {"lm_loss": "mse"},
+        {"rank": 0},
+        {"heads_first": 1.0},
+        {"dropout": 1},
+        {"lambda_0": 0},
+        {"lean": 1.0},
+        {"lean": 0.1, "lm_loss": "text"},
+    ],
 )
 def test_settings_of_the_adapter_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"adapter.{next(iter(settings))} is"):
