@@ -3,6 +3,9 @@
     python scripts/reproduce_stories260k.py --backbone B --reference stories260K_greedy.json --openings train.txt \\
         --output runs/s260k
 
+With `--kinds` heads of other kinds are compared by the same rules: `--recipes argmax-dpace --kinds medusa hydra
+recurrent+prefix --trees mc_sim_7b_63 dynamic:64`.
+
 For each seed the backbone continues openings of stories at three temperatures, heads are trained on that text by each
 recipe, and tau is measured with the tree mc_sim_7b_63. Writing, tokenising, the backbone's hidden states and training
 all count: `--minutes` of process time with one thread, start-up included. What a seed's recipes share, its text, is
@@ -13,6 +16,7 @@ continuations, and nothing is chosen by looking at them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import resource
@@ -45,6 +49,8 @@ def main() -> None:
     parser.add_argument("--openings", required=True, help="stories whose beginnings the backbone continues (.txt)")
     parser.add_argument("--output", required=True, type=Path, help="a folder; what is there already is not run again")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--kinds", nargs="+", default=["medusa"], help="of heads; +prefix adds a layer of their own")
+    parser.add_argument("--trees", nargs="+", default=[TREE], help="that tau is measured with (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--texts", type=int, default=10_000, help="of 128 tokens each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=12, help="CPU minutes for everything (default: %(default)s)")
@@ -55,20 +61,21 @@ def main() -> None:
     prompts, excluded = write_inputs(json.loads(Path(args.reference).read_text(encoding="utf-8")), args.output)
     rows = []
     for seed in args.seeds:
-        for recipe in args.recipes:
-            rows.append(row := run(args, recipe, seed, prompts, excluded))
-            print(json.dumps(row), flush=True)
+        for recipe, kind in itertools.product(args.recipes, args.kinds):
+            found = run(args, recipe, kind, seed, prompts, excluded)
+            rows += found
+            print(*(json.dumps(row) for row in found), sep="\n", flush=True)
     if args.json:
-        about = {"texts": args.texts, "new_tokens": NEW_TOKENS, "minutes": args.minutes, "tree": TREE}
+        about = {"texts": args.texts, "new_tokens": NEW_TOKENS, "minutes": args.minutes}
         about |= {"temperatures": TEMPERATURES, "recipes": {name: RECIPES[name] for name in args.recipes}}
         args.json.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print("| recipe | tau | of each seed | CPU minutes |\n|---|---|---|---|")
-    for recipe in args.recipes:
-        mine = [row for row in rows if row["recipe"] == recipe]
+    print("| recipe | heads | tree | tau | of each seed | CPU minutes |\n|---|---|---|---|---|---|")
+    for recipe, kind, tree in itertools.product(args.recipes, args.kinds, args.trees):
+        mine = [row for row in rows if (row["recipe"], row["kind"], row["tree"]) == (recipe, kind, tree)]
         taus = [row["tau"] for row in mine]
         each = ", ".join(f"{tau:.3f}" for tau in taus)
         longest = max(row["cpu_minutes"] for row in mine)
-        print(f"| {recipe} | {statistics.median(taus):.3f} | {each} | at most {longest:.2f} |")
+        print(f"| {recipe} | {kind} | {tree} | {statistics.median(taus):.3f} | {each} | at most {longest:.2f} |")
 
 
 def write_inputs(reference: dict[str, Any], output: Path) -> tuple[Path, Path]:
@@ -119,12 +126,21 @@ def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
     return cut[: args.texts]
 
 
-def run(args: argparse.Namespace, recipe: str, seed: int, prompts: Path, excluded: Path) -> dict[str, Any]:
-    """One recipe with one seed; what an earlier call did is read, not done again."""
-    folder = args.output / f"seed{seed}" / recipe
-    told = folder / "result.json"
-    if told.is_file():
-        return json.loads(told.read_text(encoding="utf-8"))
+def run(
+    args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Path, excluded: Path
+) -> list[dict[str, Any]]:
+    """One recipe and kind with one seed, a row for each tree; what an earlier call did is read, not done again."""
+    folder = args.output / f"seed{seed}" / (recipe if kind == "medusa" else f"{recipe}-{kind}")
+    told = folder / "cost.json"
+    if not told.is_file():
+        told.write_text(json.dumps(train(args, recipe, kind, seed, folder, excluded)), encoding="utf-8")
+    cost = json.loads(told.read_text(encoding="utf-8"))
+    about = {"recipe": recipe, "kind": kind, "seed": seed}
+    return [about | {"tree": tree, "tau": measure(args, folder, tree, prompts)} | cost for tree in args.trees]
+
+
+def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: Path, excluded: Path) -> dict[str, Any]:
+    """Heads in `folder`, and what they cost."""
     folder.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"path": args.openings, "max_examples": args.texts // 2}
     written = 0.0
@@ -141,7 +157,7 @@ def run(args: argparse.Namespace, recipe: str, seed: int, prompts: Path, exclude
         "backbone": args.backbone,
         "data": data | {"sequence_length": 256, "exclude": str(excluded), "exclude_window": 32},
         "output_dir": str(folder / "heads"),
-        "heads": {"num": 4},
+        "heads": {"num": 4, "kind": kind.removesuffix("+prefix"), "prefix_layers": int(kind.endswith("+prefix"))},
         "cache_features": True,
         "device": "cpu",  # bf16 asks whether that is meant
         "training": {
@@ -159,18 +175,20 @@ def run(args: argparse.Namespace, recipe: str, seed: int, prompts: Path, exclude
     medusa("train", str(config), *args.overrides, "--threads", "1", "--overwrite", "--quiet")
     used = written + cpu_seconds() - start
     shutil.rmtree(folder / "heads" / "features")
-    result = folder / "generated.json"
+    steps = json.loads((folder / "heads" / "provenance.json").read_text(encoding="utf-8"))["result"]["steps"]
+    return {"cpu_minutes": round(used / 60, 3), "steps": steps, "writing_minutes": round(written / 60, 3)}
+
+
+def measure(args: argparse.Namespace, folder: Path, tree: str, prompts: Path) -> float:
+    """Tau on the 24 prompts."""
+    result = folder / f"generated_{tree.replace(':', '_')}.json"
     medusa(
-        *f"generate --backbone {args.backbone} --heads {folder / 'heads'} --prompts {prompts} --tree {TREE}".split(),
+        *f"generate --backbone {args.backbone} --heads {folder / 'heads'} --prompts {prompts} --tree {tree}".split(),
         *f"--max-new-tokens 128 --ignore-eos --threads 1 --quiet --json {result}".split(),
     )
     results = json.loads(result.read_text(encoding="utf-8"))["results"]
     # Lengths cut at 128 tokens and a last root that needs no forward both count against tau here.
-    tau = sum(len(entry["new_ids"]) for entry in results) / sum(entry["steps"] for entry in results)
-    steps = json.loads((folder / "heads" / "provenance.json").read_text(encoding="utf-8"))["result"]["steps"]
-    row = {"recipe": recipe, "seed": seed, "tau": round(tau, 4), "cpu_minutes": round(used / 60, 3), "steps": steps}
-    told.write_text(json.dumps(row | {"writing_minutes": round(written / 60, 3)}), encoding="utf-8")
-    return row
+    return round(sum(len(entry["new_ids"]) for entry in results) / sum(entry["steps"] for entry in results), 4)
 
 
 def medusa(*arguments: str) -> None:

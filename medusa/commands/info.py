@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     config = heads.config
     about: dict[str, Any] = {
         "folder": str(folder),
-        "kind": config.kind,
+        "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
         "heads": config.num_heads,
         "blocks per head": f"{config.num_layers} {config.block}"
         + (f", {config.inner_size} wide" if config.block == "mlp" else ""),
@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> None:
         "vocabulary": config.vocab_size or "the backbone's",
         "parameters": heads.num_parameters,
         "backbone": config.base_model_name_or_path or "not said",
-        "loadable by servers": "yes" if config.servable else "no: published formats hold square blocks only",
+        "loadable by servers": "yes"
+        if config.servable
+        else "no: published formats hold independent heads of square blocks only",
     }
     if config.tree:
         tree = Tree.from_paths(config.tree)
