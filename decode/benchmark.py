@@ -28,7 +28,6 @@ from decode.clock import STAGES, StageClock
 from decode.results import Method, Result, prompt_seeds, tau
 from medusa.tree import Tree
 
-
 DRAWS = 2000
 COVERAGE = 0.95
 POSITIONS = 16
@@ -183,12 +182,12 @@ class Sample:
         """From `prompt_figures`, of this run or of the JSON of an earlier one."""
         batches = sorted({prompt["batch"] for prompt in prompts})
         groups = [[prompt for prompt in prompts if prompt["batch"] == batch] for batch in batches]
-        counts = [
+        new, steps, uncut = (
             torch.tensor([float(sum(prompt[name] for prompt in group)) for group in groups])
             for name in ("new_tokens", "steps", "uncut_tokens")
-        ]
+        )
         seconds = [[sum(times) for times in zip(*(p["seconds"] for p in group), strict=True)] for group in groups]
-        return cls(*counts, torch.tensor(seconds).T)
+        return cls(new, steps, uncut, torch.tensor(seconds).T)
 
     @property
     def num_batches(self) -> int:
@@ -256,7 +255,7 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
 def accepted_by_node(tree: Tree, ranks: Sequence[Tensor], results: Sequence[Result]) -> list[float]:
     """Fraction of steps that accepted each node of the tree but the root, in node order.
 
-    `ranks`: per text [P, K], the rank of the token that came among the guesses of each head (`decode.calibrate.record`).
+    `ranks`: per text [P, K], the rank of the token that came in the guesses of each head (`decode.calibrate.record`).
     """
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     steps = 0

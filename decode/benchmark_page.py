@@ -110,7 +110,7 @@ def add_guesses(made: Page, outcome: dict[str, Any]) -> None:
     ]
     if outcome.get("temperatures"):
         drawn.append(
-            (pictures.alone(pictures.temperatures, outcome["temperatures"]), "Lossless at every temperature; one round.")
+            (pictures.alone(pictures.temperatures, outcome["temperatures"]), "Lossless everywhere; one round each.")
         )
     if shares := medusa.get("accepted_by_node"):
         drawn.append(
@@ -188,8 +188,8 @@ def add_lossy(made: Page, rows: list[dict[str, Any]]) -> None:
     made.heading("Lossy rules")
     made.text(
         f"At temperature {rows[0]['temperature']:g}. The rules marked lossy change the text. Likelihood: mean log "
-        "p(token) in nats under the backbone itself; plain sampling shows what its own text has, and text above that is "
-        "more predictable than the model speaks."
+        "p(token) in nats under the backbone itself; plain sampling shows what its own text has, and text above that "
+        "is more predictable than the model speaks."
     )
     made.table(
         ["rule", "tau", "x generate", "log-likelihood"],
@@ -210,8 +210,8 @@ def add_calibration(made: Page, medusa: dict[str, Any]) -> None:
     best = calibration["points"][calibration["chosen"]]
     made.heading("The choice of the tree")
     made.text(
-        f"Calibrated here on {calibration['texts']['texts']} texts: {best['nodes']} nodes were fastest, with a foretold "
-        f"tau of {best['tau']:.3f}. This run measured {medusa['tau']:.3f}, on its own prompts and tree."
+        f"Calibrated here on {calibration['texts']['texts']} texts: {best['nodes']} nodes were fastest, with a "
+        f"foretold tau of {best['tau']:.3f}. This run measured {medusa['tau']:.3f}, on its own prompts and tree."
     )
     made.pictures(
         [
@@ -229,7 +229,8 @@ def add_comparison(made: Page, comparison: dict[str, Any]) -> None:
     made.heading(f"{comparison['later']} against {comparison['earlier']}")
     if not comparison["same_machine"]:
         made.text(
-            "These are two machines. Speedups are ratios within a run and may be compared; tokens per second may not.",
+            "Machine, threads or dtype differ. Speedups are ratios within a run and may be compared; tokens per second "
+            "may not.",
             "bad",
         )
     if comparison["changes"]:
@@ -246,7 +247,7 @@ def add_comparison(made: Page, comparison: dict[str, Any]) -> None:
         ["figure", "then", "now", "now / then", "95 %", ""],
         [
             [
-                f"{change['method']}, {change['figure'].replace('_', ' ')}",
+                change["label"],
                 f"{change['earlier']:.3f}",
                 f"{change['later']:.3f}",
                 f"{change['ratio']:.3f}",
@@ -289,6 +290,4 @@ def add_circumstances(made: Page, outcome: dict[str, Any]) -> None:
     }
     skipped = {"tree", "command", "date", "commit", "prompts_sha256"}
     shown |= {name.replace("_", " "): value for name, value in settings.items() if name not in skipped}
-    made.table(
-        ["", ""], [[name, str(value)] for name, value in shown.items() if value not in (None, [], ())], "words"
-    )
+    made.table(["", ""], [[name, str(value)] for name, value in shown.items() if value not in (None, [], ())], "words")

@@ -1,11 +1,12 @@
 """Two benchmarks of the same prompts, side by side: what changed, and whether the difference is more than noise.
 
-Speedups are ratios within a run, so they can be compared between machines too, if one says so; tokens per second cannot.
+Speedups are ratios within a run, so they may be compared between machines too, if one says so; tokens per second not.
 Intervals are paired: a resampling draws the same prompts in both runs, so that hard prompts do not count as noise.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from medusa.errors import RequestError
 IDENTITY = ("command", "date", "commit", "memory")
 """Settings and facts that differ between any two runs, and explain nothing."""
 FIGURES = {"speedup": "plain", "speedup_vs_generate": "transformers"}
+LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau"}
 
 
 @dataclass
@@ -28,6 +30,10 @@ class Change:
     ratio: float
     ratio_interval: list[float] | None
     """Holds 95 % of resamplings; `None` where a run had a single prompt and round."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.method}, {LABELS[self.figure]}"
 
     @property
     def verdict(self) -> str:
@@ -53,7 +59,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         out = asdict(self)
         for line, change in zip(out["changes"], self.changes, strict=True):
-            line["verdict"] = change.verdict
+            line |= {"label": change.label, "verdict": change.verdict}
         return out
 
 
@@ -65,6 +71,7 @@ def compare(earlier: dict[str, Any], later: dict[str, Any], names: tuple[str, st
     """
     for content, name in zip((earlier, later), names, strict=True):
         require_benchmark(content, name)
+    later = json.loads(json.dumps(later))  # what was just measured, as it would be read: lists for tuples
     if earlier["settings"]["prompts_sha256"] != later["settings"]["prompts_sha256"]:
         raise RequestError(
             f"{names[0]} and {names[1]} decoded other prompts ({earlier['settings']['prompts']} and "

@@ -39,10 +39,10 @@ def plain_frame(axes: Axes) -> None:
 
 
 def speedups(axes: Axes, methods: dict[str, Any]) -> None:
-    """Speedup over `model.generate`, with its interval."""
+    """Speedup over `model.generate`, with its interval where there is one."""
     names = list(methods)
     values = [methods[name]["speedup_vs_generate"] for name in names]
-    bars(axes, names, values, [methods[name]["speedup_vs_generate_interval"] for name in names], "{:.2f} x")
+    bars(axes, names, values, [methods[name].get("speedup_vs_generate_interval") for name in names], "{:.2f} x")
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
     axes.set_title("times model.generate")
 
@@ -142,7 +142,8 @@ def tree(axes: Axes, paths: list[list[int]], shares: list[float]) -> None:
         x, y = len(node), leaves[node]
         if node:
             ends = ([x - 1, x], [leaves[node[:-1]], y])
-            axes.plot(*ends, color=INK["medusa"], linewidth=0.6 + 7 * share, solid_capstyle="round", alpha=0.55, zorder=1)
+            width = 0.6 + 7 * share
+            axes.plot(*ends, color=INK["medusa"], linewidth=width, solid_capstyle="round", alpha=0.55, zorder=1)
         size = 26 if len(nodes) > 24 else 150
         axes.scatter([x], [y], s=size, color=INK["medusa"], zorder=2)
         if len(nodes) <= 24:
@@ -208,7 +209,7 @@ CALIBRATED = ("tau", "step_ms", "tokens_per_second")
 
 def changes(axes: Axes, comparison: dict[str, Any]) -> None:
     """Later over earlier, with intervals: what lies right of the line is higher now."""
-    names = [f"{change['method']}, {change['figure'].replace('_', ' ')}" for change in comparison["changes"]]
+    names = [change["label"] for change in comparison["changes"]]
     for place, change in enumerate(comparison["changes"]):
         if change["ratio_interval"]:
             axes.plot(change["ratio_interval"], [place, place], color=INK["ink"], linewidth=1.4, marker="|", ms=7)

@@ -142,7 +142,8 @@ def themed_svg(figure: Figure, prefix: str, label: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    for side in ("width", "height"):  # the page decides; the view box keeps the shape
+        svg = re.sub(rf'(<svg [^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'id="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\1{prefix}-", svg)
     svg = re.sub(r"font-family: [^;\"]+|'DejaVu Sans'[^;\"]*", _font, svg)

@@ -144,9 +144,7 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
     return results
 
 
-def transformers_method(
-    model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **assistance: Any
-) -> Method:
+def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **assistance: Any) -> Method:
     """transformers' own `model.generate`; it has one stream of random numbers, seeded by a batch's first seed.
 
     `assistance`: of its assisted generation, `prompt_lookup_num_tokens` or `assistant_model`; it does not tell its

@@ -4,9 +4,9 @@
     python scripts/benchmark_loss.py --device cuda --hidden-size 4096 --positions 2048 8192
 
 Every variant is a process of its own, with one thread. Memory is the most that a loss and its backward held beyond what
-was there before it (on a CPU the kernel's high-water mark of resident memory, on a GPU what tensors took), the gradients
-of the heads included; time is the least of three passes', CPU time on a CPU and wall time, in bfloat16, on a GPU. Heads
-have one square block, so that nearly all of both is the loss. Liger's kernels take part on a GPU where they are installed.
+was there before it (on a CPU the kernel's high-water mark of resident memory, on a GPU what tensors took), gradients of
+the heads included; time is the least of three passes', CPU time on a CPU and wall time, in bfloat16, on a GPU. Heads
+have one square block, so that nearly all of both is the loss. Liger's kernels take part on a GPU where they are there.
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ SEPARATOR = "<|endoftext|>"
 OPENING = 200  # characters of a file that are a prompt
 
 
+def options(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 @dataclass(frozen=True)
 class Scale:
     """Sizes of everything."""
@@ -73,9 +77,9 @@ FULL = Scale(
     compiled=(1, 16, 64),
     context=512,
     repeats=30,
-    backbone=tuple(
+    backbone=options(
         "--hidden-size 1024 --layers 12 --heads 16 --kv-heads 8 --intermediate-size 2816 --vocab-size 16384 "
-        "--context 2048 --row-length 512 --batch-size 48 --minutes 1.25".split()
+        "--context 2048 --row-length 512 --batch-size 48 --minutes 1.25"
     ),
     source_bytes=40_000_000,
     texts=2000,
@@ -85,7 +89,7 @@ FULL = Scale(
     prompts=24,
     draws=200_000,
     batches=(1, 2, 4, 8, 16, 32, 64),
-    losses=tuple("--positions 2048 8192 --hidden-size 4096 --vocab-size 128256 --objectives labels".split()),
+    losses=options("--positions 2048 8192 --hidden-size 4096 --vocab-size 128256 --objectives labels"),
 )
 QUICK = Scale(
     big={
@@ -100,9 +104,9 @@ QUICK = Scale(
     compiled=(4,),
     context=32,
     repeats=4,
-    backbone=tuple(
+    backbone=options(
         "--hidden-size 64 --layers 2 --heads 2 --kv-heads 1 --intermediate-size 128 --vocab-size 512 "
-        "--context 256 --row-length 64 --batch-size 8 --steps 40 --threads 1".split()
+        "--context 256 --row-length 64 --batch-size 8 --steps 40 --threads 1"
     ),
     source_bytes=300_000,
     texts=24,
@@ -112,7 +116,7 @@ QUICK = Scale(
     prompts=3,
     draws=2000,
     batches=(1, 2),
-    losses=tuple("--positions 64 --hidden-size 32 --vocab-size 1000 --lm-heads shared --objectives labels".split()),
+    losses=options("--positions 64 --hidden-size 32 --vocab-size 1000 --lm-heads shared --objectives labels"),
 )
 
 
@@ -324,7 +328,7 @@ def device_memory(run: Run) -> dict[str, int]:
 
 
 def backbone(run: Run) -> None:
-    """A backbone of 171 M parameters, trained on the spot on the Python sources of this machine."""
+    """A backbone, trained on the spot on the Python sources of this machine (171 M parameters, --quick: tiny)."""
     documents = python_sources(run.scale.source_bytes)
     held_back = documents[::20]
     kept = [text for index, text in enumerate(documents) if index % 20]
@@ -357,7 +361,8 @@ def python_sources(limit: int) -> list[str]:
     for path in files:
         if taken >= limit:
             break
-        text = path.read_text(encoding="utf-8", errors="ignore").replace(SEPARATOR, "").strip()[: min(20_000, limit // 100)]
+        text = path.read_text(encoding="utf-8", errors="ignore").replace(SEPARATOR, "").strip()
+        text = text[: min(20_000, limit // 100)]
         if len(text) > 500:
             texts.append(text)
             taken += len(text)
@@ -424,7 +429,9 @@ def verify(run: Run) -> None:
     for dtype in run.dtypes:
         words = [*run.decoding(dtype), "--draws", run.scale.draws, "--sampled-prompts", 2, "--overwrite"]
         words += ["--max-new-tokens", run.scale.new_tokens, "--report", run.output / f"verify_{dtype}.html"]
-        found = attempt(None, lambda words=words, dtype=dtype: run.medusa("verify", *words, json_name=f"verify_{dtype}"))
+        found = attempt(
+            None, lambda words=words, dtype=dtype: run.medusa("verify", *words, json_name=f"verify_{dtype}")
+        )
         if "error" in found and (run.output / "json" / f"verify_{dtype}.json").is_file():  # evidence against equality
             found |= json.loads((run.output / "json" / f"verify_{dtype}.json").read_text(encoding="utf-8"))
         run.keep(**{dtype: {name: found[name] for name in ("passed", "greedy", "error") if name in found}})
@@ -560,7 +567,7 @@ SLOW_MACHINE = 4  # times the limits with --quick: a CPU that others use too
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="a folder; stages that are run replace what they left")
+    parser.add_argument("--output", type=Path, required=True, help="a folder; what a stage left is replaced")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     parser.add_argument("--stage", nargs="+", choices=STAGES, help="these only (default: all)")
     parser.add_argument("--minutes", type=float, default=9, help="for everything (default: %(default)s)")
@@ -639,7 +646,11 @@ def run_stage(args: argparse.Namespace, name: str, before: dict[str, Any], secon
     start, log = time.monotonic(), args.output / "logs" / f"{name}.log"
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            [str(word) for word in words], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            [str(word) for word in words],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
         try:
             status = "done" if process.wait(seconds) == 0 else "failed"
@@ -760,7 +771,9 @@ def in_words(value: Any) -> str:
 
 def loss_tables(figures: dict[str, Any]) -> list[Table]:
     head = list(figures["rows"][0])
-    return [("Losses", [name.replace("_", " ") for name in head], [[in_words(r[n]) for n in head] for r in figures["rows"]])]
+    return [
+        ("Losses", [name.replace("_", " ") for name in head], [[in_words(r[n]) for n in head] for r in figures["rows"]])
+    ]
 
 
 def only_row(title: str) -> Callable[[dict[str, Any]], list[Table]]:
@@ -780,7 +793,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "step": flat_table("Step", ("step_ms", "forward_ms", "heads_ms", "ratio")),
     "losses": loss_tables,
     "kinds": flat_table(
-        "Kinds of heads", ("nodes", "tau", "speedup", "speedup_vs_generate", "speedup_vs_generate_interval", "steps_trained")
+        "Kinds of heads",
+        ("nodes", "tau", "speedup", "speedup_vs_generate", "speedup_vs_generate_interval", "steps_trained"),
     ),
     "batches": flat_table("Batches", ("nodes", "tokens_per_second", "tau", "speedup", "speedup_interval")),
     "fsdp": only_row("FSDP on one device"),
@@ -828,7 +842,7 @@ def page(outcome: dict[str, Any]) -> Any:
         drawn.append((pictures.alone(batch_rates, sizes), "Tokens per second, all rows together."))
     if calibration := figures.get("heads", {}).get("calibration"):
         drawn.append(
-            (pictures.alone(pictures.sizes_of_tree, calibration, "tokens_per_second"), "Speed against the size of the tree.")
+            (pictures.alone(pictures.sizes_of_tree, calibration, "tokens_per_second"), "Speed by size of the tree.")
         )
     made.pictures(drawn)
     for title, head, rows in tables(outcome):
@@ -841,7 +855,10 @@ def forward_times(axes: Any, points: list[dict[str, Any]], compiled: list[dict[s
     from decode.pictures import INK, plain_frame
 
     ways = [("eager_ms", "eager", "transformers", points), ("graph_ms", "CUDA graph", "medusa", points)]
-    ways += [("compiled_graph_ms", "compiled, CUDA graph", "violet", compiled), ("compiled_ms", "compiled", "amber", compiled)]
+    ways += [
+        ("compiled_graph_ms", "compiled, CUDA graph", "violet", compiled),
+        ("compiled_ms", "compiled", "amber", compiled),
+    ]
     for key, label, ink, source in ways:
         if found := [(point["nodes"], point[key]) for point in source if key in point]:
             axes.plot(*zip(*found, strict=True), marker="o", ms=4, color=INK[ink], label=label)

@@ -327,7 +327,7 @@ class MedusaTrainer(Trainer):
         """
         if of_step is None:  # in evaluation every batch stands for itself
             return 1.0
-        # Before transformers had `loss_is_scaled_for_ga`, its Trainer divided by the number of micro-batches regardless.
+        # A Trainer without `loss_is_scaled_for_ga` (5.17) divides by the number of micro-batches, whatever we say.
         undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
         return labels * self.args.world_size * undone / of_step.clamp_min(1)
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lossy", action="store_true", help="also the lossy rules, with the likelihood of what they write"
     )
     group = parser.add_argument_group("report")
-    group.add_argument("--report", metavar="FILE.html|DIR", help="a page with pictures; a folder gets PNGs and JSON too")
+    group.add_argument("--report", metavar="FILE.html|DIR", help="a page; in a folder also PNGs and JSON")
     group.add_argument(
         "--compare",
         nargs="+",
@@ -482,12 +482,13 @@ def show_comparison(args: argparse.Namespace, comparison: Comparison) -> None:
     from decode.comparison import interval_in_words
 
     console = common.output_console(args)
-    table = Table(title=f"{comparison.later} against {comparison.earlier}", box=SIMPLE_HEAD, pad_edge=False)
+    console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "then", "now", "now / then", "95 %", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for change in comparison.changes:
         table.add_row(
-            f"{change.method}, {change.figure.replace('_', ' ')}",
+            change.label,
             f"{change.earlier:.2f}",
             f"{change.later:.2f}",
             f"{change.ratio:.3f}",
@@ -498,4 +499,4 @@ def show_comparison(args: argparse.Namespace, comparison: Comparison) -> None:
     for what, then, now in comparison.differences:
         console.print(f"  {what}: {then} -> {now}", highlight=False)
     if not comparison.same_machine:
-        console.print("other machines: ratios within a run may be compared, tokens per second may not")
+        console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
