@@ -26,7 +26,6 @@ from torch import Tensor
 
 from decode.clock import STAGES, StageClock
 from decode.results import Method, Result, prompt_seeds, tau
-from medusa.tree import Tree
 
 DRAWS = 2000
 COVERAGE = 0.95
@@ -252,8 +251,8 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
     return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, deepest)]
 
 
-def accepted_by_node(tree: Tree, ranks: Sequence[Tensor], results: Sequence[Result]) -> list[float]:
-    """Fraction of steps that accepted each node of the tree but the root, in node order.
+def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Fraction of steps that accepted each node, named by its path of ranks; only those that some step accepted.
 
     `ranks`: per text [P, K], the rank of the token that came in the guesses of each head (`decode.calibrate.record`).
     """
@@ -268,7 +267,7 @@ def accepted_by_node(tree: Tree, ranks: Sequence[Tensor], results: Sequence[Resu
                 for depth in range(1, length):
                     counts[tuple(lines[at][:depth])] += 1
             at += length
-    return [counts[path] / max(steps, 1) for path in tree.rank_paths]
+    return [{"path": list(path), "share": count / steps} for path, count in sorted(counts.items())]
 
 
 def machine() -> dict[str, Any]:

@@ -65,7 +65,7 @@ def add_verdict(made: Page, outcome: dict[str, Any]) -> None:
     )
     made.text(
         f"{settings['prompts']} prompts, at most {settings['max_new_tokens']} new tokens each, temperature "
-        f"{settings['temperature']:g}, acceptance {settings['acceptance']}, a tree of {1 + len(settings['tree'])} "
+        f"{settings['temperature']:g}, acceptance {settings['acceptance']}, a tree of {settings['nodes']} "
         f"nodes, batch size {settings['batch_size']}, {settings['rounds']} round(s).",
         "faint",
     )
@@ -100,7 +100,7 @@ def speed_row(name: str, figures: dict[str, Any], greedy: bool) -> list[str]:
 
 
 def add_guesses(made: Page, outcome: dict[str, Any]) -> None:
-    medusa, paths = outcome["methods"]["medusa"], outcome["settings"]["tree"]
+    medusa = outcome["methods"]["medusa"]
     if not medusa["accepted_by_depth"]:
         return
     made.heading("Guesses that come true")
@@ -112,11 +112,13 @@ def add_guesses(made: Page, outcome: dict[str, Any]) -> None:
         drawn.append(
             (pictures.alone(pictures.temperatures, outcome["temperatures"]), "Lossless everywhere; one round each.")
         )
-    if shares := medusa.get("accepted_by_node"):
+    # A dynamic tree takes many nodes now and then: those that one step in a hundred accepts can be seen.
+    if nodes := [node for node in medusa.get("accepted_by_node", []) if node["share"] >= 0.01]:
         drawn.append(
             (
-                pictures.alone(pictures.tree, paths, shares, height=pictures.tree_height(paths)),
-                "Each guess by its rank among its head's; lines are as wide as it is often accepted.",
+                pictures.alone(pictures.tree, nodes, height=pictures.tree_height(nodes)),
+                "Each guess by its rank among its head's; lines are as wide as it is often accepted. Guesses that "
+                "fewer than one step in a hundred accepts are left out.",
             )
         )
     made.pictures(drawn)

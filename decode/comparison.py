@@ -112,7 +112,7 @@ def _differences(earlier: dict[str, Any], later: dict[str, Any]) -> list[tuple[s
 
 
 def _short(name: str, value: Any) -> str:
-    return f"{1 + len(value)} nodes" if name == "tree" and value is not None else str(value)
+    return f"{1 + len(value)} nodes" if name == "tree" and isinstance(value, list) else str(value)
 
 
 def _changes(name: str, earlier: dict[str, Any], later: dict[str, Any]) -> list[Change]:

@@ -126,10 +126,10 @@ def positions(axes: Axes, bins: list[dict[str, float]]) -> None:
     plain_frame(axes)
 
 
-def tree(axes: Axes, paths: list[list[int]], shares: list[float]) -> None:
-    """The tree with the share of steps that accept each node: from left to right by depth, labelled by rank."""
+def tree(axes: Axes, accepted: list[dict[str, Any]]) -> None:
+    """The nodes with the share of steps that accept each: from left to right by depth, labelled by rank."""
     leaves: dict[tuple[int, ...], float] = {}
-    nodes = {(): 1.0} | {tuple(path): share for path, share in zip(paths, shares, strict=True)}
+    nodes: dict[tuple[int, ...], float] = {(): 1.0} | {tuple(node["path"]): node["share"] for node in accepted}
     rows = iter(range(len(nodes)))
 
     def place(node: tuple[int, ...]) -> float:
@@ -158,8 +158,9 @@ def tree(axes: Axes, paths: list[list[int]], shares: list[float]) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def tree_height(paths: list[list[int]]) -> float:
+def tree_height(accepted: list[dict[str, Any]]) -> float:
     """Inches for the leaves of a tree."""
+    paths = [node["path"] for node in accepted]
     inner = {tuple(path[:-1]) for path in paths}
     leaves = sum(tuple(path) not in inner for path in paths)
     return 1.2 + leaves * (0.36 if len(paths) < 24 else 0.12)
@@ -180,14 +181,19 @@ def temperatures(axes: Axes, rows: list[dict[str, Any]]) -> None:
 def sizes_of_tree(axes: Axes, calibration: dict[str, Any], figure: str) -> None:
     """`figure` of a calibration's points, tau, step_ms or tokens_per_second, against the number of nodes."""
     titles = {"tau": "foretold tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
-    points, chosen = calibration["points"], calibration["chosen"]
-    nodes = [point["nodes"] for point in points]
-    values = [
-        1000 * point["tau"] / point["step_ms"] if figure == "tokens_per_second" else point[figure] for point in points
-    ]
-    axes.plot(nodes, values, marker="o", markersize=4, color=INK["medusa"])
-    axes.plot(nodes[chosen], values[chosen], "o", markersize=11, fillstyle="none", color=INK["bad"])
-    axes.set(title=titles[figure], xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(values)))
+    points, best = calibration["points"], calibration["points"][calibration["chosen"]]
+
+    def value(point: dict[str, Any]) -> float:
+        return 1000 * point["tau"] / point["step_ms"] if figure == "tokens_per_second" else point[figure]
+
+    for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
+        if mine := [point for point in points if bool(point.get("dynamic")) == dynamic]:
+            sizes = [point["nodes"] for point in mine]
+            axes.plot(sizes, [value(p) for p in mine], marker="o", markersize=4, color=INK[ink], label=label)
+    axes.plot(best["nodes"], value(best), "o", markersize=11, fillstyle="none", color=INK["bad"], label="chosen")
+    axes.set(title=titles[figure], xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(map(value, points))))
+    axes.legend(frameon=False, loc="lower right")
+    nodes = sorted({point["nodes"] for point in points})
     shown = [count for i, count in enumerate(nodes) if i == 0 or count >= 1.3 * nodes[i - 1]]
     axes.set_xticks(shown, [str(count) for count in shown])
     axes.minorticks_off()

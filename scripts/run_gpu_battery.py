@@ -470,23 +470,22 @@ def losses(run: Run) -> None:
 
 def kinds(run: Run) -> None:
     """Kinds of heads after the same short training: tau and speedup."""
-    from medusa.config import BLOCKS, KINDS
+    from medusa.config import KINDS
 
-    for kind in KINDS:
-        for block in BLOCKS:
+    for kind, block in [("medusa", "square"), *((kind, "mlp") for kind in KINDS)]:
 
-            def measure(kind: str = kind, block: str = block) -> dict[str, Any]:
-                folder = run.output / f"heads_{kind}_{block}"
-                trained = train(run, folder, {"num": 4, "kind": kind, "block": block}, run.scale.kinds)
-                words = [*run.decoding(heads=folder), "--tree", "auto", "--rounds", 1, "--ignore-eos"]
-                words += ["--max-new-tokens", run.scale.new_tokens]
-                outcome = run.medusa("benchmark", *words, json_name=f"kind_{kind}_{block}")
-                medusa = outcome["methods"]["medusa"]
-                kept = ("tau", "tau_interval", "speedup", "speedup_vs_generate", "speedup_vs_generate_interval")
-                nodes = 1 + len(outcome["settings"]["tree"])
-                return {name: medusa[name] for name in kept} | {"nodes": nodes, "steps_trained": trained.get("steps")}
+        def measure(kind: str = kind, block: str = block) -> dict[str, Any]:
+            folder = run.output / f"heads_{kind}_{block}"
+            trained = train(run, folder, {"num": 4, "kind": kind, "block": block}, run.scale.kinds)
+            words = [*run.decoding(heads=folder), "--tree", "auto", "--rounds", 1, "--ignore-eos"]
+            words += ["--max-new-tokens", run.scale.new_tokens]
+            outcome = run.medusa("benchmark", *words, json_name=f"kind_{kind}_{block}")
+            medusa = outcome["methods"]["medusa"]
+            kept = ("tau", "tau_interval", "speedup", "speedup_vs_generate", "speedup_vs_generate_interval")
+            nodes = outcome["settings"]["nodes"]
+            return {name: medusa[name] for name in kept} | {"nodes": nodes, "steps_trained": trained.get("steps")}
 
-            run.keep(**{f"{kind}, {block}": attempt(None, measure)})
+        run.keep(**{f"{kind}, {block}": attempt(None, measure)})
     require_one(run.figures)
 
 
@@ -503,7 +502,7 @@ def batches(run: Run) -> None:
             outcome = run.medusa("benchmark", *words, json_name=f"batch_{size}")
             methods = outcome["methods"]
             return {
-                "nodes": 1 + len(outcome["settings"]["tree"]),
+                "nodes": outcome["settings"]["nodes"],
                 "tokens_per_second": {name: methods[name]["tokens_per_second"]["median"] for name in methods},
                 "tau": methods["medusa"]["tau"],
                 "speedup": methods["medusa"]["speedup"],
@@ -555,8 +554,8 @@ STAGES: dict[str, Stage] = {
     "verify": Stage(verify, 60, ("heads",)),
     "step": Stage(step, 45, ("heads",)),
     "losses": Stage(losses, 60),
-    "kinds": Stage(kinds, 75, ("heads",)),
     "batches": Stage(batches, 75, ("heads",)),
+    "kinds": Stage(kinds, 150, ("heads",)),
     "fsdp": Stage(fsdp, 30, ("backbone",)),
 }
 SLOW_MACHINE = 4  # times the limits with --quick: a CPU that others use too
@@ -727,7 +726,7 @@ def benchmark_tables(figures: dict[str, Any]) -> list[Table]:
     for way, outcome in figures.items():
         head = ["method", "tokens/s", "slowest", "fastest", "tau", "x plain", "95 %", "x generate", "95 %", "same text"]
         rows = [speed_row(name, method, True) for name, method in outcome["methods"].items()]
-        title = f"Speed, {way}, {1 + len(outcome['settings']['tree'])} nodes, {outcome['machine']['dtype']}"
+        title = f"Speed, {way}, {outcome['settings']['nodes']} nodes, {outcome['machine']['dtype']}"
         found.append((title, head, rows))
         if rows := [
             [row["acceptance"], *(f"{row[name]:.3f}" for name in ("tau", "speedup_vs_generate", "log_likelihood"))]

@@ -399,7 +399,7 @@ def looked_into(
         calibrate.situation(loaded.model, heads, settings, args.batch_size),
     )
     return {
-        "accepted_by_node": accepted_by_node(tree, recording.ranks, results),
+        "accepted_by_node": accepted_by_node(recording.ranks, results),
         "calibration": found.to_dict() if found else None,
     }
 

@@ -38,9 +38,11 @@ def outcome(seconds: list[float], **settings: Any) -> dict[str, Any]:
     for clock in clocks:
         clock.seconds = {"propose": 0.1, "verify": 0.7, "accept": 0.05, "compact": 0.02, "other": 0.03}
     methods = summarize(them, ["narration", "dialogue"] * 4)
-    points = [{"nodes": n, "tau": 1 + n / 8, "step_ms": 3 + n / 4, "paths": []} for n in (1, 4, 8)]
+    points = [{"nodes": n, "tau": 1 + n / 8, "step_ms": 3 + n / 4, "dynamic": n == 8} for n in (1, 4, 8)]
     methods["medusa"] |= {
-        "accepted_by_node": [0.9, 0.05, 0.8],
+        "accepted_by_node": [
+            {"path": path, "share": share} for path, share in (([0], 0.9), ([0, 0], 0.8), ([1], 0.05), ([2], 0.004))
+        ],
         "calibration": {"points": points, "chosen": 2, "texts": {"texts": 32}},
     }
     names = ("tau", "tau_interval", "speedup_vs_generate", "speedup_vs_generate_interval")
@@ -52,7 +54,8 @@ def outcome(seconds: list[float], **settings: Any) -> dict[str, Any]:
         },
         "settings": {
             **{"max_new_tokens": 12, "temperature": 0.0, "acceptance": "greedy", "stop": [], "backbone": "demo"},
-            **{"heads": "<b>heads</b>", "tree": [[0], [1], [0, 0]], "prompts": 8, "prompts_sha256": "x", "rounds": 2},
+            **{"heads": "<b>heads</b>", "tree": [[0], [1], [0, 0]], "prompts": 8, "nodes": 4, "rounds": 2},
+            "prompts_sha256": "x",
             **{"batch_size": 1, "date": "2026-01-02", "commit": "abc", "command": "medusa benchmark --x 'a b'"},
         }
         | settings,
@@ -136,8 +139,9 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
     for kind, figures in medusa["by_category"].items():
         (row,) = (row for row in seen.rows if row[0] == kind)
         assert (row[2], row[6]) == (f"{figures['tau']:.3f}", f"{figures['speedup_vs_generate']:.3f}")
-    for path, share in zip(content["settings"]["tree"], medusa["accepted_by_node"], strict=True):
-        assert f"{path[-1] + 1}: {share:.0%}" in seen.drawn
+    for node in medusa["accepted_by_node"]:
+        label = f"{node['path'][-1] + 1}: {node['share']:.0%}"
+        assert (label in seen.drawn) == (node["share"] >= 0.01)
     for row in content["temperatures"]:
         assert any(r[:2] == [f"{row['temperature']:g}", f"{row['tau']:.3f}"] for r in seen.rows)
     assert ["typical (lossy)", "3.250", "2.125", "-1.375"] in seen.rows
