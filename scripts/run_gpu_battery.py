@@ -59,6 +59,8 @@ class Scale:
     """Training of each kind of heads."""
     prompts: int
     draws: int
+    trees: tuple[str, ...]
+    """Whose step is taken apart."""
     batches: tuple[int, ...]
     losses: tuple[str, ...]
     """Options of benchmark_loss."""
@@ -88,6 +90,7 @@ FULL = Scale(
     kinds={"max_minutes": 0.25, "per_device_train_batch_size": 16},
     prompts=24,
     draws=200_000,
+    trees=("chain", "topk:3,2,1", "mc_sim_7b_63"),
     batches=(1, 2, 4, 8, 16, 32, 64),
     losses=options("--positions 2048 8192 --hidden-size 4096 --vocab-size 128256 --objectives labels"),
 )
@@ -115,6 +118,7 @@ QUICK = Scale(
     kinds={"max_steps": 4, "per_device_train_batch_size": 4},
     prompts=3,
     draws=2000,
+    trees=("topk:3,2,1",),
     batches=(1, 2),
     losses=options("--positions 64 --hidden-size 32 --vocab-size 1000 --lm-heads shared --objectives labels"),
 )
@@ -200,6 +204,7 @@ def curves(run: Run) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from decode.cache import TreeCache
+    from decode.topology import Topology
     from decode.verify import TreeMasks
     from medusa import MedusaConfig, MedusaHeads, Tree
 
@@ -218,7 +223,8 @@ def curves(run: Run) -> None:
         model(input_ids=context, past_key_values=cache, use_cache=True)
         cache.commit_prompt([run.scale.context])
         tree = Tree.chain(nodes - 1).to(run.device)
-        mask = TreeMasks(config, tree, dtype, torch.device(run.device))([run.scale.context])
+        masks = TreeMasks(config, dtype, torch.device(run.device))
+        mask = masks([run.scale.context], Topology.of(tree))
         ids, positions = context[:, :nodes].contiguous(), (tree.depth + run.scale.context)[None]
 
         def by(called: Any) -> Callable[[], Any]:
@@ -441,7 +447,7 @@ def verify(run: Run) -> None:
 
 def step(run: Run) -> None:
     """A step against what it cannot do without: a bare forward and the heads at one position."""
-    for tree in ("chain", "topk:3,2,1", "mc_sim_7b_63"):
+    for tree in run.scale.trees:
         place = run.output / "json" / f"step_{tree.replace(':', '_').replace(',', '_')}.json"
         place.parent.mkdir(exist_ok=True)
         words = [*run.decoding(), "--max-prompts", 2, "--max-new-tokens", run.scale.new_tokens, "--json", place]
@@ -469,7 +475,7 @@ def losses(run: Run) -> None:
 
 
 def kinds(run: Run) -> None:
-    """Kinds of heads after the same short training: tau and speedup."""
+    """Kinds of heads after the same short training, with the same tree: tau and speedup."""
     from medusa.config import KINDS
 
     for kind, block in [("medusa", "square"), *((kind, "mlp") for kind in KINDS)]:
@@ -477,7 +483,7 @@ def kinds(run: Run) -> None:
         def measure(kind: str = kind, block: str = block) -> dict[str, Any]:
             folder = run.output / f"heads_{kind}_{block}"
             trained = train(run, folder, {"num": 4, "kind": kind, "block": block}, run.scale.kinds)
-            words = [*run.decoding(heads=folder), "--tree", "auto", "--rounds", 1, "--ignore-eos"]
+            words = [*run.decoding(heads=folder), "--tree", run.scale.trees[-1], "--rounds", 1, "--ignore-eos"]
             words += ["--max-new-tokens", run.scale.new_tokens]
             outcome = run.medusa("benchmark", *words, json_name=f"kind_{kind}_{block}")
             medusa = outcome["methods"]["medusa"]
