@@ -3,6 +3,12 @@
 Every round decodes all prompts with every method, one prompt at a time and method after method, so that a machine that
 slows down slows all of them. One batch is a warm-up for each. A figure is the median over rounds; tokens per second
 count the tokens given, the prefill included, the same way for every method.
+
+An interval holds a figure in 95 % of resamplings: rounds and batches of prompts are drawn anew, with replacement, and
+both sides of a ratio keep the same draw, since they decoded the same prompts in the same round. It says how far other
+prompts of the kind and other minutes of this machine might move the figure; not what another machine would give.
+
+Shapes: R rounds, P prompts, D draws of a resampling.
 """
 
 from __future__ import annotations
@@ -12,13 +18,19 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
 
 from decode.clock import STAGES, StageClock
 from decode.results import Method, Result, prompt_seeds, tau
+
+DRAWS = 2000
+COVERAGE = 0.95
+POSITIONS = 16
+"""Tokens in a bin of `tau_by_position`."""
 
 
 @dataclass
@@ -30,6 +42,8 @@ class Contender:
     clock: StageClock | None = None
     rounds: list[list[Result]] = field(default_factory=list)
     """Per round one result a prompt, the warm-up left out."""
+    batch_of: list[int] = field(default_factory=list)
+    """Which batch a prompt was decoded in: the prompts of one share their seconds, so they are resampled together."""
 
     def tokens_per_second(self, chosen: Sequence[int] | None = None) -> list[float]:
         """Per round: all tokens over all seconds (not a mean of ratios), of the `chosen` prompts."""
@@ -71,6 +85,7 @@ def run_rounds(
             on_progress()
         for contender in contenders:
             contender.rounds.append(finished[contender.name])
+            contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
 
 
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, Any]:
@@ -111,12 +126,117 @@ def _figures(
         "speedup_vs_generate": _ratio(rates, stock.tokens_per_second(chosen)),
         "equal_to_plain": sum(equal) / len(equal),
     }
+    mine = Sample.of(prompt_figures(contender, chosen))
+    draws = mine.draws()
+    figures["tau_interval"] = interval(mine.tau(draws)) if mine.num_batches > 1 else None
+    for name, other in (("speedup_interval", plain), ("speedup_vs_generate_interval", stock)):
+        theirs = Sample.of(prompt_figures(other, chosen))
+        figures[name] = interval(mine.speedup(theirs, draws)) if mine.can_vary else None
+    if chosen is None:
+        figures["tau_by_position"] = tau_by_position(results)
+        figures["prompts"] = prompt_figures(contender)
     if contender.clock is not None and chosen is None:
         total = sum(len(result.step_lengths) for results in contender.rounds for result in results)
         figures["step_ms"] = {
             stage: 1000 * seconds / max(total, 1) for stage, seconds in contender.clock.seconds.items()
         }
     return figures
+
+
+def prompt_figures(contender: Contender, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Per prompt: its batch, new tokens, steps, tokens before any cut (tau is their quotient), and seconds a round."""
+    indices = range(len(contender.batch_of)) if chosen is None else chosen
+    return [
+        {
+            "batch": contender.batch_of[index],
+            "new_tokens": len(contender.rounds[0][index].new_ids),
+            "steps": len(contender.rounds[0][index].uncut_lengths),
+            "uncut_tokens": sum(contender.rounds[0][index].uncut_lengths),
+            "seconds": [round(results[index].seconds, 6) for results in contender.rounds],
+        }
+        for index in indices
+    ]
+
+
+class Draws(NamedTuple):
+    """Resamplings, to be shared by all figures that are compared."""
+
+    batches: Tensor
+    """[D, number of batches] how often each is drawn."""
+    rounds: Tensor
+    """[D, R] which round stands in for each."""
+
+
+@dataclass
+class Sample:
+    """What one method did, summed over the prompts of each batch: what is resampled."""
+
+    new_tokens: Tensor  # [batches]
+    steps: Tensor
+    uncut_tokens: Tensor
+    seconds: Tensor  # [R, batches]
+
+    @classmethod
+    def of(cls, prompts: Sequence[dict[str, Any]]) -> Sample:
+        """From `prompt_figures`, of this run or of the JSON of an earlier one."""
+        batches = sorted({prompt["batch"] for prompt in prompts})
+        groups = [[prompt for prompt in prompts if prompt["batch"] == batch] for batch in batches]
+        new, steps, uncut = (
+            torch.tensor([float(sum(prompt[name] for prompt in group)) for group in groups])
+            for name in ("new_tokens", "steps", "uncut_tokens")
+        )
+        seconds = [[sum(times) for times in zip(*(p["seconds"] for p in group), strict=True)] for group in groups]
+        return cls(new, steps, uncut, torch.tensor(seconds).T)
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.steps)
+
+    @property
+    def can_vary(self) -> bool:
+        """Whether there is more than one of anything: a single measurement says nothing about its own spread."""
+        return self.seconds.numel() > 1
+
+    def draws(self, seed: int = 0) -> Draws:
+        generator = torch.Generator().manual_seed(seed)
+        count, (rounds, _) = self.num_batches, self.seconds.shape
+        chosen = torch.randint(count, (DRAWS, count), generator=generator)
+        times = torch.zeros(DRAWS, count).scatter_add_(1, chosen, torch.ones(DRAWS, count))
+        return Draws(times, torch.randint(rounds, (DRAWS, rounds), generator=generator))
+
+    def tau(self, draws: Draws) -> Tensor:
+        """[D]"""
+        return (draws.batches @ self.uncut_tokens) / (draws.batches @ self.steps).clamp_min(1)
+
+    def rates(self, draws: Draws) -> Tensor:
+        """Tokens per second [D, R]."""
+        seconds = draws.batches @ self.seconds.T
+        return ((draws.batches @ self.new_tokens)[:, None] / seconds.clamp_min(1e-9)).gather(1, draws.rounds)
+
+    def speedup(self, other: Sample, draws: Draws) -> Tensor:
+        """Median over rounds of the ratio within a round, as the figure itself [D]."""
+        ratio = self.rates(draws) / other.rates(draws).clamp_min(1e-9)
+        return ratio.quantile(0.5, dim=1)
+
+
+def interval(values: Tensor) -> list[float]:
+    """The middle 95 % of resampled figures [D]."""
+    tail = (1 - COVERAGE) / 2
+    return values.quantile(torch.tensor([tail, 1 - tail])).tolist()
+
+
+def tau_by_position(results: Sequence[Result]) -> list[dict[str, float]]:
+    """tau of the steps whose root stands `start` to `start + POSITIONS` tokens behind the prompt."""
+    bins: dict[int, list[int]] = defaultdict(list)
+    for result in results:
+        at = 0
+        for length in result.uncut_lengths:
+            bins[at // POSITIONS].append(length)
+            at += length
+    return [
+        {"start": POSITIONS * number, "tau": sum(lengths) / len(lengths), "steps": len(lengths)}
+        for number, lengths in sorted(bins.items())
+    ]
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -129,6 +249,25 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
     lengths = [length for result in results for length in result.uncut_lengths]
     deepest = max(lengths, default=1)
     return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, deepest)]
+
+
+def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Fraction of steps that accepted each node, named by its path of ranks; only those that some step accepted.
+
+    `ranks`: per text [P, K], the rank of the token that came in the guesses of each head (`decode.calibrate.record`).
+    """
+    counts: dict[tuple[int, ...], int] = defaultdict(int)
+    steps = 0
+    for table, result in zip(ranks, results, strict=True):
+        at, lines = 0, table.tolist()
+        for length in result.uncut_lengths:
+            # A last root without a forward, and what a step guessed beyond the text's end, leave no ranks to read.
+            if at + length <= len(lines):
+                steps += 1
+                for depth in range(1, length):
+                    counts[tuple(lines[at][:depth])] += 1
+            at += length
+    return [{"path": list(path), "share": count / steps} for path, count in sorted(counts.items())]
 
 
 def machine() -> dict[str, Any]:

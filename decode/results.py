@@ -155,8 +155,11 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
     return results
 
 
-def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None) -> Method:
-    """transformers' own `model.generate`; it has one stream of random numbers, seeded by a batch's first seed."""
+def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **assistance: Any) -> Method:
+    """transformers' own `model.generate`; it has one stream of random numbers, seeded by a batch's first seed.
+
+    `assistance`: of its assisted generation, `prompt_lookup_num_tokens` or `assistant_model`; it does not tell its
+    steps, so such results have none."""
     backbone = Backbone(model)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop else None
 
@@ -179,7 +182,7 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
         return results
 
     def write(group: list[Result], limit: int) -> None:
-        kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit}
+        kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit} | assistance
         inputs = left_padded([result.input_ids for result in group], backbone.device)
         longest = inputs["input_ids"].shape[1]
         out = model.generate(**inputs, **kwargs)[:, longest:].tolist()  # type: ignore[operator]
@@ -188,6 +191,8 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
         for result, ids in zip(group, out, strict=True):
             result.new_ids = ids
             _cut(result, ends, stops)
+            if assistance:
+                result.step_lengths, result.uncut_lengths = [], []
 
     return decode
 

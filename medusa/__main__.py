@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest  # argparse takes key=value behind an option for a stranger
     elif rest:
         parser.error(f"unknown words: {' '.join(rest)}")
+    args.words = arguments  # what results say they were made by
     try:
         return args.run(args) or 0
     except RequestError as error:

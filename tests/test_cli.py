@@ -584,7 +584,7 @@ def test_verify_gives_the_json_of_the_interface_and_a_report(medusa: Any, place:
     }
     assert min(case["chi2_p_value"] for case in judged) > content["sampling"]["smallest_allowed_p_value"]
     page = report.read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == 2, "a picture for each prompt"
+    assert page.count("<svg role=") == 2, "a picture for each prompt"
     assert "3 of 3 texts are equal" in page
     assert 'src="http' not in page
     assert "<script" not in page
@@ -669,6 +669,84 @@ def test_a_benchmark_in_batches_of_sampled_text_works(medusa: Any, place: Place)
 def test_a_benchmark_of_prompts_that_fill_the_context_is_no_crash(medusa: Any, place: Place) -> None:
     argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompt", "b" * 128, *GENERATION)
     assert medusa("benchmark", *argv, "--rounds", "1").status in (0, 2)
+
+
+def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    return ("benchmark", *models, "--rounds", "1", "--tree", "topk:2,2", *argv)
+
+
+def test_a_benchmark_says_what_else_was_asked(medusa: Any, place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--prompt-lookup", "--json", file))
+    assert done.status == 0, done.err
+    content = json.loads(file.read_text())
+    assert [row["temperature"] for row in content["temperatures"]] == [0.5, 1.0]
+    rules = {row["acceptance"]: row for row in content["lossy"]}
+    assert rules.keys() == {"plain", "rejection", "typical", "typical-sampled"}
+    assert [name for name, row in rules.items() if not row["lossless"]] == ["typical", "typical-sampled"]
+    assert rules["typical"]["log_likelihood"] > rules["plain"]["log_likelihood"], "it takes the most probable roots"
+    lookup = content["methods"]["prompt lookup"]
+    assert (lookup["equal_to_plain"], lookup["steps"]) == (1.0, 0)
+    assert "typical (lossy)" in done.out
+    settings = content["settings"]
+    assert settings["command"].startswith(f"medusa benchmark --backbone {place.backbone} ")
+    assert settings["prompts_sha256"]
+    assert content["machine"]["memory"]["heads"] > 0
+
+
+def test_a_benchmarks_report_is_a_page_or_a_folder(medusa: Any, place: Place, tmp_path: Path) -> None:
+    page, folder = tmp_path / "r.html", tmp_path / "report"
+    assert medusa(*benchmark(place, "--report", page)).status == 0
+    assert "times model.generate" in page.read_text()
+    assert medusa(*benchmark(place, "--report", folder)).status == 0
+    assert {file.name for file in folder.iterdir()} >= {"report.html", "benchmark.json", "speedups.png", "tree.png"}
+    content = json.loads((folder / "benchmark.json").read_text())
+    figures = content["methods"]["medusa"]
+    nodes = figures["accepted_by_node"]
+    assert all(node["path"] in content["settings"]["tree"] for node in nodes)
+    by_depth = [sum(node["share"] for node in nodes if len(node["path"]) == depth) for depth in (1, 2)]
+    reached = [*figures["accepted_by_depth"], 0.0, 0.0][:2]
+    assert all(abs(one - other) < 0.12 for one, other in zip(by_depth, reached, strict=True)), "but for last roots"
+    again = medusa(*benchmark(place, "--report", folder))
+    assert again.status == 2
+    assert "--overwrite" in again.err
+    assert medusa(*benchmark(place, "--report", folder, "--overwrite")).status == 0
+
+
+def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path) -> None:
+    first, second, both = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    assert medusa(*benchmark(place, "--json", first)).status == 0
+    done = medusa(*benchmark(place, "--tree", "chain", "--compare", first, "--json", second))
+    assert done.status == 0, done.err
+    assert "now / then" in done.out
+    assert "tree: 7 nodes -> 4 nodes" in done.out
+    (comparison,) = json.loads(second.read_text())["comparisons"]
+    assert comparison["same_machine"] is True
+    assert {change["figure"] for change in comparison["changes"]} >= {"speedup", "speedup_vs_generate", "tau"}
+    page = tmp_path / "compared.html"
+    done = medusa("benchmark", "--compare", first, second, "--json", both, "--report", page)
+    assert done.status == 0, done.err
+    (again,) = json.loads(both.read_text())["comparisons"]
+    assert again["changes"] == comparison["changes"]
+    assert str(second) in page.read_text()
+
+
+def test_what_cannot_be_compared_is_refused(medusa: Any, place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    assert medusa(*benchmark(place, "--json", file)).status == 0
+    for argv, said in (
+        (("benchmark", "--compare", file), "nothing to be compared with"),
+        (("benchmark", "--compare", file, tmp_path / "absent.json"), "absent.json"),
+        (("benchmark", "--compare", file, place.prompts), "not JSON"),
+        (benchmark(place, "--max-prompts", "2", "--compare", file), "other prompts"),
+        (("benchmark",), "--backbone is missing"),
+        (benchmark(place, "--batch-size", "2", "--prompt-lookup"), "--batch-size"),
+    ):
+        done = medusa(*argv)
+        assert done.status == 2, argv
+        assert said in done.err
+        assert done.err.count("\n") == 1
 
 
 # --- distill ---------------------------------------------------------------------------------------------------------
@@ -780,7 +858,7 @@ OPTIONS = {
     "train": ("CONFIG.yaml", "key=value", "--resume", "--overwrite", "--threads", "--json", "--quiet"),
     "generate": (*BACKBONE, "--heads", "--prompt", "--prompts", *SAMPLING, *TREES, *MACHINE),
     "evaluate": (*BACKBONE, "--heads", "--data", *MACHINE),
-    "benchmark": (*BACKBONE, "--heads", "--prompts", *SAMPLING, *TREES, *MACHINE),
+    "benchmark": (*BACKBONE, "--heads", "--prompts", *SAMPLING, *TREES, *MACHINE, "--report", "--compare"),
     "distill": (*BACKBONE, "--prompts", "--output", *SAMPLING, *MACHINE),
 }
 

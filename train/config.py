@@ -173,6 +173,7 @@ def parse_config(content: dict[str, Any], source: str) -> TrainConfig:
     if not isinstance(training, dict):
         raise RequestError(f"{source}: training must be a mapping of fields")
     arguments = _training_arguments()
+    training = {_name_here(name, arguments): value for name, value in training.items()}
     _known(training, arguments, source, "training.")
     training = _numbers(training, arguments)
     _typed(training, arguments, source, "training.")
@@ -214,6 +215,14 @@ def _kinds(field_: dataclasses.Field[Any]) -> list[str]:
     """`int | None` as ["int", "None"], whether the annotation is kept as text or as a type."""
     annotation = field_.type.__name__ if isinstance(field_.type, type) else str(field_.type)
     return [word.strip() for word in annotation.split("|")]
+
+
+OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # in transformers 5.17
+
+
+def _name_here(name: str, arguments: type) -> str:
+    """What this version of transformers calls a field of its TrainingArguments."""
+    return name if name in {f.name for f in dataclasses.fields(arguments)} else OLD_NAMES.get(name, name)
 
 
 def _known(content: dict[str, Any], of: type, source: str, prefix: str) -> None:

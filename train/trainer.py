@@ -328,7 +328,9 @@ class MedusaTrainer(Trainer):
         """
         if of_step is None:  # in evaluation every batch stands for itself
             return 1.0
-        return labels * self.args.world_size / of_step.clamp_min(1)
+        # A Trainer without `loss_is_scaled_for_ga` (5.17) divides by the number of micro-batches, whatever we say.
+        undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
+        return labels * self.args.world_size * undone / of_step.clamp_min(1)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None

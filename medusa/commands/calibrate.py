@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 from medusa.commands import common
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from decode.calibrate import Calibration
 
 
@@ -81,7 +79,9 @@ def run(args: argparse.Namespace) -> None:
     place = calibrate.store(calibrate.files_for(common.heads_folder(args.heads)), found)
     show(args, found, measured, place)
     if args.plot:
-        picture(found).savefig(args.plot, dpi=140, bbox_inches="tight")
+        from decode.pictures import calibration_plot
+
+        calibration_plot(found.to_dict()).savefig(args.plot, dpi=140, bbox_inches="tight")
     common.write_results(args, found.to_dict() | {"measured_tau": measured, "kept_in": str(place)})
 
 
@@ -116,31 +116,3 @@ def show(args: argparse.Namespace, found: Calibration, measured: float | None, p
     if measured is not None:
         console.print(f"tau foretold {best.tau:.3f}, measured on texts held back {measured:.3f}")
     console.print(f"kept for --tree auto in {place}")
-
-
-def picture(found: Calibration) -> Figure:
-    """Foretold tau, time of a step and speed against the number of nodes, of static and of dynamic trees."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3))
-    best = found.points[found.chosen]
-    columns: list[tuple[str, str]] = [
-        ("foretold tau", "tau"),
-        ("ms a step", "step_ms"),
-        ("tokens per second", "tokens_per_second"),
-    ]
-    for axes, (title, name) in zip(figure.subplots(1, 3), columns, strict=True):
-        for dynamic, color, label in ((False, "#0b7a75", "static"), (True, "#c77800", "dynamic")):
-            points = [point for point in found.points if point.dynamic == dynamic]
-            values = [getattr(point, name) for point in points]
-            axes.plot([p.nodes for p in points], values, marker="o", markersize=4, color=color, label=label)
-        axes.plot(
-            best.nodes, getattr(best, name), "o", markersize=11, fillstyle="none", color="#b3261e", label="chosen"
-        )
-        nodes = sorted({point.nodes for point in found.points})
-        axes.set(title=title, xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(getattr(p, name) for p in found.points)))
-        axes.set_xticks(nodes, [str(n) for n in nodes], fontsize=7)
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    return figure

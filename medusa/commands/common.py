@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from medusa.records import Record
 
 
-def add_backbone(parser: argparse.ArgumentParser, heads: bool = True, required: bool = True) -> None:
+def add_backbone(
+    parser: argparse.ArgumentParser, heads: bool = True, required: bool = True, backbone_required: bool = True
+) -> None:
+    """Options of the models; `required`: of --heads."""
     group = parser.add_argument_group("models")
-    group.add_argument("--backbone", required=True, metavar="B", help="a local folder, a Hub id, or demo (embedded)")
+    group.add_argument(
+        "--backbone", required=backbone_required, metavar="B", help="a local folder, a Hub id, or demo (embedded)"
+    )
     if heads:
         group.add_argument(
             "--heads", required=required, metavar="H", help="a local folder, a Hub id, or demo (shipped)"

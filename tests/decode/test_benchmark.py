@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from decode.benchmark import Contender, accepted_by_depth, machine, run_rounds, summarize
+from decode.benchmark import (
+    Contender,
+    Sample,
+    accepted_by_depth,
+    accepted_by_node,
+    machine,
+    run_rounds,
+    summarize,
+    tau_by_position,
+)
 from decode.clock import STAGES, StageClock
 from decode.results import Result
 
@@ -174,3 +184,88 @@ def test_a_figure_says_what_it_was_measured_on() -> None:
     about = machine()
     assert {"processor", "gpu", "threads", "system", "python", "torch", "transformers"} == about.keys()
     assert about["processor"]
+
+
+def test_intervals_hold_the_figure_and_widen_with_the_spread() -> None:
+    """Prompts of which the heads speed up some and not others: the interval spans what other prompts might give."""
+
+    def spans(seconds: list[float]) -> tuple[float, list[float]]:
+        them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0, *seconds], 3))
+        run_rounds(them, [[[index]] for index in range(len(seconds))], rounds=1)
+        figures = summarize(them, [None] * len(seconds))
+        assert figures["plain"]["speedup_interval"] == [1.0, 1.0]
+        return figures["medusa"]["speedup"], figures["medusa"]["speedup_interval"]
+
+    alike, (low, high) = spans([0.5] * 8)
+    assert (alike, low, high) == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0))
+    mean, (low, high) = spans([0.25, 0.75] * 4)
+    assert low < mean < high
+    assert high - low > 0.5
+
+
+def test_a_slow_minute_of_the_machine_is_no_spread() -> None:
+    """Both sides of a ratio keep the same draw of prompts and rounds."""
+    slow = [1.0, 1.0, 10.0, 1.0]
+    them = contenders(Fake("p", slow), Fake("t", slow), Fake("m", [s / 2 for s in slow]))
+    run_rounds(them, [[[1]]], rounds=3)
+    assert summarize(them, [None])["medusa"]["speedup_interval"] == pytest.approx([2.0, 2.0])
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """400 benchmarks of 30 prompts with a true speedup of 2: 95 % of intervals hold it, give or take five points.
+
+    (A bootstrap of 30 prompts is a little too narrow: 93 % is usual.)"""
+    generator = torch.Generator().manual_seed(0)
+    held = 0
+    for _ in range(400):
+        noise = torch.rand(30, generator=generator)  # mean 0.5
+        plain = [{"batch": i, "new_tokens": 1, "steps": 1, "uncut_tokens": 1, "seconds": [2.0]} for i in range(30)]
+        heads = [line | {"seconds": [0.5 + float(x)]} for line, x in zip(plain, noise, strict=True)]
+        ours = Sample.of(heads)
+        low, high = ours.speedup(Sample.of(plain), ours.draws()).quantile(torch.tensor([0.025, 0.975])).tolist()
+        held += low <= 2.0 <= high
+    assert 0.90 <= held / 400 <= 0.99
+
+
+def test_a_single_measurement_has_no_interval() -> None:
+    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0]))
+    run_rounds(them, [[[1]]], rounds=1)
+    figures = summarize(them, [None])["medusa"]
+    assert (figures["speedup_interval"], figures["tau_interval"]) == (None, None)
+
+
+def test_prompts_of_one_batch_are_drawn_together() -> None:
+    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0]))
+    run_rounds(them, [[[1], [2]], [[3]]], rounds=1)
+    figures = summarize(them, [None] * 3)["medusa"]
+    assert [prompt["batch"] for prompt in figures["prompts"]] == [0, 0, 1]
+    sample = Sample.of(figures["prompts"])
+    assert sample.num_batches == 2
+    assert sample.new_tokens.tolist() == [24.0, 12.0]
+    assert sample.seconds.tolist() == [[1.0, 1.0]]
+
+
+def test_the_json_s_prompts_give_the_figures_again() -> None:
+    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [9.0, 0.5, 0.25], 4))
+    run_rounds(them, [[[1]], [[2]]], rounds=2)
+    figures = summarize(them, [None] * 2)["medusa"]
+    prompts = figures["prompts"]
+    assert sum(p["uncut_tokens"] for p in prompts) / sum(p["steps"] for p in prompts) == figures["tau"]
+    rates = [sum(p["new_tokens"] for p in prompts) / sum(p["seconds"][r] for p in prompts) for r in range(2)]
+    assert figures["tokens_per_second"]["max"] == pytest.approx(max(rates))
+
+
+def test_tau_by_position_sorts_steps_by_where_they_begin() -> None:
+    bins = tau_by_position([Result([1], uncut_lengths=[4] * 5), Result([1], uncut_lengths=[1] * 17)])
+    assert bins == [{"start": 0, "tau": (16 + 16) / 20, "steps": 20}, {"start": 16, "tau": (4 + 1) / 2, "steps": 2}]
+
+
+def test_nodes_are_counted_at_the_steps_that_were_taken() -> None:
+    """Steps of 3, 1, 2 tokens, and a last root; the ranks between starts are of no account."""
+    ranks = torch.tensor([[0, 2], [0, 0], [0, 0], [7, 0], [1, 9], [0, 0], [0, 0]])
+    results = [Result([1], uncut_lengths=[3, 1, 2, 1])]
+    assert accepted_by_node([ranks], results) == [
+        {"path": [0], "share": 1 / 4},
+        {"path": [0, 2], "share": 1 / 4},
+        {"path": [1], "share": 1 / 4},
+    ]

@@ -192,7 +192,10 @@ def test_loading(tmp_path: Any) -> None:
 def test_attention_is_eager_by_default_where_there_is_no_sdpa(
     tmp_path: Any, family: str, chosen: str, dtype: str
 ) -> None:
-    tiny_model(family, attn_implementation="eager").save_pretrained(tmp_path)
+    model = tiny_model(family, attn_implementation="eager")
+    if chosen == "eager" and model._supports_sdpa:
+        pytest.skip("this version of transformers runs it with sdpa")
+    model.save_pretrained(tmp_path)
     assert load_backbone(str(tmp_path), dtype=dtype).model.config._attn_implementation == chosen
     if chosen == "eager":
         with pytest.raises(RequestError, match="does not support an attention implementation") as error:

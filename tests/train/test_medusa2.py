@@ -309,10 +309,10 @@ def test_accumulation_and_memory_saving_change_nothing(recipe: Any, tmp_path: Pa
 
 def test_activations_are_checkpointed_when_asked(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    enable = HeadsAndAdapter.activation_checkpointing_enable
-    monkeypatch.setattr(
-        HeadsAndAdapter, "activation_checkpointing_enable", lambda self, **kw: (calls.append(1), enable(self, **kw))[1]
-    )
+    new = hasattr(MedusaTrainingArguments, "activation_checkpointing")
+    name = "activation_checkpointing_enable" if new else "gradient_checkpointing_enable"
+    enable = getattr(HeadsAndAdapter, name)
+    monkeypatch.setattr(HeadsAndAdapter, name, lambda self, **kw: (calls.append(1), enable(self, **kw))[1])
     recipe(training={"activation_checkpointing": True, "max_steps": 2})
     assert calls
     alone = {"backbone": "demo", "data": "medusa/assets/prompts.jsonl", "output_dir": "unused"}
