@@ -36,7 +36,7 @@ class PrefixReader:
         return out
 
     def path(self, hidden: Tensor, counts: list[int]) -> Tensor:
-        """hidden [B, C, H] of accepted paths, row b's being `counts[b]` long -> what the heads read at their ends [B, H]."""
+        """hidden [B, C, H] of accepted paths, `counts[b]` nodes long -> what the heads read at their ends [B, H]."""
         width, lengths = hidden.shape[1], self.cache.lengths
         if width not in self.chains:
             self.chains[width] = Topology.of(Tree.chain(width - 1).to(self.device))
