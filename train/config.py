@@ -17,6 +17,7 @@ from train.data import DataConfig
 
 SCHEDULES = ("constant", "linear", "sine")
 LM_LOSSES = ("kl", "text")
+LEAN = 0.06  # with lambda_0 0.1: within 2 % of the perplexity (docs/training.md)
 
 
 @dataclass
@@ -47,10 +48,10 @@ class AdapterConfig:
 
     rank: int = 32
     """Of the low-rank matrices (paper: 32)."""
-    alpha: int = 16
+    alpha: int = 64
     """They are scaled by alpha / rank (paper: 16)."""
-    dropout: float = 0.05
-    """Before them (paper: 0.05)."""
+    dropout: float = 0.0
+    """Before them (paper: 0.05); decoding shows the heads no state that it has touched."""
     modules: str | list[str] = "all-linear"
     """Which layers: all linear ones but the LM head, or names as peft takes them."""
     lm_head: bool = False
@@ -59,11 +60,12 @@ class AdapterConfig:
     """Peak; a quarter of `training.learning_rate`, which is the heads', if not said (paper: heads x 4)."""
     lm_loss: str = "kl"
     """kl: stay close to the untouched backbone; text: learn the text."""
-    lambda_0: float = 0.2
+    lambda_0: float = 0.1
     """Weight of what the heads ask of the backbone beside the LM loss (paper: 0.2; 0.01 in self-distillation)."""
-    lean: float = 0.0
-    """Exponent with which the teacher leans towards what the first head expected (`train.medusa2`); 0 is off."""
-    schedule: str = "sine"
+    lean: float | None = None
+    """Exponent with which the teacher leans towards what the first head expected (`train.medusa2`; ours); 0 is off,
+    0.06 if not said; text has no teacher."""
+    schedule: str = "constant"
     """How lambda_0 and lean are reached: constant, linear or sine (a quarter wave); rising ones spare the backbone."""
     heads_first: float = 0.1
     """Share of the run in which the heads learn alone; 0 where they start from trained ones (`heads.start`)."""
@@ -82,6 +84,8 @@ class AdapterConfig:
             raise RequestError(f"adapter.heads_first is {self.heads_first}; it is a share of the run, below 1")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"adapter.dropout is {self.dropout}; it must be at least 0 and below 1")
+        if self.lean is None:
+            self.lean = LEAN if self.lm_loss == "kl" else 0.0
         if not 0 <= self.lean < 1:
             raise RequestError(f"adapter.lean is {self.lean}; it must be at least 0 and below 1")
         if self.lean and self.lm_loss != "kl":

@@ -254,7 +254,7 @@ class Medusa2Trainer(MedusaTrainer):
         assert isinstance(self.trained, HeadsAndAdapter)
         self.trained.joint = self.progress() >= self.adapter.heads_first
         self.trained.lambda_0 = heads_weight(self.adapter, self.progress())
-        self.trained.lean = self.adapter.lean * (risen(self.adapter, self.progress()) or 0.0)
+        self.trained.lean = (self.adapter.lean or 0.0) * (risen(self.adapter, self.progress()) or 0.0)
         return super().get_batch_samples(*args)
 
     def label_counts(self, batch: dict[str, Tensor]) -> Tensor:

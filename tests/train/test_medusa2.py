@@ -49,7 +49,7 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "output_dir": str(tmp_path / output),
             "heads": {"num": 2},
             "device": "cpu",
-            "adapter": {"rank": 4, "dropout": 0.0, "heads_first": 0.0, "schedule": "constant"} | (adapter or {}),
+            "adapter": {"rank": 4, "alpha": 16, "heads_first": 0.0, "lambda_0": 0.2, "lean": 0.0} | (adapter or {}),
             "training": {"max_steps": STEPS, "logging_steps": 1, "save_steps": 3, "seed": 1} | (training or {}),
         }
         return train(parse_config(content | overrides, "test"), quiet=True, **(with_ or {}))
@@ -411,6 +411,12 @@ def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) 
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_leans_unless_there_is_none() -> None:
+    assert AdapterConfig().lean == 0.06
+    assert AdapterConfig(lean=0.0).lean == 0
+    assert AdapterConfig(lm_loss="text").lean == 0
 
 
 @pytest.mark.parametrize(
