@@ -1,8 +1,9 @@
 """Attention of several tokens with a mask, without copying keys for every query head.
 
-Where g query heads share a key head, transformers' sdpa copies keys and values g times for any forward of more than one
-token with a mask: for 32 heads on 8 and 8192 tokens of context that is three quarters of a 16-node step's attention. The
-g heads can stand behind each other as g x N queries of the one key head instead. Same numbers, to the last bit on a CPU.
+Where g query heads share a key head, transformers' sdpa copies keys and values g times for any forward of more than
+one token with a mask: for 32 heads on 8 and 8192 tokens of context that is three quarters of a 16-node step's
+attention. The g heads can stand behind each other as g x N queries of the one key head instead. The numbers are the
+same, on a CPU to the last bit.
 
 Shapes: B rows, H query heads on H / g key heads, N tokens, S slots, D head size.
 """

@@ -194,9 +194,9 @@ class Session:
 
 
 def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[int], list[int], list[list[int]]]:
-    """Of each row the length of the accepted path, the next root and the ids on the path (its padding repeats the root).
+    """Of each row the length of the accepted path, the next root, and the ids on the path: the one synchronisation.
 
-    The step's one synchronisation.
+    (A path's padding repeats the root.)
     """
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
     packed = torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1).tolist()

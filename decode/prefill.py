@@ -1,7 +1,7 @@
 """Reading prompts, a piece at a time: however long they are, only a piece's activations and masks are held at once.
 
-A piece of C tokens attends to all S slots before and in it, so the largest mask is [C, S], never [S, S], and the LM head
-is applied at one position a row. The first piece needs no mask at all.
+A piece of C tokens attends to all S slots before and in it, so the largest mask is [C, S], never [S, S], and the LM
+head is applied at one position a row. The first piece needs no mask at all.
 """
 
 from __future__ import annotations

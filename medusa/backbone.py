@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,12 +160,17 @@ class Backbone:
             hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
             read = at(hidden, last)
             return Readout(hidden if all_hidden else read, self.head(read))
-        if last is not None and not all_hidden and _keeps_logits(type(self.model)):
+        if last is not None and not all_hidden and self.keeps_logits:
             # Logits of all T positions are never made; those kept are the same for all rows, here at most one a row.
             kept, last = last.unique(return_inverse=True)
             kwargs["logits_to_keep"] = kept.cpu()  # an index that every device takes
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
+
+    @cached_property
+    def keeps_logits(self) -> bool:
+        """Whether the model can be told for which positions to make logits, as those of transformers can."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
         seen: list[Tensor] = []
@@ -179,12 +184,6 @@ class Backbone:
 
 # What the trial said for each living LM head; nothing is left on the model itself.
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-
-
-@lru_cache
-def _keeps_logits(model: type) -> bool:
-    """Whether its forward can be told for which positions to compute logits; those of transformers can."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:

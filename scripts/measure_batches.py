@@ -1,11 +1,12 @@
-"""Is `--tree auto` ever slower than plain decoding? Both, at several batch sizes, in pairs of runs over the same prompts.
+"""Is `--tree auto` ever slower than plain decoding? Both, at several batch sizes, in pairs of runs on the same prompts.
 
-    python scripts/measure_batches.py --backbone demo --heads demo --prompts prompts.jsonl --threads 1 --json batches.json
+    python scripts/measure_batches.py --backbone demo --heads demo --prompts prompts.jsonl --threads 1 --json out.json
 
 For every batch size the tree is calibrated anew, on the backbone's own texts, as `auto` does. Then batches of the
-prompts are decoded by our plain loop and with the tree, one after the other, each first in every second pair. The figure
-is the median of the ratios of tokens per second, with a 95 % interval; speculation that loses is a median whose whole
-interval lies below --limit, and exit status 1. On one thread its CPU time counts, so that a busy machine does no harm.
+prompts are decoded by our plain loop and with the tree, one after the other, each first in every second pair. The
+figure is the median of the ratios of tokens per second, with a 95 % interval; speculation that loses is a median whose
+whole interval lies below --limit, and exit status 1. On one thread its CPU time counts, so that a busy machine does no
+harm.
 """
 
 from __future__ import annotations

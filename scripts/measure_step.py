@@ -13,8 +13,8 @@ within the round, so that a machine that slows down slows all of them:
     speedup  tau x plain step / step, beside its bound tau x T(1) / (T(n) + T(heads))
 
 `--random` takes a Llama of that many layers and that hidden size, with random weights and V = 32000. Its LM head makes
-it count: after token t it writes t + 1, in every dtype and however it is batched, which lets a scripted drafter be right
-about as many tokens as `--tau` wants. The heads are run all the same, and their guesses fill the rest of the tree.
+it count: after token t it writes t + 1, in every dtype and however it is batched, so that a scripted drafter can be
+right about as many tokens as `--tau` wants. The heads are run all the same; their guesses fill the rest of the tree.
 """
 
 from __future__ import annotations

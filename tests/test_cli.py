@@ -910,3 +910,21 @@ def test_control_c_is_no_traceback(medusa: Any, place: Place, monkeypatch: pytes
     done = medusa("info", place.heads)
     assert done.status == 130
     assert done.err == "medusa info: interrupted\n"
+
+
+def test_float32_where_bfloat16_is_fast_gets_one_hint(
+    place: Place, medusa: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only for models of some size, only in float32, only where the processor says so, and never with --quiet."""
+    from transformers import PreTrainedModel
+
+    asked = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    asked += ("--rounds", "1", "--tree", "chain", *GENERATION)
+    monkeypatch.setattr("decode.benchmark.has_fast_bfloat16", lambda: True)
+    assert "bfloat16" not in medusa(*asked).err, "a tiny model"
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda self: 100_000_000)
+    assert medusa(*asked).err.count("try --dtype bfloat16") == 1
+    assert "hint" not in medusa(*asked, "--dtype", "bfloat16").err
+    assert "hint" not in medusa(*asked, "--quiet").err
+    monkeypatch.setattr("decode.benchmark.has_fast_bfloat16", lambda: False)
+    assert "hint" not in medusa(*asked).err

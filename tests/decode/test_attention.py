@@ -50,9 +50,16 @@ def test_it_is_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_left_on_the_model() -> None:
     model = tiny_model("llama")
-    with pytest.raises(ZeroDivisionError), grouped(model.config):
-        assert model.config._attn_implementation == NAME
-        raise ZeroDivisionError
+    seen = []
+
+    def fails() -> None:
+        with grouped(model.config):
+            seen.append(model.config._attn_implementation)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert seen == [NAME]
     assert model.config._attn_implementation == "sdpa"
     eager = tiny_model("gemma2")
     with grouped(eager.config):

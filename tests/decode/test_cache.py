@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from decode.cache import GROWTH, TreeCache
+from decode.cache import GROWTH, GROWTH_AT_MOST, TreeCache
 from decode.draft import Draft
 from decode.topology import Topology
 from decode.verify import Verifier
@@ -184,3 +184,28 @@ def test_a_long_chain_is_read_as_plain_text() -> None:
     Verifier(backbone, cache)(Draft(torch.tensor([text[3:]]), Topology.of(tree)))
     cache.commit(tree.paths[-1:], [7])
     require_equal_to_a_fresh_prefill(model, cache, [text])
+
+
+def test_a_chain_is_committed_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its accepted nodes are the first ones: nothing moves, and the cache holds what moving would have left."""
+    caches = [cache_of(tiny_model("llama"), 2, capacity=12) for _ in range(2)]
+    for cache, in_place in zip(caches, (False, True), strict=True):
+        append(cache, [[1, 2], [3, 99]])
+        cache.commit_prompt([2, 1])
+        append(cache, [[4, 5, 6], [7, 8, 9]])
+        if in_place:
+            monkeypatch.setattr(cache, "_move", None)
+        cache.commit(torch.tensor([[0, 1, -1], [0, 1, 2]]), [2, 3], in_place=in_place)
+    for row, length in enumerate([4, 4]):
+        moved, lying = (cache.layers[0].keys[row, 0, :length, 0].tolist() for cache in caches)
+        assert moved == lying
+    assert caches[0].lengths == caches[1].lengths == [4, 4]
+
+
+def test_long_texts_grow_by_pieces() -> None:
+    """Doubling 32k slots for one more token would take the memory of three such texts."""
+    cache = cache_of(tiny_model("llama"), 1, capacity=GROWTH_AT_MOST * 2)
+    append(cache, [[0.0] * GROWTH_AT_MOST * 2])
+    cache.commit_prompt([GROWTH_AT_MOST * 2])
+    append(cache, [[1.0]])
+    assert cache.capacity == GROWTH_AT_MOST * 3

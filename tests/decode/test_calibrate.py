@@ -176,6 +176,21 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
     assert dear.tree.num_nodes == 1
 
 
+def test_a_tree_must_be_clearly_faster() -> None:
+    """Timing errs by a percent or two: what promises less than 2 % leaves plain decoding as it is."""
+    plain, tree = Point(1, [], tau=1.0, step_ms=10.0), Point(4, [[0]], tau=1.01, step_ms=10.0)
+    assert calibrate.best_of([plain, tree]) == 0
+    assert calibrate.best_of([plain, tree, Point(6, [[0]], tau=1.03, step_ms=10.0)]) == 2
+
+
+def test_large_batches_on_a_cpu_try_small_trees() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert calibrate.sizes_for(cpu, 1) == [1, 4, 6, 8, 11, 16, 24, 32, 48, 64]
+    assert calibrate.sizes_for(cpu, 16) == [1, 2, 3, 4, 6, 8, 11, 16]
+    assert calibrate.sizes_for(cpu, 256) == [1, 2, 3, 4, 6, 8]
+    assert calibrate.sizes_for(cuda, 64)[-1] == 64
+
+
 def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     model, heads, texts = decoded
     trees = [Tree.chain(0), Tree.chain(3), DynamicTree.over_heads(4, 3)]

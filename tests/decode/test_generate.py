@@ -329,3 +329,14 @@ def test_models_that_cannot_hold_a_tree_are_refused_at_the_front_door(family: st
     model = tiny_model(family)
     with pytest.raises(RequestError, match=type(model).__name__):
         generate(model, heads_of(), PROMPT, max_new_tokens=4, do_sample=False)
+
+
+def test_a_tree_of_the_root_alone_is_plain_decoding(
+    llama: Any, heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loop, so `auto` costs what plain decoding costs where speculation loses; lossy rules keep their own."""
+    monkeypatch.setattr(HeadsDrafter, "propose", lambda *args: pytest.fail("there is nothing to propose"))
+    out = generate(llama, heads, PROMPT, tree=Tree.chain(0), max_new_tokens=NEW, do_sample=False)
+    assert out[0, PROMPT.shape[1] :].tolist() == plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
+    with pytest.raises(pytest.fail.Exception):
+        generate(llama, heads, PROMPT, tree="chain:0", max_new_tokens=NEW, do_sample=True, acceptance="typical")
