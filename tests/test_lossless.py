@@ -552,9 +552,8 @@ def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> N
 def test_models_that_read_the_whole_text_again_at_the_boundary_of_longrope(family: str) -> None:
     """Phi-3's own `generate` drops its cache there, since the keys in it were rotated by the short factors."""
     model = tiny_model(family)  # boundary 32
-    if plain(model, random_ids(29, 29), max_new_tokens=8) != plain(
-        model, random_ids(29, 29), max_new_tokens=8, use_cache=False
-    ):
+    short = random_ids(29, 29)
+    if plain(model, short, max_new_tokens=NEW) != plain(model, short, max_new_tokens=NEW, use_cache=False):
         pytest.skip("in this version of transformers its own `generate` drops the cache and reads the last token only")
     heads = random_heads(model, 4)
     for length in (20, 29, 31, 32, 33, 40):
