@@ -38,7 +38,14 @@ class DynamicTree:
     num_nodes: int
     candidates: Tree
     temperatures: tuple[float, ...] = ()
-    """Of each head's confidences; 1 where none is given."""
+    """Of each head's confidences, one for every head that the candidates reach; 1 where none are given."""
+
+    def __post_init__(self) -> None:
+        given = len(self.temperatures)
+        if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
+            raise RequestError(
+                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, one a head, or none"
+            )
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
@@ -94,9 +101,8 @@ class DynamicTree:
 
     def worth(self, confidences: Tensor) -> Tensor:
         """log confidences [B, k, R] of each head's best guesses -> of each candidate's whole path [B, S]."""
-        # Finite, and not so small that a level more or less would be lost in rounding.
         used = confidences[:, : self.max_depth, : self.candidates.max_rank + 1]
-        known = F.pad(used.clamp_min(LEAST).flatten(1), (0, 1))
+        known = F.pad(bounded(used).flatten(1), (0, 1))
         return known[:, self._on_the_way].sum(-1) - STEEPNESS * self.candidates.depth
 
     def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
@@ -104,6 +110,15 @@ class DynamicTree:
         best = worth[:, 1:].topk(self.num_nodes - 1, dim=-1, sorted=False).indices + 1
         chosen = torch.cat([torch.zeros_like(best[:, :1]), best.sort(dim=-1).values], dim=1)
         return chosen, chosen_part(self.candidates, chosen)
+
+
+def bounded(confidences: Tensor) -> Tensor:
+    """Log confidences, finite, and not so small that a level more or less would be lost in rounding.
+
+    What is no number (heads that overflow in float16) is worth nothing: `topk` would take it for the greatest, a child
+    could be taken without its parent, and its position and past would be wrong, and with them the text.
+    """
+    return confidences.nan_to_num(nan=LEAST, neginf=LEAST).clamp_min(LEAST)
 
 
 Layout = Tree | DynamicTree

@@ -134,8 +134,11 @@ class Backbone:
         return torch.equal(self.head(hidden), self.model(input_ids=probe, use_cache=False).logits)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> the LM head's output [..., V]; where a model caps or scales it, the order is the same."""
-        return self.head(hidden)
+        """hidden [..., H] -> the LM head's output [..., V]; where a model caps or scales it, the order is the same.
+
+        In the LM head's dtype, whatever that of `hidden`: heads in float32 share an LM head in bfloat16.
+        """
+        return self.head(hidden.to(self.head_weight.dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> the input embeddings [..., H], scaled as the model scales them."""

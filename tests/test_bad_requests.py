@@ -69,6 +69,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "typical without temperature": (("--acceptance", "typical"), "temperature above 0"),
     "min-p above 1": (("--min-p", "1.5"), "min-p is 1.5"),
     "an unknown draft": (("--temperature", "1", "--draft", "guess"), "topk, sample"),
+    "a drawn dynamic tree": (("--temperature", "1", "--draft", "sample", "--tree", "dynamic:8"), "use draft topk"),
     "a sampled draft without temperature": (("--draft", "sample"), "temperature above 0"),
     "epsilon out of range": (("--temperature", "1", "--acceptance", "typical", "--epsilon", "1.5"), "epsilon is 1.5"),
     "delta out of range": (("--temperature", "1", "--acceptance", "typical", "--delta", "-1"), "delta is -1"),

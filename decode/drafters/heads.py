@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
-from decode.dynamic import DynamicTree
+from decode.dynamic import DynamicTree, Layout
 from decode.greatest import top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
@@ -15,7 +15,6 @@ from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
-from medusa.tree import Tree
 
 
 class HeadsDrafter:
@@ -27,15 +26,13 @@ class HeadsDrafter:
     dropping a node by what was drawn would change what it was drawn from.
     """
 
-    def __init__(
-        self, heads: MedusaHeads, backbone: Backbone, tree: Tree | DynamicTree, target: Target | None = None
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Raises:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
         require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
         tree.require_fit(heads.config.num_heads, backbone.vocab_size)
-        if target is not None and isinstance(tree, DynamicTree):
-            raise RequestError("a dynamic tree cannot be drawn: what was drawn would choose its nodes; use draft topk")
+        if target is not None:
+            require_drawable(tree)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.tree = tree.to(backbone.device)
         # The static tree: the draft itself, or what a dynamic one is chosen from.
@@ -85,10 +82,7 @@ def head_logits(
     # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
     example = next(heads.parameters())
     path = None if following is None else backbone.embed(following).to(example)
-    features = heads.features(hidden.to(example), num_heads, path)
-    if heads.lm_heads is None:
-        features = features.to(backbone.head_weight.dtype)
-    return heads.logits(features, backbone.lm_head)
+    return heads(hidden.to(example), backbone.lm_head, num_heads, path)
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
@@ -108,6 +102,13 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
     of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)
     proposal = Proposal(q.flatten(0, 1), of_children)
     return Draft(torch.cat(ids, dim=1), topology, proposal)
+
+
+def require_drawable(tree: Layout) -> None:
+    """Raises:
+    RequestError: the tree's nodes are chosen by what is drafted, so that it cannot be drawn."""
+    if isinstance(tree, DynamicTree):
+        raise RequestError("a dynamic tree cannot be drawn: what was drawn would choose its nodes; use draft topk")
 
 
 def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:

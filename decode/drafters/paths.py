@@ -15,18 +15,17 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.heads import require_sizes
-from decode.dynamic import LEAST, STEEPNESS, TOP, DynamicTree, Layout
+from decode.drafters.heads import require_drawable, require_sizes
+from decode.dynamic import STEEPNESS, TOP, DynamicTree, Layout, bounded
 from decode.greatest import top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
 from medusa.steps import StepHeads
 from medusa.tree import Tree
 
 WIDTH = 8
-"""Nodes of a level of a dynamic tree that get children."""
+"""Nodes of a level of a dynamic tree that get children; more where a shallow tree could not be filled otherwise."""
 
 
 class Level(NamedTuple):
@@ -55,6 +54,19 @@ def levels_of(tree: Tree) -> list[Level]:
     return levels
 
 
+def width_of(tree: DynamicTree) -> int:
+    """The least width, from WIDTH on, with which the levels of a dynamic tree hold enough nodes to choose from."""
+    wanted = tree.num_nodes - 1
+    for width in range(WIDTH, wanted):
+        found = level = min(wanted, TOP)
+        for _ in range(1, tree.max_depth):
+            level = min(wanted, min(width, level) * min(wanted, TOP))
+            found += level
+        if found >= wanted:
+            return width
+    return max(WIDTH, wanted)
+
+
 class PathDrafter:
     """Grows a static tree, a dynamic one, or with a `target` draws one."""
 
@@ -63,14 +75,16 @@ class PathDrafter:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
         require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
         tree.require_fit(heads.config.num_heads, backbone.vocab_size)
-        if target is not None and isinstance(tree, DynamicTree):
-            raise RequestError("a dynamic tree cannot be drawn: what was drawn would choose its nodes; use draft topk")
+        if target is not None:
+            require_drawable(tree)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.dtype = next(heads.parameters()).dtype
         self.tree = tree.to(backbone.device)
         if isinstance(self.tree, Tree):
             self.levels, self.topology = levels_of(self.tree), Topology.of(self.tree)
             self.top = [int(level.rank.max()) + 1 for level in self.levels]  # guesses that are looked at
+        else:
+            self.width = width_of(self.tree)
 
     def propose(self, frontier: Frontier) -> Draft:
         if self.tree.max_depth == 0:
@@ -97,8 +111,6 @@ class PathDrafter:
         """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""
         embedded = self.backbone.embed(tokens).to(device=state.device, dtype=self.dtype)
         features, state = self.heads.step(head, state, embedded)
-        if self.heads.lm_heads is None:
-            features = features.to(self.backbone.head_weight.dtype)
         return self.heads.logits_of(head, features, self.backbone.lm_head), state
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
@@ -110,14 +122,14 @@ class PathDrafter:
         for head in range(tree.max_depth):
             logits, state = self._step(head, state, tokens)
             best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
-            worth = best.values.to(root.device).clamp_min(LEAST) - STEEPNESS + worth_above[:, :, None]
+            worth = bounded(best.values.to(root.device)) - STEEPNESS + worth_above[:, :, None]
             keep = worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1)  # [B, M], the best first
             under = keep.indices // best.values.shape[-1]  # [B, M] which of the W expanded nodes
             found = best.indices.to(root.device).flatten(1).gather(1, keep.indices)
             ids.append(found)
             parents.append(above.gather(1, under))
             worths.append(keep.values)
-            width = min(WIDTH, found.shape[1])
+            width = min(self.width, found.shape[1])
             tokens, worth_above = found[:, :width], keep.values[:, :width]
             above = torch.arange(count, count + width, device=root.device).expand(len(root), -1)
             index = under[:, :width, None].to(state.device).expand(-1, -1, state.shape[-1])

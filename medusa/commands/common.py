@@ -170,7 +170,7 @@ def open_backbone(args: argparse.Namespace) -> Loaded:
 
 def check_models(args: argparse.Namespace) -> None:
     """See that heads, tree and backbone fit before the backbone's weights are loaded: a quick no to a wrong request."""
-    from decode.drafters.heads import require_sizes
+    from decode.drafters.heads import require_drawable, require_sizes
     from decode.request import resolve_tree
     from medusa.backbone import load_config, require_placement
     from medusa.checkpoint import load_heads
@@ -181,7 +181,10 @@ def check_models(args: argparse.Namespace) -> None:
         return
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
-    resolve_tree(getattr(args, "tree", None), heads).require_fit(heads.config.num_heads, text.vocab_size)
+    tree = resolve_tree(getattr(args, "tree", None), heads)
+    tree.require_fit(heads.config.num_heads, text.vocab_size)
+    if getattr(args, "draft", None) == "sample":
+        require_drawable(tree)
 
 
 def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
@@ -244,12 +247,16 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
             found = calibrate.calibrate(loaded.model, heads, texts, settings, args.batch_size, rounds=2)
         found.texts["source"] = "the backbone's own"
         place = calibrate.store(files, found)
+    kept = f"; calibrated now, kept in {place}" if place else ""
+    if asked is not None:  # of the calibration only the temperatures
+        if not args.quiet:
+            print(f"tree: dynamic, {asked.num_nodes} nodes{kept}", file=sys.stderr)
+        return replace(asked, temperatures=tuple(found.temperatures))
     best = found.points[found.chosen]
     if not args.quiet:
-        kept = f"; calibrated now, kept in {place}" if place else ""
         kind = "dynamic, " if best.dynamic else ""
         print(f"tree: {kind}{best.nodes} nodes, tau foretold {best.tau:.2f}{kept}", file=sys.stderr)
-    return found.tree if asked is None else replace(asked, temperatures=tuple(found.temperatures))
+    return found.tree
 
 
 def tree_json(tree: Layout) -> Any:

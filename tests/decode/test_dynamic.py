@@ -122,6 +122,25 @@ def test_rows_have_topologies_of_their_own(llama: Any) -> None:
         assert int(draft.ids[row, node]) in logits[head, row].topk(TOP).indices
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent"])
+def test_heads_that_say_nothing_sensible_change_no_text(llama: Any, kind: str) -> None:
+    """What overflows is no number, and would win every comparison: a node is never taken without its parent."""
+    heads = random_heads(llama, 3, lm_head="shared", kind=kind)
+    broken = [heads.blocks[0].bias[1]] if kind == "medusa" else list(heads.stacks[1].parameters())  # type: ignore[index]
+    with torch.no_grad():
+        for parameter in broken:
+            parameter.fill_(torch.nan)
+    prompt = random_ids(6)
+    out = generate(llama, heads, torch.tensor([prompt]), tree="dynamic:9", max_new_tokens=30)
+    assert out[0, 6:].tolist() == plain(llama, prompt, max_new_tokens=30)
+
+
+@pytest.mark.parametrize("temperatures", [(0.7,), (0.7, 1.0, 0.0), (1.0, -1.0, 1.0)])
+def test_temperatures_that_do_not_fit_are_refused(temperatures: tuple[float, ...]) -> None:
+    with pytest.raises(RequestError, match="give 3 numbers above 0"):
+        DynamicTree.over_heads(8, 3, temperatures)
+
+
 @pytest.mark.parametrize("spec", ["dynamic", "dynamic:", "dynamic:x", "dynamic:1", "dynamic:99999", "dynamics:8"])
 def test_wrong_names_are_refused(llama: Any, spec: str) -> None:
     with pytest.raises(RequestError, match=spec.partition(":")[0]):

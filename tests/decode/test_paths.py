@@ -112,6 +112,16 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
         assert {tuple(path_to(draft, row, node)[1:]) for node in range(1, nodes)} == set(taken)
 
 
+@pytest.mark.parametrize("nodes", [100, 146, 256])
+def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
+    """Two levels of the usual width hold 145 nodes."""
+    tree = DynamicTree.over_heads(nodes, 2)
+    with torch.no_grad():
+        draft = PathDrafter(heads_for(llama, "hydra"), Backbone(llama), tree).propose(frontier(llama))
+    for row in range(2):
+        assert len({tuple(path_to(draft, row, node)) for node in range(nodes)}) == nodes
+
+
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWING)
 def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str, copies: bool) -> None:
