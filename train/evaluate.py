@@ -115,7 +115,7 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
     where = usable.nonzero()[:, 0]
     following = None
     if heads.follows_path:
-        following = backbone.embed(following_ids(ids, heads.config.num_heads)[0, where])
+        following = backbone.embed(following_ids(ids, heads.config.num_heads)[0, where]).to(hidden.dtype)
     return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following)
 
 

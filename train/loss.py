@@ -153,7 +153,13 @@ def head_losses_plain(
     following: Tensor | None = None,
 ) -> HeadLosses:
     """The obvious version, with all logits at once and autograd's gradients: the oracle; see `head_losses`."""
-    log_p = heads(hidden, lm_head, following=following).float().log_softmax(-1)  # [K, R, V]
+
+    def shared(features: Tensor) -> Tensor:
+        """The backbone's LM head, which may be kept in bfloat16 beside heads in float32."""
+        assert lm_head is not None
+        return lm_head(features.to(next(lm_head.parameters()).dtype))
+
+    log_p = heads(hidden, None if lm_head is None else shared, following=following).float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
         cross_entropy = -log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     else:

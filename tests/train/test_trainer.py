@@ -252,6 +252,23 @@ def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[O
     assert not any(parameter.grad is not None for parameter in run.heads.parameters())
 
 
+@pytest.mark.parametrize("backend", ["chunked", "plain"])
+@pytest.mark.parametrize("heads", [{"kind": "medusa"}, {"kind": "hydra", "prefix_layers": 1}])
+def test_heads_in_float32_beside_a_bfloat16_backbone(
+    texts: list[OwnText], tmp_path: Path, heads: dict[str, Any], backend: str
+) -> None:
+    """What a GPU gets by default: trained, evaluated, and counted by `medusa evaluate` alike."""
+    backbone = tiny_model("llama", dtype=torch.bfloat16)
+    asked = HeadsConfig(num=HEADS, lm_head="shared", **heads)
+    run = trainer(backbone, texts, tmp_path, asked, max_steps=1, loss_backend=backend)
+    run.eval_dataset = run.train_dataset
+    run.train()
+    figures = run.evaluate()
+    assert 0 < figures["eval_loss"] < 100
+    assert figures["eval_tau"] > 1.1, "fresh heads repeat the backbone's guess, which is right here and there"
+    assert head_accuracy(Backbone(backbone), run.heads, texts[:1])["tokens"] > 0
+
+
 def test_distillation_is_evaluated_by_what_the_backbone_would_say(model: Any, tmp_path: Path) -> None:
     """On text that is not its own, that is not what stands there."""
     foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
