@@ -145,21 +145,26 @@ class HeadsAndAdapter(HeadsOnBackbone):
         labels = head_labels(input_ids, loss_mask, document_ids, 1, first=NEXT)[0]
         taught = labels != IGNORE
         teacher = None if hidden is None or self.lm_loss == "text" else hidden[taught].to(adapted.dtype)
-        lean = self.leaning(adapted, document_ids, taught) if teacher is not None and self.lean else None
+        lean = self.leaning(adapted, *batch[:3], taught) if teacher is not None and self.lean else None
         lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, lean)
         still = adapted.detach()
         for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
         return JointLosses(*super().forward(*batch, for_heads), lm, taught.sum())
 
     @torch.no_grad()
-    def leaning(self, hidden: Tensor, document_ids: Tensor, taught: Tensor) -> Callable[[slice], Tensor]:
+    def leaning(
+        self, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, taught: Tensor
+    ) -> Callable[[slice], Tensor]:
         """hidden [B, T, H] -> what the teacher's log-probabilities gain, [C, V] for a slice of the taught positions.
 
         Nothing is gained where a document begins: nobody has looked ahead.
         """
-        heads, lm_head = self.heads, without_adapter(self._outside[0].head)
-        before = hidden[:, :-1].to(next(heads.parameters()).dtype)
-        features = F.pad(heads.features(before, 1)[0], (0, 0, 1, 0))[taught]
+        heads, lm_head, dtype = self.heads, without_adapter(self._outside[0].head), next(self.heads.parameters()).dtype
+        before = heads.read(hidden.to(dtype), position_ids, document_ids)[:, :-1]
+        root = self._outside[0].embed(input_ids[:, 1:, None]).to(dtype) if heads.follows_path else None
+        features = F.pad(heads.features(before, 1, root)[0], (0, 0, 1, 0))[taught]
+        if heads.lm_heads is None:
+            features = features.to(lm_head.weight.dtype)
         known = F.pad(document_ids[:, 1:] == document_ids[:, :-1], (1, 0))[taught]
         exponent = self.lean * known.float()[:, None]
 

@@ -25,7 +25,7 @@ from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.config import AdapterConfig, parse_config
 from train.data import Example, PackedDataset
-from train.labels import IGNORE, NEXT, head_labels
+from train.labels import IGNORE, NEXT, following_ids, head_labels
 from train.medusa2 import HeadsAndAdapter, adapt, heads_weight, lm_loss, perplexity, untouched
 from train.run import train
 from train.trainer import MedusaTrainingArguments
@@ -191,22 +191,33 @@ def test_a_teacher_that_leans_is_the_product_of_two_distributions(monkeypatch: p
     torch.testing.assert_close(torch.autograd.grad(ours, hidden), torch.autograd.grad(plain, hidden))
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(tmp_path: Path, lm_head: str) -> None:
-    model = tiny_model("llama")
-    heads = random_heads(model, 2, lm_head=lm_head)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "lm_head", "prefix_layers"),
+    [("medusa", "own", 0), ("medusa", "shared", 0), ("hydra", "shared", 1), ("recurrent", "own", 0)],
+)
+def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(
+    tmp_path: Path, kind: str, lm_head: str, prefix_layers: int, dtype: torch.dtype
+) -> None:
+    """Heads in float32, whatever the backbone; of every kind, as they would read and guess in decoding."""
+    model = tiny_model("llama", dtype=dtype)
+    heads = random_heads(model, 2, lm_head=lm_head, kind=kind, prefix_layers=prefix_layers).float()
     adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
     module = HeadsAndAdapter(heads, model, MedusaTrainingArguments(str(tmp_path), use_cpu=True), "kl")
     module.lean = 0.25
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2], list(range(7))])
+    ids = torch.tensor([random_ids(7, seed=1), random_ids(7, seed=2)])
     taught = documents >= 0
     taught[:, -1] = False
-    hidden = torch.randn(*documents.shape, HIDDEN)
-    gain = module.leaning(hidden, documents, taught)
+    hidden = torch.randn(*documents.shape, HIDDEN, dtype=dtype)
+    gain = module.leaning(hidden, ids, positions, documents, taught)
     found = torch.cat([gain(slice(0, 5)), gain(slice(5, 12))]).reshape(2, 6, VOCAB)
-    guess = 0.25 * heads(hidden, model.get_output_embeddings())[0].log_softmax(-1)  # [2, 7, V]
+    read, backbone = heads.read(hidden.float(), positions, documents), module._outside[0]
+    following = backbone.embed(following_ids(ids, 2)).float()
+    guess = 0.25 * heads(read, backbone.lm_head, following=following)[0].float().log_softmax(-1)  # [2, 7, V]
     for row, position in ((0, 1), (0, 3), (0, 5), (1, 1), (1, 5)):
-        torch.testing.assert_close(found[row, position], guess[row, position - 1])
+        torch.testing.assert_close(found[row, position], guess[row, position - 1], rtol=1e-4, atol=1e-5)
     for row, position in ((0, 0), (0, 4), (1, 0)):
         assert not found[row, position].any(), "a document begins here"
 
