@@ -36,6 +36,7 @@ from decode.request import prepare
 from decode.results import medusa_method, plain_method, tau
 from decode.settings import Settings
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.heads import MedusaHeads
 from medusa.tree import RankPath, Tree
@@ -71,6 +72,11 @@ class Recording:
     @property
     def tokens(self) -> int:
         return sum(len(ranks) for ranks in self.ranks)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether some text goes on for longer than the heads reach, so that a step can be followed (`starts`)."""
+        return any(len(ranks) > ranks.shape[1] for ranks in self.ranks)
 
     def part(self, texts: Sequence[int]) -> Recording:
         """Some of the texts."""
@@ -180,7 +186,7 @@ def foretold_tau_elsewhere(nodes: int, recording: Recording) -> float:
     On its own texts it looks better than it is, the more so the fewer they are and the more nodes it has.
     """
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
-    if not all(half.tokens for half in halves):
+    if not all(half.has_steps for half in halves):
         return foretold_tau(grow(recording, nodes), recording)
     steps = tokens = 0.0
     for of, on in (halves, halves[::-1]):
@@ -285,11 +291,21 @@ def calibrate(
     """Find the best tree from (prompt, continuation) pairs that the backbone wrote under `settings`.
 
     `sizes`: in nodes; by default those that may pay on this device at this batch size.
+
+    Raises:
+        RequestError: no continuation is longer than the heads reach.
     """
     backbone = Backbone(model)
     sizes = sizes or sizes_for(backbone.device, batch_size)
+    settings = replace(settings, stop=())  # steps are timed and counted behind the end of the texts, too
     on_progress("recording")
     recording = record(backbone, heads, texts)
+    if not recording.has_steps:
+        longest, reach = max((len(new) for _, new in texts), default=0), heads.config.num_heads
+        raise RequestError(
+            f"the longest continuation has {longest} tokens, but {reach} heads need more than {reach}; "
+            "give other prompts, or more new tokens"
+        )
     temperatures = recording.temperatures()
     grown: dict[int, Tree] = {1: Tree.chain(0)}
     for nodes in sizes:

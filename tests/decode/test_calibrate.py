@@ -17,6 +17,7 @@ from decode.results import medusa_method, plain_method
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from tests.helpers import random_heads, random_ids, random_tree
 
 SETTINGS = Settings(max_new_tokens=40)
@@ -197,6 +198,21 @@ def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     seconds = calibrate.time_steps(model, heads, [texts[0][0]], trees, SETTINGS, batch_size=2, rounds=1, steps=6)
     assert len(seconds) == 3
     assert all(0 < value < 1 for value in seconds)
+
+
+def test_texts_too_short_for_a_step_are_refused(llama: Any) -> None:
+    heads = random_heads(llama, 3)
+    texts = [(random_ids(5, seed=seed), random_ids(3, seed=seed)) for seed in range(4)]
+    with pytest.raises(RequestError, match="has 3 tokens, but 3 heads need more than 3"):
+        calibrate.calibrate(llama, heads, texts, Settings(), sizes=(1, 4), rounds=1)
+
+
+def test_one_text_with_steps_is_enough(llama: Any) -> None:
+    """It falls into one of the halves, and the other one has nothing to say."""
+    heads, stopped = random_heads(llama, 3), Settings(stop=("x",))
+    texts = [(random_ids(5, seed=seed), random_ids(12 if seed == 2 else 2, seed=seed)) for seed in range(4)]
+    found = calibrate.calibrate(llama, heads, texts, stopped, sizes=(1, 4), rounds=1)
+    assert all(1 <= point.tau <= 4 for point in found.points)
 
 
 def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
