@@ -44,7 +44,7 @@ class DynamicTree:
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(
-                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, one a head, or none"
+                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, one a head, or ()"
             )
 
     @classmethod
