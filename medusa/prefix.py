@@ -15,6 +15,8 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from medusa.errors import RequestError
+
 HEAD_SIZE = 64
 EXPANSION = 4
 BASE = 10_000.0  # of the rotations
@@ -25,6 +27,8 @@ class Prefix(nn.Module):
 
     def __init__(self, hidden_size: int, num_layers: int) -> None:
         super().__init__()
+        if hidden_size % 2:
+            raise RequestError(f"heads.prefix_layers needs an even hidden size, not {hidden_size}; leave it out")
         count = max(hidden_size // HEAD_SIZE, 1)
         while hidden_size % (2 * count):  # heads of one even size
             count -= 1
