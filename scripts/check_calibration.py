@@ -6,23 +6,31 @@
 The backbone continues the first prompts greedily; from that trees are grown and confidences fitted, as by `medusa
 calibrate`, and tau is foretold. Then every tree decodes the held-out prompts. Counts only, no times: any machine will
 do.
+
+With `--speed N` the trees decode the held-out prompts one by one instead, taking turns, N times, and tokens per second
+are compared with the tree that calibration picks (on one thread in CPU time).
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections import defaultdict
 
 import torch
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from decode.calibrate import foretold_tau, foretold_tau_elsewhere, grow, record
+from decode.calibrate import Recording, calibrate, foretold_tau, foretold_tau_elsewhere, grow, record
+from decode.clock import stopwatch
 from decode.dynamic import DynamicTree, Layout
 from decode.results import Result, medusa_method, plain_method, tau
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.commands import common
+from medusa.heads import MedusaHeads
 from medusa.records import prompt_ids, read_records
+from medusa.tree import Tree
 
 AT_ONCE = 16  # prompts in a batch; the texts and the steps are what they would be alone
 
@@ -37,6 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=common.positive, nargs="+", default=[4, 8, 16, 32, 64])
     parser.add_argument("--max-new-tokens", type=common.positive, default=128)
+    parser.add_argument("--speed", type=common.positive, metavar="N", help="compare speeds, in N rounds")
     common.add_machine(parser)
     args = parser.parse_args()
     common.prepare_machine(args)
@@ -50,6 +59,10 @@ def main() -> None:
         texts = [(r.input_ids, r.new_ids) for part in common.batches(others, AT_ONCE) for r in plain(part)]
         recording = record(Backbone(loaded.model), heads, texts)
     temperatures = recording.temperatures()
+    if args.speed:
+        picked = calibrate(loaded.model, heads, texts, settings).tree
+        compare_speeds(args, loaded.model, heads, settings, picked, recording, [ids for _, ids in held_out])
+        return
     rows = []
     for nodes in args.nodes:
         static = grow(recording, nodes)
@@ -77,6 +90,41 @@ def main() -> None:
     show(args, rows)
     about = {"temperatures": temperatures, "calibration_prompts": len(others), "prompts": len(held_out)}
     common.write_results(args, about | {"rows": rows})
+
+
+def compare_speeds(
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    settings: Settings,
+    picked: Layout,
+    recording: Recording,
+    prompts: list[list[int]],
+) -> None:
+    """Tokens per second of every tree, and of the one that calibration picked against the best of them."""
+    temperatures, most = recording.temperatures(), heads.config.num_heads
+    trees: dict[str, Layout] = {"picked": picked, "plain": Tree.chain(0)}
+    for nodes in args.nodes:
+        trees[f"static {nodes}"] = grow(recording, nodes)
+        trees[f"dynamic {nodes}"] = DynamicTree.over_heads(nodes, most, temperatures)
+    methods = {name: medusa_method(model, heads, settings, tree=tree) for name, tree in trees.items()}
+    clock = stopwatch(model.device)
+    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    tokens: dict[str, int] = {}
+    for number in range(args.speed + 1):
+        order = list(methods)
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            start = clock()
+            tokens[name] = sum(len(result.new_ids) for ids in prompts for result in methods[name]([ids]))
+            if number:  # the first round warms up
+                seconds[name].append(clock() - start)
+    speeds = {name: tokens[name] / statistics.median(found) for name, found in seconds.items()}
+    table = Table("tree", "tokens/s", "of the picked one")
+    for name, speed in sorted(speeds.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{speed:.0f}", f"{speed / speeds['picked']:.3f}")
+    common.output_console(args).print(table)
+    kind = f"{'dynamic' if isinstance(picked, DynamicTree) else 'static'} {picked.num_nodes}"
+    common.write_results(args, {"picked": kind, "tokens_per_second": speeds, "rounds": args.speed})
 
 
 def show(args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
