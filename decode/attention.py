@@ -53,6 +53,12 @@ def sdpa_grouped(
     return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
+def implementation(config: PretrainedConfig) -> str | None:
+    """The name of a model's own attention, whether or not another thread is inside `grouped` just now."""
+    name = getattr(config, "_attn_implementation", None)
+    return "sdpa" if name == NAME else name
+
+
 AttentionInterface.register(NAME, sdpa_grouped)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 

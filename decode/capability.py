@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from decode.attention import implementation
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.topology import Topology
@@ -71,7 +72,7 @@ def require_tree_forward(model: PreTrainedModel) -> None:
     """
     require_tree_support(model)
     backbone = Backbone(model)
-    attention = getattr(backbone.config, "_attn_implementation", None)
+    attention = implementation(backbone.config)
     key = (backbone.dtype, backbone.device, attention, model.training, _tolerance(backbone))
     with _LOCK:
         known = _CHECKS.setdefault(model, {})

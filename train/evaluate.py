@@ -128,8 +128,9 @@ def ranks_of(
     """
     ranks = []
     rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
-    paths = [None] * -(-len(hidden) // rows) if following is None else following.split(rows)
-    for part, wanted, path in zip(hidden.split(rows), labels.split(rows, dim=1), paths, strict=True):
+    parts = hidden.split(rows)
+    paths = [None] * len(parts) if following is None else following.split(rows)
+    for part, wanted, path in zip(parts, labels.split(rows, dim=1), paths, strict=True):
         guesses = heads(part, backbone.lm_head, following=path).topk(min(max(TOPS), backbone.vocab_size), -1).indices
         match = guesses == wanted[..., None]  # [K, C, top]
         ranks.append(torch.where(match.any(-1), match.int().argmax(-1), max(TOPS)))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.results import plain_method
 from decode.settings import Settings
+from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
 from medusa.tree import Tree
 from tests.helpers import VOCAB, random_heads, random_ids
@@ -25,14 +26,14 @@ def texts(llama: Any) -> list[OwnText]:
     return [OwnText(result.input_ids + result.new_ids, len(result.input_ids)) for result in results]
 
 
-class Scripted:
+class Scripted(MedusaHeads):
     """Heads that know the texts: head k finds the truth at the rank that `ranks[k]` says."""
 
     def __init__(self, texts: list[OwnText], ranks: list[int]) -> None:
+        super().__init__(MedusaConfig(hidden_size=1, num_heads=len(ranks), lm_head="shared"))
         self.texts, self.ranks = iter(texts), ranks
-        self.config = type("Config", (), {"num_heads": len(ranks)})
 
-    def __call__(self, hidden: Tensor, lm_head: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids, prompt_tokens = next(self.texts)
         start = prompt_tokens - 1
         logits = torch.zeros(len(self.ranks), len(hidden), VOCAB)
