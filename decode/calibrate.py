@@ -263,9 +263,7 @@ class Calibration:
 
     @property
     def tree(self) -> Layout:
-        return self.tree_of(self.points[self.chosen])
-
-    def tree_of(self, point: Point) -> Layout:
+        point = self.points[self.chosen]
         if point.dynamic:
             return DynamicTree.over_heads(point.nodes, len(self.temperatures), tuple(self.temperatures))
         return Tree.from_paths(point.paths)

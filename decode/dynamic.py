@@ -60,11 +60,6 @@ class DynamicTree:
     def max_depth(self) -> int:
         return self.candidates.max_depth
 
-    @property
-    def rank_paths(self) -> list[RankPath]:
-        """Those of the candidates."""
-        return self.candidates.rank_paths
-
     def to(self, device: torch.device | str) -> DynamicTree:
         if self.candidates.depth.device == torch.device(device):
             return self  # with its table

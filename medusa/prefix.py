@@ -42,9 +42,9 @@ class Prefix(nn.Module):
         self.config._attn_implementation = "sdpa"
         self.head_size = hidden_size // count
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(num_layers))
-        for layer in self.layers:
-            nn.init.zeros_(layer.self_attn.o_proj.weight)  # type: ignore[union-attr,arg-type]
-            nn.init.zeros_(layer.mlp.down_proj.weight)  # type: ignore[union-attr,arg-type]
+        for name, parameter in self.layers.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream
+                nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
         """

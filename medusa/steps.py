@@ -9,6 +9,8 @@ Shapes: ... any number of positions or nodes, K heads, H hidden size, S size of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,20 +68,21 @@ def _zeros(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-class StepHeads(MedusaHeads):
+class StepHeads(MedusaHeads, ABC):
     """K heads in a row. A kind says how wide its heads' inputs are (`input_size`) and what a head does (`step`)."""
 
     def make_blocks(self) -> None:
         self.stacks = nn.ModuleList(Stack(self.config, self.input_size(head)) for head in range(self.config.num_heads))
 
+    @abstractmethod
     def input_size(self, head: int) -> int:
         """Of what the first block of a head reads."""
-        raise NotImplementedError
 
     def begin(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] of the backbone -> the state [..., S] that head 0 starts from."""
         return hidden
 
+    @abstractmethod
     def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
         """One head.
 
@@ -90,7 +93,6 @@ class StepHeads(MedusaHeads):
         Returns:
             What the LM head is applied to [..., H], and the state that the next head starts from.
         """
-        raise NotImplementedError
 
     def features(self, hidden: Tensor, num_heads: int | None = None, following: Tensor | None = None) -> Tensor:
         if self.follows_path and following is None:

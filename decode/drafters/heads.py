@@ -29,10 +29,7 @@ class HeadsDrafter:
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Raises:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
-        require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
-        tree.require_fit(heads.config.num_heads, backbone.vocab_size)
-        if target is not None:
-            require_drawable(tree)
+        require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.tree = tree.to(backbone.device)
         # The static tree: the draft itself, or what a dynamic one is chosen from.
@@ -102,6 +99,15 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
     of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)
     proposal = Proposal(q.flatten(0, 1), of_children)
     return Draft(torch.cat(ids, dim=1), topology, proposal)
+
+
+def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
+    """Raises:
+    RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
+    require_sizes(config, backbone.hidden_size, backbone.vocab_size)
+    tree.require_fit(config.num_heads, backbone.vocab_size)
+    if drawn:
+        require_drawable(tree)
 
 
 def require_drawable(tree: Layout) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.heads import require_drawable, require_sizes
+from decode.drafters.heads import require_draftable
 from decode.dynamic import STEEPNESS, TOP, DynamicTree, Layout, bounded
 from decode.greatest import top_k
 from decode.sampling import Target, draw_distinct
@@ -73,10 +73,7 @@ class PathDrafter:
     def __init__(self, heads: StepHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Raises:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
-        require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
-        tree.require_fit(heads.config.num_heads, backbone.vocab_size)
-        if target is not None:
-            require_drawable(tree)
+        require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.dtype = next(heads.parameters()).dtype
         self.tree = tree.to(backbone.device)
