@@ -3,8 +3,8 @@
     python scripts/reproduce_stories260k.py --backbone B --reference stories260K_greedy.json --openings train.txt \\
         --output runs/s260k
 
-With `--kinds` heads of other kinds are compared by the same rules: `--recipes argmax-dpace --kinds medusa hydra
-recurrent+prefix --trees mc_sim_7b_63 dynamic:64`.
+With `--kinds` heads of other kinds are compared by the same rules: `--recipes argmax-dpace --kinds paper medusa hydra
+recurrent+prefix --num-heads 6 --trees dynamic:64`; `--prompts` compares them on other prompts, for tuning.
 
 For each seed the backbone continues openings of stories at three temperatures, heads are trained on that text by each
 recipe, and tau is measured with the tree mc_sim_7b_63. Writing, tokenising, the backbone's hidden states and training
@@ -36,6 +36,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "distill": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "decay"},
     "distill-dpace": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "dpace"},
 }
+PAPER = {"kind": "medusa", "block": "square", "lm_head": "own"}  # one square block: what everyone publishes
 TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the own text; at 0 half of it falls to the exclusion
 OPENING = (6, 40)  # tokens
 NEW_TOKENS = 128
@@ -49,8 +50,10 @@ def main() -> None:
     parser.add_argument("--openings", required=True, help="stories whose beginnings the backbone continues (.txt)")
     parser.add_argument("--output", required=True, type=Path, help="a folder; what is there already is not run again")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--kinds", nargs="+", default=["medusa"], help="of heads; +prefix adds a layer of their own")
+    parser.add_argument("--kinds", nargs="+", default=["medusa"], help="of heads, or paper; +prefix adds a layer of their own")
+    parser.add_argument("--num-heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--trees", nargs="+", default=[TREE], help="that tau is measured with (default: %(default)s)")
+    parser.add_argument("--prompts", type=Path, help="JSON Lines to measure tau on in place of the 24 of the reference")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--texts", type=int, default=10_000, help="of 128 tokens each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=12, help="CPU minutes for everything (default: %(default)s)")
@@ -136,6 +139,7 @@ def run(
         told.write_text(json.dumps(train(args, recipe, kind, seed, folder, excluded)), encoding="utf-8")
     cost = json.loads(told.read_text(encoding="utf-8"))
     about = {"recipe": recipe, "kind": kind, "seed": seed}
+    prompts = args.prompts or prompts
     return [about | {"tree": tree, "tau": measure(args, folder, tree, prompts)} | cost for tree in args.trees]
 
 
@@ -157,7 +161,7 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
         "backbone": args.backbone,
         "data": data | {"sequence_length": 256, "exclude": str(excluded), "exclude_window": 32},
         "output_dir": str(folder / "heads"),
-        "heads": {"num": 4, "kind": kind.removesuffix("+prefix"), "prefix_layers": int(kind.endswith("+prefix"))},
+        "heads": heads_of(kind, args.num_heads),
         "cache_features": True,
         "device": "cpu",  # bf16 asks whether that is meant
         "training": {
@@ -179,9 +183,17 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
     return {"cpu_minutes": round(used / 60, 3), "steps": steps, "writing_minutes": round(written / 60, 3)}
 
 
+def heads_of(kind: str, num: int) -> dict[str, Any]:
+    """What `--kinds` means by a name."""
+    name, _, prefix = kind.partition("+")
+    if prefix not in ("", "prefix"):
+        raise SystemExit(f"--kinds {kind}: only +prefix can be added to a kind")
+    return {"num": num, "prefix_layers": int(bool(prefix))} | (PAPER if name == "paper" else {"kind": name})
+
+
 def measure(args: argparse.Namespace, folder: Path, tree: str, prompts: Path) -> float:
     """Tau on the 24 prompts."""
-    result = folder / f"generated_{tree.replace(':', '_')}.json"
+    result = folder / f"generated_{prompts.stem}_{tree.replace(':', '_')}.json"
     medusa(
         *f"generate --backbone {args.backbone} --heads {folder / 'heads'} --prompts {prompts} --tree {tree}".split(),
         *f"--max-new-tokens 128 --ignore-eos --threads 1 --quiet --json {result}".split(),
