@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--openings", required=True, help="stories whose beginnings the backbone continues (.txt)")
     parser.add_argument("--output", required=True, type=Path, help="a folder; what is there already is not run again")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--kinds", nargs="+", default=["medusa"], help="of heads, or paper; +prefix adds a layer of their own")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["medusa"], help="of heads, or paper; +prefix adds a layer of their own"
+    )
     parser.add_argument("--num-heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--trees", nargs="+", default=[TREE], help="that tau is measured with (default: %(default)s)")
     parser.add_argument("--prompts", type=Path, help="JSON Lines to measure tau on in place of the 24 of the reference")
