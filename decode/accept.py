@@ -65,7 +65,7 @@ def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acc
     if room is not None:
         accepted &= topology.depth <= room[:, None]
     end = torch.where(accepted, topology.depth, -1).argmax(-1)  # [B]
-    return _acceptance(draft, end, best.gather(1, end[:, None])[:, 0])
+    return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
 def accept_walk(draft: Draft, target: Scores, decide: Decide, room: Tensor | None = None) -> Acceptance:
@@ -227,7 +227,7 @@ def accept_typical(
         _, _, node, root = max(found, key=lambda entry: entry[:2])
         end.append(node)
         roots.append(root)
-    return _acceptance(draft, torch.tensor(end, device=draft.ids.device), draft.ids.new_tensor(roots))
+    return ended_at(draft, torch.tensor(end, device=draft.ids.device), draft.ids.new_tensor(roots))
 
 
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
@@ -280,10 +280,10 @@ class _Walk:
         self.depth += 1
 
     def ended(self) -> Acceptance:
-        return _acceptance(self.draft, self.end, self.root)
+        return ended_at(self.draft, self.end, self.root)
 
 
-def _acceptance(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
+def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
     """end [B] and next_root [B] -> all that a step decided."""
     topology, rows = draft.topology, torch.arange(len(end), device=end.device)
     return Acceptance(topology.at(topology.paths, rows, end), topology.at(topology.depth, rows, end) + 1, next_root)

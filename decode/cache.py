@@ -173,6 +173,14 @@ class TreeCache(Cache):
         self._set([0] * self.batch_size)
         self.pending = 0
 
+    def release(self) -> None:
+        """Let go of the memory: somebody else has taken the text over."""
+        self.arenas.clear()
+        for layer in self.tree_layers:
+            layer.places.clear()
+            del layer.keys, layer.values
+            layer.is_initialized = False
+
     def commit_prompt(self, lengths: list[int]) -> None:
         """After a right-padded prefill: row b keeps the first `lengths[b]` of the tokens just appended."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])

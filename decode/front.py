@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decode.capability import require_tree_forward
 from decode.clock import Clock
+from decode.compiled import Compiled
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
 from decode.dynamic import Layout
@@ -40,11 +41,15 @@ def medusa_session(
     acceptor: Acceptor,
     clock: Clock | None = None,
     keep_hidden: bool = False,
+    compile: bool = False,
 ) -> tuple[Session, Iterator[Step]]:
     """A session that decodes with heads, and its steps; with `keep_hidden` it keeps what the backbone's LM head read.
 
+    `compile`: steps as one compiled region (`decode.compiled`).
+
     Raises:
-        RequestError: heads of another shape, a tree that they cannot fill, or scores asked of a lossy rule."""
+        RequestError: heads of another shape, a tree that they cannot fill, scores asked of a lossy rule, or what
+            cannot be compiled."""
     if not isinstance(heads, MedusaHeads):
         raise RequestError(f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
     config = requests[0].config
@@ -53,8 +58,11 @@ def medusa_session(
     require_tree_forward(model)
     backbone, resolved = Backbone(model), resolve_tree(tree, heads)
     if resolved.max_depth == 0 and acceptor.rule in LOSSLESS:
-        return plain_session(model, requests, clock, keep_hidden)  # the same text, without the price of a tree
+        return plain_session(model, requests, clock, keep_hidden, compile)  # the same text, without the price of a tree
     session = Session(model, requests, resolved.num_nodes, acceptor.truncation, keep_hidden, heads)
+    if compile:
+        loop = Compiled(session, acceptor, resolved, heads, lambda: heads_drafter(heads, backbone, resolved))
+        return session, loop.run(clock or Clock())
     drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
@@ -91,6 +99,7 @@ def steps(
     delta: float = 0.3,
     draft: str | None = None,
     clock: Clock | None = None,
+    compile: bool = False,
     **kwargs: Any,
 ) -> Iterator[Step]:
     """Decode `input_ids` [B, T] (padded with an `attention_mask` where lengths differ), a generator of steps.
@@ -99,7 +108,7 @@ def steps(
     """
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft)
-    yield from medusa_session(model, heads, requests, tree, acceptor, clock)[1]
+    yield from medusa_session(model, heads, requests, tree, acceptor, clock, compile=compile)[1]
 
 
 def generate(
@@ -114,6 +123,7 @@ def generate(
     epsilon: float = 0.09,
     delta: float = 0.3,
     draft: str | None = None,
+    compile: bool = False,
     streamer: Any = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -128,6 +138,8 @@ def generate(
             `typical-sampled` (lossy).
         epsilon, delta: constants of typical acceptance (paper section 2.3.1).
         draft: `topk` (the default: the heads' best guesses) or `sample` (draws from the heads' distributions).
+        compile: run whole steps as one region of `torch.compile`, a CUDA graph on a GPU (`decode.compiled`): the first
+            step takes seconds to minutes, which calls with the same model, heads, tree and options have behind them.
         seeds (in `kwargs`): one a row, copies by `num_return_sequences` counted; a row's text then depends on its
             prompt and seed alone. Without them one row draws from PyTorch's generator as `model.generate` does, and the
             rows of a batch are seeded from it.
@@ -142,7 +154,7 @@ def generate(
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft)
-    session = _run(model, heads, requests, tree, acceptor, streamer)
+    session = _run(model, heads, requests, tree, acceptor, streamer, compile)
     return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
@@ -158,6 +170,7 @@ def medusa_generate(
     medusa_epsilon: float = 0.09,
     medusa_delta: float = 0.3,
     medusa_draft: str | None = None,
+    medusa_compile: bool = False,
     medusa_streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -169,7 +182,7 @@ def medusa_generate(
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests = with_generators(model, requests)
     acceptor = resolve_acceptance(medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft)
-    session = _run(model, medusa_heads, requests, medusa_tree, acceptor, medusa_streamer)
+    session = _run(model, medusa_heads, requests, medusa_tree, acceptor, medusa_streamer, medusa_compile)
     return _output(session, input_ids, generation_config)
 
 
@@ -180,11 +193,12 @@ def _run(
     tree: TreeLike,
     acceptor: Acceptor,
     streamer: Any,
+    compile: bool,
 ) -> Session:
     """Decode to the end, feeding `streamer` the prompt and then the tokens of every step."""
     if streamer is not None and len(requests) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
-    session, iterator = medusa_session(model, heads, requests, tree, acceptor)
+    session, iterator = medusa_session(model, heads, requests, tree, acceptor, compile=compile)
     if streamer is not None:
         streamer.put(torch.tensor([requests[0].prompt]))
     for step in iterator:

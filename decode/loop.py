@@ -135,7 +135,7 @@ class Session:
             readout = verifier(draft)
             clock.lap("verify")
             accepted = self._accept(draft, readout, rows, acceptor, verifier.room(draft))
-            lengths, next_roots, written_ids = _to_host(draft, accepted)
+            lengths, next_roots, written_ids = unpack(pack(draft, accepted).tolist())
             clock.lap("accept")
             cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
             self.keep(readout.hidden, accepted.path, lengths, rows)
@@ -153,7 +153,7 @@ class Session:
     def _heads_read(self, hidden: Tensor, accepted: Acceptance, lengths: list[int]) -> Tensor:
         """hidden [B, N, H] of a step -> [B, H] what the heads start the next one from: where the path ended."""
         if self.reader is None:
-            return _at_end(hidden, accepted)
+            return at_end(hidden, accepted)
         path = accepted.path[:, : max(lengths), None].clamp_min(0).to(hidden.device)
         return self.reader.path(hidden.gather(1, path.expand(-1, -1, hidden.shape[-1])), lengths)
 
@@ -193,17 +193,21 @@ class Session:
         return accept_walk(draft, scores_after, lambda *asked: target.decide(draws, *asked), room)
 
 
-def _to_host(draft: Draft, accepted: Acceptance) -> tuple[list[int], list[int], list[list[int]]]:
-    """Of each row the length of the accepted path, the next root, and the ids on the path: the one synchronisation.
+def pack(draft: Draft, accepted: Acceptance) -> Tensor:
+    """[B, D + 3] of each row the length of the accepted path, the next root, and the ids on the path.
 
-    (A path's padding repeats the root.)
+    All that the host must know of a step, for one transfer. (A path's padding repeats the root.)
     """
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
-    packed = torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1).tolist()
+    return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
+
+
+def unpack(packed: list[list[int]]) -> tuple[list[int], list[int], list[list[int]]]:
+    """What `pack` made, on the host -> lengths, next roots and ids of each row."""
     return [row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed]
 
 
-def _at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
+def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
     """hidden [B, N, H] -> [B, H] at the node where each path ended: the only position where heads are read."""
     end = accepted.path.gather(1, accepted.length[:, None] - 1).to(hidden.device)  # [B, 1]
     return hidden.gather(1, end[:, :, None].expand(-1, -1, hidden.shape[-1]))[:, 0]

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.clock import Clock
-from decode.loop import Session, Step
+from decode.compiled import Compiled, Root
+from decode.loop import Acceptor, Session, Step
 from decode.sequences import Request
 from decode.topology import Topology
 from decode.verify import TreeMasks, reread
@@ -22,10 +23,18 @@ from medusa.tree import Tree
 
 
 def plain_session(
-    model: PreTrainedModel, requests: Sequence[Request], clock: Clock | None = None, keep_hidden: bool = False
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    clock: Clock | None = None,
+    keep_hidden: bool = False,
+    compile: bool = False,
 ) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes without heads, and its steps."""
-    session = Session(model, requests, keep_hidden=keep_hidden)
+    """A session that decodes without heads, and its steps; with `compile` compiled ones (`decode.compiled`)."""
+    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden)
+    if compile:
+        device = session.backbone.device
+        rule = Acceptor("rejection" if requests[0].do_sample else "greedy")
+        return session, Compiled(session, rule, Tree.chain(0), None, lambda: Root(device)).run(clock or Clock())
     return session, _run(session, clock or Clock())
 
 

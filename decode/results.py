@@ -107,7 +107,7 @@ def plain_method(
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        return _collect(plain_session(model, requests, clock, keep_hidden), start, on_step)
+        return _collect(plain_session(model, requests, clock, keep_hidden, settings.compile), start, on_step)
 
     return decode
 
@@ -129,7 +129,9 @@ def medusa_method(
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        session = medusa_session(model, heads, requests, resolved, settings.acceptor, clock, keep_hidden)
+        session = medusa_session(
+            model, heads, requests, resolved, settings.acceptor, clock, keep_hidden, settings.compile
+        )
         return _collect(session, start, on_step)
 
     return decode

@@ -162,6 +162,11 @@ class RowDraws:
         ]
         return torch.stack(drawn) if drawn else rows.new_zeros(0, count, dtype=torch.float64)
 
+    def block(self, count: int, device: torch.device) -> Tensor:
+        """`count` numbers for every row [B, count], made on `device`; nothing waits for it."""
+        drawn = [torch.rand(count, dtype=torch.float64, generator=g, device=device) for g in self.generators]
+        return torch.stack(drawn)
+
 
 class SharedDraws:
     """All rows draw from one generator, by inverting cumulative sums: for very many rows over few distributions."""

@@ -33,6 +33,8 @@ class Settings:
     draft: str = "topk"
     """topk, the heads' best guesses, or sample, draws from their distributions."""
     ignore_eos: bool = False
+    compile: bool = False
+    """Whole steps as one compiled region (`decode.compiled`)."""
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "a whole number of at least 1")

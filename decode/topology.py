@@ -76,16 +76,24 @@ class Topology:
     @cached_property
     def place(self) -> Tensor:
         """[R, N] the place of each node among its siblings, from 0; 0 for the root, which is nobody's child."""
-        siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
-        place = siblings.tril(-1).sum(-1)
-        return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)
+        return self.find_place()
 
     @cached_property
     def children(self) -> Tensor:
         """[R, N, C] the children of each node in the order of their numbers, padded with -1."""
+        return self.find_children(self.place)
+
+    def find_place(self) -> Tensor:
+        """`place`, anew; a compiled region cannot trace through what keeps it."""
+        siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
+        place = siblings.tril(-1).sum(-1)
+        return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)
+
+    def find_children(self, place: Tensor) -> Tensor:
+        """`children`, anew."""
         rows, device = len(self.parent), self.parent.device
         table = torch.full((rows, self.num_nodes * self.max_children), -1, device=device)
-        slot = self.parent * self.max_children + self.place
+        slot = self.parent * self.max_children + place
         table.scatter_(1, slot[:, 1:], torch.arange(1, self.num_nodes, device=device).expand(rows, -1))
         return table.view(rows, self.num_nodes, self.max_children)
 

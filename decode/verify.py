@@ -90,9 +90,16 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
 
 def visible(topology: Topology, lengths: Sequence[int], window: int | None = None, chunk: int | None = None) -> Tensor:
     """[B, N, max(lengths) + N] what each node may see, from the definition: the slow and obvious version."""
-    device, nodes = topology.depth.device, topology.num_nodes
-    prefix = torch.tensor(lengths, device=device)[:, None]  # [B, 1]
-    slot = torch.arange(max(lengths) + nodes, device=device)[None]  # [1, S]
+    prefix = torch.tensor(lengths, device=topology.depth.device)
+    return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, window, chunk)
+
+
+def visible_slots(
+    topology: Topology, lengths: Tensor, slots: int, window: int | None = None, chunk: int | None = None
+) -> Tensor:
+    """lengths [B] on the device -> [B, N, slots] which of the first `slots` slots each node may see."""
+    nodes, prefix = topology.num_nodes, lengths[:, None]  # [B, 1]
+    slot = torch.arange(slots, device=lengths.device)[None]  # [1, S]
     node = slot - prefix  # [B, S] which node lies in the slot; below 0: the text before
     is_text, is_node = node < 0, (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)

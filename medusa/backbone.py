@@ -9,7 +9,8 @@ import hashlib
 import importlib.util
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +69,7 @@ class Backbone:
         if head is None:
             raise RequestError(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
         self.head: nn.Module = head
+        self._seen: list[Tensor] | None = None
         if self.head not in _SPLITS:
             _SPLITS[self.head] = self._splits()
         self.splits = _SPLITS[self.head]
@@ -175,14 +177,28 @@ class Backbone:
         """Whether the model can be told for which positions to make logits, as those of transformers can."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
-    def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
-        seen: list[Tensor] = []
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See what the LM head reads, for as long as the context lasts; does nothing where nobody need see it."""
+        if self.splits or self._seen is not None:
+            yield
+            return
+        seen = self._seen = []
         handle = self.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         try:
-            logits = self.model(input_ids=input_ids, **kwargs).logits
+            yield
         finally:
             handle.remove()
-        return Readout(seen[-1], logits)
+            self._seen = None
+
+    def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
+        if self._seen is None:
+            with self.watched():
+                return self._run_whole(input_ids, **kwargs)
+        logits = self.model(input_ids=input_ids, **kwargs).logits
+        hidden = self._seen.pop()
+        self._seen.clear()
+        return Readout(hidden, logits)
 
 
 # What the trial said for each living LM head; nothing is left on the model itself.

@@ -72,6 +72,11 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 avoids repeats")
     group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="whole steps by torch.compile, CUDA graphs on a GPU; the first step takes seconds to minutes",
+    )
     group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
     if tree:
         group.add_argument(
@@ -140,6 +145,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         delta=getattr(args, "delta", 0.3),
         draft=getattr(args, "draft", "topk"),
         ignore_eos=args.ignore_eos,
+        compile=args.compile,
     )
 
 

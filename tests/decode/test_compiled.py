@@ -1,0 +1,277 @@
+"""The compiled step: the same shapes in every step, and the same texts as the eager loop.
+
+`as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
+`traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
+takes most of the time; one test goes all the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+import decode.compiled
+from decode import generate
+from decode.compiled import Regions, Sampler, _has_compiler
+from decode.draft import Draft
+from decode.front import medusa_session
+from decode.loop import Acceptor
+from decode.reference import plain_session
+from decode.request import prepare
+from decode.sampling import Truncation
+from decode.stats import compare
+from decode.topology import Topology
+from medusa import Tree
+from medusa.errors import RequestError
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+
+FALSE_ALARM = 1e-5
+Step = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture
+def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.compiled, "compiled", lambda step, device: step)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(step: Step, device: torch.device) -> Step:
+        torch._dynamo.reset()  # what other tests have compiled counts towards the limit of this function
+        return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+
+    monkeypatch.setattr(decode.compiled, "compiled", trace)
+
+
+def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **kwargs: Any) -> list[list[int]]:
+    inputs = left_padded(prompts)
+    out = generate(model, heads, **inputs, tree=tree, compile=True, **kwargs)
+    assert isinstance(out, Tensor)
+    return [row[inputs["input_ids"].shape[1] :][: len(new)].tolist() for row, new in zip(out, out, strict=True)]
+
+
+TREES: dict[str, Any] = {
+    "static": random_tree(12, max_depth=3),
+    "dynamic": "dynamic:9",
+    "chain": Tree.chain(3),
+    "root": Tree.chain(0),
+}
+FAMILIES = ["llama", "mistral", "qwen2", "gemma3_text", "llama4_text", "gemma2", "gpt2", "gpt_neox", "deepseek_v3"]
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_generates_own(family: str, tree: str) -> None:
+    model = tiny_model(family)
+    heads = random_heads(model)
+    prompts = [random_ids(length, seed=length) for length in (3, 11, 6)]
+    found = texts(model, heads, prompts, TREES[tree], max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert found == [plain(model, prompt, max_new_tokens=24, eos_token_id=None) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
+def test_all_kinds_of_heads(llama: Any, kind: str, tree: str) -> None:
+    heads = random_heads(llama, kind=kind)
+    prompt = random_ids(5)
+    found = texts(llama, heads, [prompt], TREES[tree], max_new_tokens=30, do_sample=False, eos_token_id=None)
+    assert found == [plain(llama, prompt, max_new_tokens=30, eos_token_id=None)]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_the_same_steps_as_the_eager_loop(llama: Any) -> None:
+    """Not only the same text: drafts, acceptance and the next hidden state are the same, too."""
+    heads, tree = random_heads(llama), TREES["static"]
+    requests = prepare(llama, [random_ids(7), random_ids(4)], max_new_tokens=40, do_sample=False)
+    eager, fixed = (
+        [
+            (step.ids, step.lengths)
+            for step in medusa_session(llama, heads, requests, tree, Acceptor("greedy"), compile=c)[1]
+        ]
+        for c in (False, True)
+    )
+    assert eager == fixed
+    assert max(length for _, lengths in eager for length in lengths.values()) > 1
+
+
+@pytest.mark.usefixtures("as_written")
+def test_rows_end_one_after_the_other() -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    prompts = [random_ids(6, seed=seed) for seed in range(3)]
+    long = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
+    stop = long[1][4]  # ends one row early, and others where it comes
+    found = list(
+        medusa_session(
+            model,
+            heads,
+            prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
+            TREES["static"],
+            Acceptor("greedy"),
+            compile=True,
+        )[1]
+    )
+    written: dict[int, list[int]] = {}
+    for step in found:
+        for row, ids in step.ids.items():
+            written[row] = written.get(row, []) + ids
+    assert [written[row] for row in range(3)] == [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in long]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.compiled, "LEAST", 16)
+    monkeypatch.setattr(decode.compiled.Compiled, "ahead", 4)
+    prompts = [random_ids(9), random_ids(5)]
+    found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
+    assert found == [plain(llama, prompt, max_new_tokens=70) for prompt in prompts]
+    used = {key[0] for key in Regions.of(llama) if key[0] >= 16}
+    assert {32, 64, 128} <= used
+
+
+@pytest.mark.usefixtures("as_written")
+def test_the_end_of_the_context() -> None:
+    model = tiny_model("llama", max_position_embeddings=32)
+    prompt = random_ids(10)
+    found = texts(model, random_heads(model), [prompt], TREES["static"], max_new_tokens=22, do_sample=False)
+    assert found == [plain(model, prompt, max_new_tokens=22)]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_typical_acceptance_is_the_eager_one(llama: Any) -> None:
+    heads = random_heads(llama)
+    inputs = left_padded([random_ids(7), random_ids(4)])
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7, "acceptance": "typical"}
+    both = [generate(llama, heads, **inputs, tree=TREES["static"], **options, compile=c) for c in (False, True)]
+    assert torch.equal(both[0], both[1])  # type: ignore[arg-type]
+
+
+def outcomes(tree: Tree, ids: Tensor, p: Tensor) -> dict[tuple[int, int], float]:
+    """(node where the walk ends, next root) -> its probability, by enumeration; p [N, V], ids [N]."""
+    chance = {0: 1.0}
+    found = {}
+    for node in range(tree.num_nodes):
+        held = {}
+        for child in range(1, tree.num_nodes):
+            if int(tree.parent[child]) == node:
+                held[int(ids[child])] = child
+                chance[child] = chance[node] * float(p[node, ids[child]])
+        for token in range(p.shape[1]):
+            if token not in held:
+                found[node, token] = chance[node] * float(p[node, token])
+    return found
+
+
+@pytest.mark.parametrize("truncation", [None, Truncation(0.05, 0.3)])
+def test_samples_follow_the_target(truncation: Truncation | None) -> None:
+    """End and next root of 200,000 walks over one tree against their exact probabilities."""
+    tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
+    ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
+    logits = 1.2 * torch.randn(tree.num_nodes, 6)
+    sampler = object.__new__(Sampler)
+    sampler.acceptor, sampler.truncation, sampler.do_sample = Acceptor("rejection"), truncation, True
+    sampler.processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
+    exact = outcomes(tree, ids, sampler._scores(logits).double().softmax(-1))
+    assert abs(sum(exact.values()) - 1) < 1e-9
+    rows = 200_000
+    draft = Draft(ids.expand(rows, -1), Topology.of(tree))
+    u = torch.rand(rows, tree.max_depth + 1, dtype=torch.float64)
+    accepted = sampler.accept(draft, logits.expand(rows, -1, -1), u, torch.full((rows,), 10))
+    end = accepted.path.gather(1, accepted.length[:, None] - 1)[:, 0]
+    places = {outcome: index for index, outcome in enumerate(exact)}
+    table = torch.full((tree.num_nodes, 6), -1)
+    for (node, token), index in places.items():
+        table[node, token] = index
+    counts = table[end, accepted.next_root].bincount(minlength=len(exact))
+    assert compare(counts, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value > FALSE_ALARM
+    # A walk that reads one number twice is found out.
+    broken = sampler.accept(draft, logits.expand(rows, -1, -1), u[:, :1].expand_as(u), torch.full((rows,), 10))
+    ends = broken.path.gather(1, broken.length[:, None] - 1)[:, 0]
+    wrong = table[ends, broken.next_root].bincount(minlength=len(exact))
+    assert compare(wrong, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value < FALSE_ALARM
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "rejection": {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9},
+    "typical": {"do_sample": True, "temperature": 0.8, "acceptance": "typical"},
+    "typical-sampled": {"do_sample": True, "temperature": 0.8, "acceptance": "typical-sampled"},
+}
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+@pytest.mark.parametrize("tree", ["static", "dynamic", "root"])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
+    """And with the same random numbers the captured step writes what the step as written does."""
+    if tree == "root" and rule.startswith("typical"):
+        pytest.skip("typical acceptance of nothing")
+    model = tiny_model("llama")
+    heads = random_heads(model, kind=kind)
+    inputs = left_padded([random_ids(7), random_ids(4)])
+    options = RULES[rule] | ({"seeds": [1, 2]} if RULES[rule]["do_sample"] else {})
+    captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
+    Regions.of(model).clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode.compiled, "compiled", lambda step, device: step)
+        written = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
+    assert torch.equal(captured, written)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not _has_compiler(), reason="needs a C++ compiler")
+def test_machine_code_writes_the_same_text_and_is_kept() -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    prompts = [random_ids(6), random_ids(3)]
+    for limit in (20, 25):
+        found = texts(model, heads, prompts, TREES["static"], max_new_tokens=limit, do_sample=False)
+        assert found == [plain(model, prompt, max_new_tokens=limit) for prompt in prompts]
+    assert len(Regions.of(model)) == 1
+
+
+@pytest.mark.usefixtures("as_written")
+def test_regions_live_with_their_model() -> None:
+    model = tiny_model("llama")
+    heads, prompt = random_heads(model), [random_ids(4)]
+    for nodes in range(2, 2 + decode.compiled.KEPT + 2):
+        texts(model, heads, prompt, f"dynamic:{nodes}", max_new_tokens=3, do_sample=False)
+    assert len(Regions.of(model)) == decode.compiled.KEPT
+    assert not Regions.of(copy.deepcopy(model))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("family", "heads_options", "options", "said"),
+    [
+        ("llama", {}, {"repetition_penalty": 1.3}, "RepetitionPenalty"),
+        ("llama", {}, {"do_sample": True, "draft": "sample"}, "use draft topk"),
+        ("llama", {"prefix_layers": 1}, {}, "prefix_layers"),
+        ("llama", {}, {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ("phi3, longrope", {}, {}, "longrope"),
+    ],
+)
+def test_refusals(family: str, heads_options: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    model = tiny_model(family)
+    heads = random_heads(model, **heads_options)
+    with pytest.raises(RequestError, match=said):
+        texts(model, heads, [random_ids(4)], TREES["chain"], max_new_tokens=4, **{"do_sample": False} | options)
+
+
+def test_hidden_states_cannot_be_kept(llama: Any) -> None:
+    requests = prepare(llama, [random_ids(4)], max_new_tokens=4, do_sample=False)
+    with pytest.raises(RequestError, match="hidden states"):
+        plain_session(llama, requests, keep_hidden=True, compile=True)
