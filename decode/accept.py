@@ -49,6 +49,8 @@ class Acceptance(NamedTuple):
     """[B] how many nodes that is, the root counted."""
     next_root: Tensor
     """[B] the token that the target decided on where the path ended."""
+    end: Tensor
+    """[B] the node where it did."""
 
 
 def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acceptance:
@@ -60,8 +62,7 @@ def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acc
     """
     topology = draft.topology
     match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
-    match[:, 0] = True
-    accepted = (match[:, None, :] | ~topology.ancestors).all(-1)  # [B, N]: itself and everything above it matches
+    accepted = (match[:, None, :] | topology.indifferent).all(-1)  # [B, N]: itself and everything above it matches
     if room is not None:
         accepted &= topology.depth <= room[:, None]
     end = torch.where(accepted, topology.depth, -1).argmax(-1)  # [B]
@@ -286,4 +287,5 @@ class _Walk:
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
     """end [B] and next_root [B] -> all that a step decided."""
     topology, rows = draft.topology, torch.arange(len(end), device=end.device)
-    return Acceptance(topology.at(topology.paths, rows, end), topology.at(topology.depth, rows, end) + 1, next_root)
+    length = topology.at(topology.depth, rows, end) + 1
+    return Acceptance(topology.at(topology.paths, rows, end), length, next_root, end)

@@ -244,7 +244,8 @@ class Region:
         self.alive = _static(torch.ones(rows, dtype=torch.long, device=device))
         ends = [end for end in (backbone.context, cache.capacity) if end is not None]
         self.end = min(ends)
-        drafter.propose(self._frontier())  # what it finds out once and keeps is no part of a step
+        once = drafter.propose(self._frontier())
+        _ = once.topology.indifferent  # what is found out once and kept is no part of a step
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:

@@ -209,5 +209,7 @@ def unpack(packed: list[list[int]]) -> tuple[list[int], list[int], list[list[int
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
     """hidden [B, N, H] -> [B, H] at the node where each path ended: the only position where heads are read."""
-    end = accepted.path.gather(1, accepted.length[:, None] - 1).to(hidden.device)  # [B, 1]
-    return hidden.gather(1, end[:, :, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
+    end = accepted.end.to(hidden.device)
+    if len(end) == 1:
+        return hidden[0].index_select(0, end)
+    return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]

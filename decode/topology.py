@@ -73,6 +73,21 @@ class Topology:
         """table [R, N, ...] of this topology, rows [X] of the B and a node of each [X] -> entries [X, ...]."""
         return table[0].index_select(0, nodes) if self.is_shared else table[rows, nodes]
 
+    @property
+    def indifferent(self) -> Tensor:
+        """[R, N, N] True where a node (the column) may hold anything, as far as another (the row) is concerned.
+
+        That is where it does not stand above it, or is the root, which is decided."""
+        return self._indifferent if self.is_static else self._find_indifferent()
+
+    @cached_property
+    def _indifferent(self) -> Tensor:
+        return self._find_indifferent()
+
+    def _find_indifferent(self) -> Tensor:
+        root = torch.arange(self.num_nodes, device=self.parent.device) == 0
+        return ~self.ancestors | root
+
     @cached_property
     def place(self) -> Tensor:
         """[R, N] the place of each node among its siblings, from 0; 0 for the root, which is nobody's child."""
@@ -84,7 +99,7 @@ class Topology:
         return self.find_children(self.place)
 
     def find_place(self) -> Tensor:
-        """`place`, anew; a compiled region cannot trace through what keeps it."""
+        """`place`, anew: a compiled region cannot trace through what keeps it."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
         place = siblings.tril(-1).sum(-1)
         return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)

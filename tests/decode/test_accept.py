@@ -283,7 +283,7 @@ def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
         ends.append(end)
         roots.append(root)
     at = torch.tensor(ends)
-    return Acceptance(TREE.paths[at], TREE.depth[at] + 1, torch.tensor(roots))
+    return Acceptance(TREE.paths[at], TREE.depth[at] + 1, torch.tensor(roots), at)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

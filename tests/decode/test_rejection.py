@@ -199,6 +199,7 @@ def draws_per_path(monkeypatch: pytest.MonkeyPatch) -> Take:
                 torch.where(longer[:, None], path, best.path),
                 torch.where(longer, own.length, best.length),
                 torch.where(longer, own.next_root, best.next_root),
+                torch.where(longer, nodes_of[own.end], best.end),
             )
         return best
 
