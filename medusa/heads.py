@@ -35,9 +35,10 @@ class SquareBlock(nn.Module):
         del inner_size  # the square block is as wide as the hidden state
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))  # [K, in, out]
         self.bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
-        return x_KMH + F.silu(torch.baddbmm(self.bias[heads], x_KMH, self.weight[heads]))
+        return x_KMH + self.dropout(F.silu(torch.baddbmm(self.bias[heads], x_KMH, self.weight[heads])))
 
 
 class MLPBlock(nn.Module):
@@ -49,11 +50,12 @@ class MLPBlock(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(num_heads, 1, inner_size))
         self.down = nn.Parameter(torch.zeros(num_heads, inner_size, hidden_size))  # [K, E, H]
         self.down_bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+        self.dropout = nn.Dropout(0.0)
         nn.init.uniform_(self.up, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws its weights
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
         inner = F.silu(torch.baddbmm(self.up_bias[heads], x_KMH, self.up[heads]))
-        return x_KMH + torch.baddbmm(self.down_bias[heads], inner, self.down[heads])
+        return x_KMH + self.dropout(torch.baddbmm(self.down_bias[heads], inner, self.down[heads]))
 
 
 BLOCKS: dict[str, type[SquareBlock] | type[MLPBlock]] = {"square": SquareBlock, "mlp": MLPBlock}
@@ -97,6 +99,19 @@ class MedusaHeads(nn.Module):
         if self.lm_heads is not None:
             with torch.no_grad():
                 self.lm_heads.copy_(lm_head_weight_VH.T)
+
+    def set_dropout(self, rate: float) -> None:
+        """What share of each block's output to drop while training, before it is added to the residual stream (Vaswani
+        et al. 2017, section 5.4). Prefix layers drop nothing.
+
+        Raises:
+            RequestError: a kind of heads without such blocks.
+        """
+        found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
+        if not found:
+            raise RequestError(f"training.dropout: heads of kind {self.config.kind} have no block to drop; leave it out")
+        for module in found:
+            module.p = rate
 
     def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """The backbone's hidden states [B, T, H] of whole texts -> what the heads read of them [B, T, H].
