@@ -7,8 +7,8 @@ Tensors carry the published names, one set per head h and residual block l of L,
     {h}.{L}.weight [V, H]                                        own LM head; absent where it is the backbone's
 
 so square heads are files that others load as they are. The number of heads, blocks and the sizes are read off the
-tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa` and heads with prefix
-attention, which no server knows, keep the names of their modules.
+tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa`, heads with prefix
+attention and heads with a vocabulary of their own, which no server knows, keep the names of their modules.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape; all named with `source`.
     """
-    if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers"):
+    if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers") or published.get("vocabulary"):
         return _from_own_names(tensors, published, source)
     config = _config_of(tensors, published, source)
     wanted = _published_shapes(config)
@@ -179,8 +179,18 @@ def _from_own_names(tensors: Tensors, published: dict[str, Any], source: str) ->
     unknown = sorted(set(tensors) - set(wanted))
     if unknown:
         raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")
+    if config.vocabulary is not None:
+        _require_words(tensors["vocabulary"], config, source)
     heads.load_state_dict(tensors, assign=True)
     return heads
+
+
+def _require_words(words: Tensor, config: MedusaConfig, source: str) -> None:
+    if words.dtype != torch.int64:
+        raise RequestError(f"{source}: vocabulary is {words.dtype}; it must be a list of token ids (int64)")
+    assert config.vocab_size is not None, "refused by the config"
+    if words.min() < 0 or words.max() >= config.vocab_size or len(words.unique()) < len(words):
+        raise RequestError(f"{source}: vocabulary must name tokens below {config.vocab_size}, each once")
 
 
 def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaConfig:

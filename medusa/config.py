@@ -18,7 +18,11 @@ PUBLISHED_KEYS = {
     "num_layers": "medusa_num_layers",
     "base_model_name_or_path": "base_model_name_or_path",
 }
-OUR_KEYS = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "backbone", "tree")
+OUR_KEYS = (
+    *("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "vocabulary"),
+    *("backbone", "tree"),
+)
+LEAST_WORDS = 32  # of a vocabulary of the heads' own: more than any tree looks at
 
 
 @dataclass
@@ -41,6 +45,8 @@ class MedusaConfig:
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"
+    vocabulary: int | None = None
+    """How many of the `vocab_size` tokens the heads guess among (`medusa.vocabulary`); `None`: all."""
     base_model_name_or_path: str | None = None
     backbone: dict[str, Any] = field(default_factory=dict)
     """Fingerprint of the backbone (`medusa.backbone.fingerprint`); empty where the heads came without one."""
@@ -63,6 +69,16 @@ class MedusaConfig:
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
 
+        words = self.vocabulary
+        if words is not None:
+            if isinstance(words, bool) or not isinstance(words, int) or words < LEAST_WORDS:
+                raise RequestError(
+                    f"heads.vocabulary is {words!r}; it must be at least {LEAST_WORDS}, or 0 for all tokens"
+                )
+            if self.vocab_size is None or words >= self.vocab_size:
+                raise RequestError(
+                    f"heads.vocabulary is {words} of {self.vocab_size or 'nobody knows how many'} tokens; take fewer"
+                )
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if self.tree is not None:
@@ -75,6 +91,10 @@ class MedusaConfig:
         """Width of an MLP block's hidden layer."""
         return max(1, round(self.expansion * self.hidden_size))
 
+    def words(self, vocab_size: int) -> int:
+        """Among how many tokens of a backbone with `vocab_size` of them these heads guess."""
+        return self.vocabulary or vocab_size
+
     @property
     def servable(self) -> bool:
         """Whether a published format can hold these heads: they all know square blocks only."""
@@ -83,7 +103,7 @@ class MedusaConfig:
     @property
     def is_published(self) -> bool:
         """Whether a published format has names for these tensors (for MLP blocks, names of ours beside them)."""
-        return self.kind == "medusa" and not self.prefix_layers
+        return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form. `version` is that of the file format: "2" where the LM head is the backbone's (TGI, LoRAX)."""

@@ -27,6 +27,7 @@ from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import load_tree
+from medusa.vocabulary import lm_head_for, rows_for, token_ids
 from train.evaluate import GuessCounts, ranks_of
 from train.labels import IGNORE, following_ids, head_labels, label_counts
 from train.loss import (
@@ -226,6 +227,8 @@ class HeadsOnBackbone(nn.Module):
         """
         taught = self.taught(input_ids, position_ids, document_ids, loss_mask, hidden)
         lm_head, backend = self._outside[0].head, self.args.loss_backend
+        if self.heads.vocabulary is not None and self.heads.lm_heads is None:
+            lm_head = rows_for(self.heads, lm_head)
         return head_losses(
             self.heads, taught.hidden, taught.labels, lm_head, self.weighting, taught.teacher, backend, taught.following
         )
@@ -253,7 +256,8 @@ class HeadsOnBackbone(nn.Module):
         hidden = hidden.flatten(0, 1)
         teacher = None
         if args.objective == "distill":
-            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share)
+            words = self.heads.vocabulary
+            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share, words)
         shown = hidden.view(*input_ids.shape, -1).to(next(self.heads.parameters()).dtype)
         if self.training and args.hidden_noise:
             shown = with_noise(shown, args.hidden_noise)
@@ -276,10 +280,10 @@ class HeadsOnBackbone(nn.Module):
         if ids.shape[1] == 1:
             return ids
         backbone, replaced = self._outside[0], torch.rand(ids[:, 1:].shape, device=ids.device) < self.own_guesses
-        following = backbone.embed(ids).to(read.dtype)
+        lm_head, following = lm_head_for(self.heads, backbone), backbone.embed(ids).to(read.dtype)
         rows = chunk_rows(ids.shape[1], backbone.vocab_size, read.device.type)
         guesses = [
-            self.heads(part, backbone.lm_head, ids.shape[1] - 1, path).argmax(-1).T
+            token_ids(self.heads, self.heads(part, lm_head, ids.shape[1] - 1, path).argmax(-1)).T
             for part, path in zip(read.split(rows), following.split(rows), strict=True)
         ]
         return torch.cat([ids[:, :1], torch.where(replaced, torch.cat(guesses).to(ids.device), ids[:, 1:])], dim=1)
@@ -291,8 +295,9 @@ class HeadsOnBackbone(nn.Module):
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """hidden [..., H] plus, in every component, uniform noise from -a r to a r: a is `amplitude`, r the state's own root
-    mean square (EAGLE, arXiv 2401.15077, section 4.1, has U(-0.1, 0.1) for all states, whatever their scale)."""
+    """hidden [..., H] plus, in every component, uniform noise from -a r to a r, where a is `amplitude` and r the root
+    mean square of the state. (EAGLE, arXiv 2401.15077, adds U(-0.1, 0.1) to all states, whatever their scale.)
+    """
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
 
@@ -362,7 +367,7 @@ class MedusaTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """The batches of one optimiser step, and how many labels are in all of them on all processes."""
-        self.trained.own_guesses = self.args.own_guesses * self.progress()
+        self.trained.own_guesses = self.trained.args.own_guesses * self.progress()
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
@@ -469,7 +474,7 @@ class MedusaTrainer(Trainer):
         """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
-        self.trained.own_guesses = self.args.own_guesses  # what they cost at most
+        self.trained.own_guesses = self.trained.args.own_guesses  # what they cost at most
         device, times = self.args.device, []
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             batches = iter(self.get_train_dataloader())

@@ -15,6 +15,7 @@ from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
 class HeadsDrafter:
@@ -49,7 +50,7 @@ class HeadsDrafter:
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
         best = top_k(logits, self.top)
-        guesses = best.indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
+        guesses = token_ids(self.heads, best.indices).transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
         chosen, topology = self.tree.choose(self.tree.worth(best.values.transpose(0, 1).to(root.device)))
@@ -59,6 +60,7 @@ class HeadsDrafter:
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """A draft drawn from the heads' distributions, `copies` times from each row of the frontier."""
         logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
+        logits = over_all(self.heads, logits, self.backbone.vocab_size)
         root = frontier.root.repeat_interleave(copies)
         q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]
         context = torch.arange(len(q), device=root.device).repeat_interleave(copies)
@@ -72,14 +74,15 @@ def head_logits(
     num_heads: int | None = None,
     following: Tensor | None = None,
 ) -> Tensor:
-    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all).
+    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all); [k, B, N] where they
+    guess among N tokens (`medusa.vocabulary`).
 
     `following`: [B, k] ids of the tokens behind, for heads that follow the path.
     """
     # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
     example = next(heads.parameters())
     path = None if following is None else backbone.embed(following).to(example)
-    return heads(hidden.to(example), backbone.lm_head, num_heads, path)
+    return heads(hidden.to(example), lm_head_for(heads, backbone), num_heads, path)
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
@@ -105,7 +108,7 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
     """Raises:
     RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
-    tree.require_fit(config.num_heads, backbone.vocab_size)
+    tree.require_fit(config.num_heads, config.words(backbone.vocab_size))
     if drawn:
         require_drawable(tree)
 

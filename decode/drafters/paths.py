@@ -23,6 +23,7 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.steps import StepHeads
 from medusa.tree import Tree
+from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 WIDTH = 8
 """Nodes of a level of a dynamic tree that get children; more where a shallow tree could not be filled otherwise."""
@@ -75,6 +76,7 @@ class PathDrafter:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
+        self.lm_head = lm_head_for(heads, backbone)
         self.dtype = next(heads.parameters()).dtype
         self.tree = tree.to(backbone.device)
         if isinstance(self.tree, Tree):
@@ -94,7 +96,7 @@ class PathDrafter:
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
             count = self.top[head]
-            guesses = top_k(logits, count).indices.flatten(1).to(tokens.device)  # [B, W * R]
+            guesses = token_ids(self.heads, top_k(logits, count).indices).flatten(1).to(tokens.device)  # [B, W * R]
             found = guesses[:, level.parent * count + level.rank]
             ids.append(found)
             tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
@@ -108,7 +110,7 @@ class PathDrafter:
         """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""
         embedded = self.backbone.embed(tokens).to(device=state.device, dtype=self.dtype)
         features, state = self.heads.step(head, state, embedded)
-        return self.heads.logits_of(head, features, self.backbone.lm_head), state
+        return self.heads.logits_of(head, features, self.lm_head), state
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         """Of all nodes under the most promising ones of each level, the `num_nodes` in which the heads believe most."""
@@ -122,7 +124,7 @@ class PathDrafter:
             worth = bounded(best.values.to(root.device)) - STEEPNESS + worth_above[:, :, None]
             keep = worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1)  # [B, M], the best first
             under = keep.indices // best.values.shape[-1]  # [B, M] which of the W expanded nodes
-            found = best.indices.to(root.device).flatten(1).gather(1, keep.indices)
+            found = token_ids(self.heads, best.indices).to(root.device).flatten(1).gather(1, keep.indices)
             ids.append(found)
             parents.append(above.gather(1, under))
             worths.append(keep.values)
@@ -157,6 +159,7 @@ class PathDrafter:
         ids, distributions, of_children, known = [root[:, None]], [], [past], 0
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
+            logits = over_all(self.heads, logits, self.backbone.vocab_size)
             q = target.draft_probabilities(frontier.rows, logits.view(len(frontier.rows), -1, logits.shape[-1]))
             q = q.flatten(0, 1).to(root.device)  # [P, V]; pasts of a row stand together
             distributions.append(q)

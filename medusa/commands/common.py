@@ -188,7 +188,7 @@ def check_models(args: argparse.Namespace) -> None:
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
     tree = resolve_tree(getattr(args, "tree", None), heads)
-    tree.require_fit(heads.config.num_heads, text.vocab_size)
+    tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
     if getattr(args, "draft", None) == "sample":
         require_drawable(tree)
 
@@ -237,7 +237,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     asked: DynamicTree | None = None
     if args.tree != "auto" and (args.tree is not None or heads.config.tree):
         tree = resolve_tree(args.tree, heads)
-        tree.require_fit(heads.config.num_heads, vocab_size)
+        tree.require_fit(heads.config.num_heads, heads.config.words(vocab_size))
         if not isinstance(tree, DynamicTree):
             return tree
         asked = tree

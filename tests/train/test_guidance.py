@@ -118,7 +118,9 @@ def test_heads_that_were_trained_with_dropout_are_ready_to_decode(tmp_path: Path
 # --- own guesses -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if random_heads(tiny_model("llama"), 1, kind=kind).follows_path])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if random_heads(tiny_model("llama"), 1, kind=kind).follows_path]
+)
 def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
     """Written down once more, a position at a time: with probability 1 every token but the root is a guess."""
     module = on_backbone(kind, own_guesses=1.0).train()
