@@ -26,6 +26,8 @@ from medusa.errors import RequestError
 from medusa.files import read_json, replacing, require_absent, write_json
 from medusa.heads import MedusaHeads, MLPBlock, SquareBlock
 from medusa.kinds import build
+from medusa.original_hydra import WEIGHTS as HYDRA_WEIGHTS
+from medusa.original_hydra import from_original
 
 CONFIG, WEIGHTS, LEGACY_WEIGHTS, PROVENANCE = (
     "config.json",
@@ -83,7 +85,10 @@ def load_heads(
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict):
         raise RequestError(f"{folder / CONFIG} holds no JSON object")
-    heads = from_published(tensors, published, str(source))
+    if source.name == HYDRA_WEIGHTS:
+        heads = _filled(*from_original(tensors, published, str(source)), str(source))
+    else:
+        heads = from_published(tensors, published, str(source))
     return heads.to(device=device, dtype=dtype).eval()
 
 
@@ -110,7 +115,7 @@ def find_folder(
                 revision=revision,
                 token=token,
                 cache_dir=cache_dir,
-                allow_patterns=[CONFIG, PROVENANCE, "*.safetensors", LEGACY_WEIGHTS],
+                allow_patterns=[CONFIG, PROVENANCE, "*.safetensors", LEGACY_WEIGHTS, HYDRA_WEIGHTS],
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -119,9 +124,10 @@ def find_folder(
 
 
 def _read_tensors(folder: Path) -> tuple[Tensors, Path]:
-    path = next((folder / name for name in (WEIGHTS, LEGACY_WEIGHTS) if (folder / name).is_file()), None)
+    names = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
-        raise RequestError(f"no heads in {folder}: it holds neither {WEIGHTS} nor {LEGACY_WEIGHTS}")
+        raise RequestError(f"no heads in {folder}: it holds neither {WEIGHTS} nor {LEGACY_WEIGHTS} nor {HYDRA_WEIGHTS}")
     try:
         if path.suffix == ".safetensors":
             return load_file(path), path
@@ -168,6 +174,15 @@ def _from_own_names(tensors: Tensors, published: dict[str, Any], source: str) ->
         )
     except TypeError:
         raise RequestError(f"{source}: its {CONFIG} does not say what these heads are") from None
+    return _filled(config, tensors, source)
+
+
+def _filled(config: MedusaConfig, tensors: Tensors, source: str) -> MedusaHeads:
+    """Heads as `config` says with these tensors, by our names.
+
+    Raises:
+        RequestError: one is missing, unknown or of the wrong shape.
+    """
     with torch.device("meta"):
         heads = build(config)
     wanted = heads.state_dict()

@@ -10,7 +10,9 @@ from medusa.kinds import KINDS
 from medusa.tree import Tree
 
 BLOCKS = ("square", "mlp")
+ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's checkpoints: to be decoded with, not trained
 LM_HEADS = ("own", "shared")
+PREFIX_KEYS = {"heads", "key_value_heads", "width", "eps", "base", "norm"}
 
 # Our names on the left; on the right the JSON keys that FasterDecoding, TGI and LoRAX read.
 PUBLISHED_KEYS = {
@@ -20,7 +22,7 @@ PUBLISHED_KEYS = {
 }
 OUR_KEYS = (
     *("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "vocabulary"),
-    *("backbone", "tree"),
+    *("prefix", "backbone", "tree"),
 )
 LEAST_WORDS = 32  # of a vocabulary of the heads' own: more than any tree looks at
 
@@ -42,6 +44,8 @@ class MedusaConfig:
     kind: str = "medusa"
     prefix_layers: int = 0
     """Decoder layers of the heads' own, between the backbone and the heads (`medusa.prefix`)."""
+    prefix: dict[str, Any] | None = None
+    """What these are, where they are not ours: the arguments of `medusa.prefix.Prefix`."""
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"
@@ -55,7 +59,9 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         _one_of("heads.kind", self.kind, tuple(KINDS))
-        _one_of("heads.block", self.block, BLOCKS)
+        _one_of("heads.block", self.block, (*BLOCKS, ORIGINAL_HYDRA))
+        if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
+            raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
         _one_of("heads.lm_head", self.lm_head, LM_HEADS)
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
             value = getattr(self, name)
@@ -79,6 +85,8 @@ class MedusaConfig:
                 raise RequestError(
                     f"heads.vocabulary is {words} of {self.vocab_size or 'nobody knows how many'} tokens; take fewer"
                 )
+        if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == PREFIX_KEYS):
+            raise RequestError(f"the config's prefix is {self.prefix!r}; it must say {', '.join(sorted(PREFIX_KEYS))}")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if self.tree is not None:

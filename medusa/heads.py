@@ -84,7 +84,7 @@ class MedusaHeads(nn.Module):
         if config.prefix_layers:
             from medusa.prefix import Prefix  # with transformers, which independent heads do without
 
-            self.prefix = Prefix(config.hidden_size, config.prefix_layers)
+            self.prefix = Prefix(config.hidden_size, config.prefix_layers, **config.prefix or {})
         self.make_blocks()
         self.lm_heads: nn.Parameter | None = None
         if config.lm_head == "own":

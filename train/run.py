@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, Loaded, fingerprint
 from medusa.checkpoint import WEIGHTS, load_heads
-from medusa.config import MedusaConfig
+from medusa.config import ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
@@ -336,6 +336,10 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
     """The heads that a run goes on from."""
     heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
+    if held.block == ORIGINAL_HYDRA:
+        raise RequestError(
+            f"heads.start: {asked.start} holds the original Hydra's heads; they are to be decoded with only"
+        )
     wanted = {
         "hidden_size": backbone.hidden_size,
         "prefix_layers": asked.prefix_layers or None,

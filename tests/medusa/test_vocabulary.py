@@ -16,6 +16,7 @@ from decode import generate
 from decode.calibrate import TOP, record
 from decode.draft import Draft, Frontier
 from decode.dynamic import DynamicTree
+from decode.evidence import Experiment, Rule, passes
 from decode.front import heads_drafter
 from decode.request import prepare
 from decode.sampling import Target
