@@ -299,7 +299,8 @@ def calibrate(
     """
     backbone = Backbone(model)
     sizes = sizes or sizes_for(backbone.device, batch_size)
-    settings = replace(settings, stop=())  # steps are timed and counted behind the end of the texts, too
+    # Steps are timed and counted behind the end of the texts, too, and with all nodes of their trees.
+    settings = replace(settings, stop=(), stop_drafting=0.0)
     on_progress("recording")
     recording = record(backbone, heads, texts)
     if not recording.has_steps:

@@ -1,7 +1,8 @@
 """Heads that follow the path (`medusa.steps`) as a drafter: the tree is grown level by level, all its nodes at once.
 
 Every level costs one pass of a head over the nodes that have children. With a static tree these are given; with a
-dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed.
+dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed, unless drafting
+is to stop where heads believe in nothing any more (`DynamicTree.least`).
 
 Shapes: B rows, W nodes of a level that are expanded, R guesses looked at, S size of a state, V vocabulary, N nodes.
 """
@@ -17,7 +18,7 @@ from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.heads import require_draftable
 from decode.dynamic import STEEPNESS, TOP, DynamicTree, Layout, bounded
-from decode.greatest import top_k
+from decode.greatest import Greatest, top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
@@ -122,7 +123,12 @@ class PathDrafter:
             logits, state = self._step(head, state, tokens)
             best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
             worth = bounded(best.values.to(root.device)) - STEEPNESS + worth_above[:, :, None]
-            keep = worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1)  # [B, M], the best first
+            # [B, M], the best first
+            keep = Greatest(*worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1))
+            worthwhile = min(keep.values.shape[1], tree.reached(keep.values))
+            if not worthwhile:  # a child is never worth more than its parent: no level below is, either
+                break
+            keep = Greatest(keep.values[:, :worthwhile], keep.indices[:, :worthwhile])
             under = keep.indices // best.values.shape[-1]  # [B, M] which of the W expanded nodes
             found = token_ids(self.heads, best.indices).to(root.device).flatten(1).gather(1, keep.indices)
             ids.append(found)
@@ -136,12 +142,14 @@ class PathDrafter:
             count += found.shape[1]
             size.append(found.shape[1])
         depth = torch.tensor([depth for depth, nodes in enumerate(size) for _ in range(nodes)], device=root.device)
-        chosen = torch.cat(worths, dim=1)[:, 1:].topk(tree.num_nodes - 1, dim=-1, sorted=False).indices + 1
+        worth = torch.cat(worths, dim=1)[:, 1:]
+        nodes = 1 + min(tree.num_nodes - 1, tree.reached(worth))
+        chosen = worth.topk(nodes - 1, dim=-1, sorted=False).indices + 1
         chosen = torch.cat([torch.zeros_like(root), chosen.sort(dim=-1).values], dim=1)
         where = torch.zeros(len(root), count, dtype=torch.long, device=root.device)
-        where.scatter_(1, chosen, torch.arange(tree.num_nodes, device=root.device).expand_as(chosen))
+        where.scatter_(1, chosen, torch.arange(nodes, device=root.device).expand_as(chosen))
         parent = where.gather(1, torch.cat(parents, dim=1).gather(1, chosen))
-        topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, tree.num_nodes - 1)
+        topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, nodes - 1)
         return Draft(torch.cat(ids, dim=1).gather(1, chosen), topology)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
