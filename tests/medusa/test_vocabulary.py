@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import decode.compiled
 from decode import generate
 from decode.calibrate import TOP, record
 from decode.draft import Draft, Frontier
@@ -230,6 +231,24 @@ def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
     settings = Settings(temperature=1.0)
     made = Experiment(model, some, Tree.top_k([12, 2]), random_ids(5), settings, generator)
     assert passes([made.run(Rule("rejection", draft), 0, 20_000) for draft in ("topk", "sample")])
+
+
+@pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
+@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "own"), ("medusa", "shared"), ("recurrent", "shared")])
+def test_whole_steps_can_be_compiled(
+    llama: Any, kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured without a break, as in tests/decode/test_compiled.py."""
+
+    def traced(step: Any, device: torch.device) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+
+    monkeypatch.setattr(decode.compiled, "compiled", traced)
+    _, some = pair(llama, kind, lm_head)
+    prompt = random_ids(5)
+    out = generate(llama, some, torch.tensor([prompt]), tree=tree, max_new_tokens=8, do_sample=False, compile=True)
+    assert out[0, 5:].tolist() == plain(llama, prompt, max_new_tokens=8)
 
 
 def test_a_tree_wider_than_the_list_is_refused(llama: Any) -> None:
