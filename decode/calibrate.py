@@ -40,6 +40,7 @@ from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.heads import MedusaHeads
 from medusa.tree import RankPath, Tree
+from medusa.vocabulary import places_of, token_ids
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Trees that may be tried, in nodes; 1 is plain decoding."""
@@ -67,7 +68,7 @@ class Recording:
     log_z: list[Tensor] = field(default_factory=list)
     """[P, K, G] log of the sum of all exponentials, at each of TEMPERATURES."""
     came: list[Tensor] = field(default_factory=list)
-    """[P, K] the logit of the token that came; NaN where the text has ended."""
+    """[P, K] the logit of the token that came; NaN where the text has ended, or where the heads do not know it."""
 
     @property
     def tokens(self) -> int:
@@ -125,10 +126,13 @@ def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, hidden
         logits = head_logits(heads, backbone, part, following=path.to(backbone.device) if heads.follows_path else None)
         logits = logits.float()
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
-        match = top.indices == aim[:, :, None].to(top.indices.device)
+        match = token_ids(heads, top.indices) == aim[:, :, None].to(top.indices.device)
         ranks = torch.where(match.any(-1), match.int().argmax(-1), TOP)
         log_z = torch.stack([(logits / t).logsumexp(-1) for t in TEMPERATURES], dim=-1)
-        came = logits.gather(2, aim[:, :, None].to(logits.device))[:, :, 0]
+        place = aim.to(logits.device)
+        if heads.vocabulary is not None:
+            place = places_of(heads.vocabulary, place, backbone.vocab_size)
+        came = logits.gather(2, place.clamp_min(0)[:, :, None])[:, :, 0].masked_fill(place < 0, torch.nan)
         parts.append([found.transpose(0, 1).cpu() for found in (ranks, top.values, log_z, came)])
     ranks, best, log_z, came = (torch.cat(column) for column in zip(*parts, strict=True))
     for head in range(num_heads):
@@ -295,7 +299,8 @@ def calibrate(
     """
     backbone = Backbone(model)
     sizes = sizes or sizes_for(backbone.device, batch_size)
-    settings = replace(settings, stop=())  # steps are timed and counted behind the end of the texts, too
+    # Steps are timed and counted behind the end of the texts, too, and with all nodes of their trees.
+    settings = replace(settings, stop=(), stop_drafting=0.0)
     on_progress("recording")
     recording = record(backbone, heads, texts)
     if not recording.has_steps:

@@ -11,6 +11,7 @@ Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,8 +40,12 @@ class DynamicTree:
     candidates: Tree
     temperatures: tuple[float, ...] = ()
     """Of each head's confidences, one for every head that the candidates reach; 1 where none are given."""
+    least: float = 0.0
+    """Nodes that heads believe in less than this are left out, and nothing is drafted under them; 0 keeps all."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1:
+            raise RequestError(f"a confidence to stop drafting at is {self.least}; it must lie between 0 (never) and 1")
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(
@@ -100,10 +105,20 @@ class DynamicTree:
         known = F.pad(bounded(used).flatten(1), (0, 1))
         return known[:, self._on_the_way].sum(-1) - STEEPNESS * self.candidates.depth
 
+    def reached(self, worth: Tensor) -> int:
+        """worth [B, M] of nodes -> how many of them are to be had in the row with most that are worth it.
+
+        Rows of a batch have one shape, so those that believe in fewer get their next best ones as well.
+        """
+        if not self.least:
+            return worth.shape[1]
+        return int((worth >= math.log(self.least)).sum(1).max())  # waits for the device
+
     def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
         """worth [B, S] -> the nodes that are taken, ascending [B, N], and how they hang together."""
-        best = worth[:, 1:].topk(self.num_nodes - 1, dim=-1, sorted=False).indices + 1
-        chosen = torch.cat([torch.zeros_like(best[:, :1]), best.sort(dim=-1).values], dim=1)
+        count = min(self.num_nodes - 1, self.reached(worth[:, 1:]))
+        best = worth[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
+        chosen = torch.cat([torch.zeros_like(worth[:, :1], dtype=torch.long), best.sort(dim=-1).values], dim=1)
         return chosen, chosen_part(self.candidates, chosen)
 
 

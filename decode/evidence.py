@@ -34,6 +34,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import Tree
+from medusa.vocabulary import over_all
 
 CAUTION = 4.0  # how much more often than it says so small a p-value comes, at the most: see `decode.stats.LEAST`
 FALSE_ALARM = 1e-4
@@ -267,6 +268,7 @@ class Experiment:
         self.vocab = backbone.vocab_size
         following = self.frontier.root[:, None] if heads.follows_path else None
         logits = head_logits(heads, backbone, self.frontier.hidden, 1, following)
+        logits = over_all(heads, logits, backbone.vocab_size)
         self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]  # [V] of the first head
         # The figures to compare with come from plain forwards. Below float32 these differ from the tree's own by more
         # than a million draws can overlook, and so do two trees of different size. So there they come from the very

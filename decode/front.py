@@ -20,7 +20,7 @@ from decode.clock import Clock
 from decode.compiled import Compiled
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
-from decode.dynamic import Layout
+from decode.dynamic import DynamicTree, Layout
 from decode.loop import Acceptor, Session, Step
 from decode.reference import plain_session
 from decode.request import LOSSLESS, TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree, with_generators
@@ -61,11 +61,18 @@ def medusa_session(
         return plain_session(model, requests, clock, keep_hidden, compile)  # the same text, without the price of a tree
     session = Session(model, requests, resolved.num_nodes, acceptor.truncation, keep_hidden, heads)
     if compile:
+        if isinstance(resolved, DynamicTree) and resolved.least:
+            raise RequestError("--compile has steps of one shape only, and stop-drafting changes it; leave one out")
         loop = Compiled(session, acceptor, resolved, heads, lambda: heads_drafter(heads, backbone, resolved))
         return session, loop.run(clock or Clock())
     drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
     verifier = Verifier(backbone, session.cache, session.sequences)
     return session, session.run(drafter, verifier, acceptor, clock or Clock())
+
+
+def _stopping(tree: TreeLike, heads: MedusaHeads | None, stop_drafting: float) -> TreeLike:
+    """The tree, told where to stop; what is no tree or has no heads is for `medusa_session` to refuse."""
+    return tree if not stop_drafting or heads is None else resolve_tree(tree, heads, stop_drafting)
 
 
 def heads_drafter(
@@ -98,6 +105,7 @@ def steps(
     epsilon: float = 0.09,
     delta: float = 0.3,
     draft: str | None = None,
+    stop_drafting: float = 0.0,
     clock: Clock | None = None,
     compile: bool = False,
     **kwargs: Any,
@@ -107,8 +115,10 @@ def steps(
     `kwargs` are those of `model.generate`. See `generate` for the rest.
     """
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft)
-    yield from medusa_session(model, heads, requests, tree, acceptor, clock, compile=compile)[1]
+    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
+    yield from medusa_session(
+        model, heads, requests, _stopping(tree, heads, stop_drafting), acceptor, clock, compile=compile
+    )[1]
 
 
 def generate(
@@ -123,6 +133,7 @@ def generate(
     epsilon: float = 0.09,
     delta: float = 0.3,
     draft: str | None = None,
+    stop_drafting: float = 0.0,
     compile: bool = False,
     streamer: Any = None,
     **kwargs: Any,
@@ -140,6 +151,8 @@ def generate(
         draft: `topk` (the default: the heads' best guesses) or `sample` (draws from the heads' distributions).
         compile: run whole steps as one region of `torch.compile`, a CUDA graph on a GPU (`decode.compiled`): the first
             step takes seconds to minutes, which calls with the same model, heads, tree and options have behind them.
+        stop_drafting: with a dynamic tree, the confidence below which a node is not drafted, nor any under it; 0:
+            always all nodes. Steps are then as large as the heads are sure, and the text is the same.
         seeds (in `kwargs`): one a row, copies by `num_return_sequences` counted; a row's text then depends on its
             prompt and seed alone. Without them one row draws from PyTorch's generator as `model.generate` does, and the
             rows of a batch are seeded from it.
@@ -153,8 +166,8 @@ def generate(
     if ids is None:
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft)
-    session = _run(model, heads, requests, tree, acceptor, streamer, compile)
+    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
+    session = _run(model, heads, requests, _stopping(tree, heads, stop_drafting), acceptor, streamer, compile)
     return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
@@ -170,6 +183,7 @@ def medusa_generate(
     medusa_epsilon: float = 0.09,
     medusa_delta: float = 0.3,
     medusa_draft: str | None = None,
+    medusa_stop_drafting: float = 0.0,
     medusa_compile: bool = False,
     medusa_streamer: Any = None,
     **model_kwargs: Any,
@@ -181,8 +195,11 @@ def medusa_generate(
     """
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests = with_generators(model, requests)
-    acceptor = resolve_acceptance(medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft)
-    session = _run(model, medusa_heads, requests, medusa_tree, acceptor, medusa_streamer, medusa_compile)
+    acceptor = resolve_acceptance(
+        medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft, medusa_stop_drafting
+    )
+    tree = _stopping(medusa_tree, medusa_heads, medusa_stop_drafting)
+    session = _run(model, medusa_heads, requests, tree, acceptor, medusa_streamer, medusa_compile)
     return _output(session, input_ids, generation_config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -205,12 +206,25 @@ def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone) -> Non
             )
 
 
-def resolve_tree(tree: TreeLike, heads: MedusaHeads) -> Layout:
+def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:
     """The tree given (object, name, file or paths), else the one saved with the heads, else a default.
 
+    `stop_drafting`: the confidence below which a dynamic tree drafts nothing more; 0: it always drafts all its nodes.
+
     Raises:
-        RequestError: it describes no tree.
+        RequestError: it describes no tree, or none that could stop.
     """
+    resolved = _resolved(tree, heads)
+    if not stop_drafting:
+        return resolved
+    if not isinstance(resolved, DynamicTree):
+        raise RequestError(
+            "stop-drafting needs a tree that is chosen by the heads' confidences in every step; take tree dynamic:N"
+        )
+    return replace(resolved, least=stop_drafting)
+
+
+def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
     if isinstance(tree, Layout):
         return tree
     if tree == "auto":  # whoever can calibrate has looked for a tree before; this is what suits the device
@@ -243,12 +257,18 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def resolve_acceptance(
-    rule: str | None, do_sample: bool, epsilon: float = 0.09, delta: float = 0.3, draft: str | None = None
+    rule: str | None,
+    do_sample: bool,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+    draft: str | None = None,
+    stop_drafting: float = 0.0,
 ) -> Acceptor:
     """The rule to use: by default the lossless one, greedy without sampling and rejection with it.
 
     Raises:
-        RequestError: no such rule or draft, constants out of range, or what does not fit the sampling mode.
+        RequestError: no such rule or draft, constants out of range, what does not fit the sampling mode, or drafts that
+            may not stop early.
     """
     if rule not in (None, *ACCEPTANCES):
         raise RequestError(
@@ -268,7 +288,13 @@ def resolve_acceptance(
         )
     if draft == "sample" and not do_sample:
         raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
-    for name, value in (("epsilon", epsilon), ("delta", delta)):
+    if stop_drafting and draft == "sample":
+        raise RequestError("stop-drafting looks at what is drafted, and draws must not be looked at; use draft topk")
+    if stop_drafting and rule == "typical":
+        raise RequestError(
+            "with stop-drafting, what acceptance 'typical' takes would depend on the batch; use typical-sampled"
+        )
+    for name, value in (("epsilon", epsilon), ("delta", delta), ("stop-drafting", stop_drafting)):
         if not 0 <= value <= 1:
             raise RequestError(f"{name} is {value}; it must lie between 0 and 1")
     return Acceptor(rule, epsilon, delta, draft or "topk")

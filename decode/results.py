@@ -122,7 +122,7 @@ def medusa_method(
     keep_hidden: bool = False,
 ) -> Method:
     """Heads and a tree."""
-    resolved = resolve_tree(tree, heads)
+    resolved = resolve_tree(tree, heads, settings.stop_drafting)
 
     def decode(
         prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None

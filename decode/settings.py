@@ -32,6 +32,8 @@ class Settings:
     delta: float = 0.3
     draft: str = "topk"
     """topk, the heads' best guesses, or sample, draws from their distributions."""
+    stop_drafting: float = 0.0
+    """Confidence below which a dynamic tree drafts nothing more; 0 is off."""
     ignore_eos: bool = False
     compile: bool = False
     """Whole steps as one compiled region (`decode.compiled`)."""
@@ -49,7 +51,9 @@ class Settings:
 
     @property
     def acceptor(self) -> Acceptor:
-        return resolve_acceptance(self.acceptance, self.do_sample, self.epsilon, self.delta, self.draft)
+        return resolve_acceptance(
+            self.acceptance, self.do_sample, self.epsilon, self.delta, self.draft, self.stop_drafting
+        )
 
     @property
     def do_sample(self) -> bool:

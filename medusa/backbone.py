@@ -399,11 +399,23 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
     }
 
 
+def embedding_sample(weight: Tensor) -> list[float]:
+    """64 values of an embedding [V, H], as a fingerprint has them of all weights."""
+    flat = weight.detach().reshape(-1)
+    places = [index * (flat.numel() - 1) // 63 for index in range(64)]
+    return [round(float(value), 6) for value in flat[places]]
+
+
 def differs(model: PreTrainedModel, known: dict[str, Any]) -> bool:
     """Whether `model` is visibly another one than the backbone that `known`, a fingerprint, was taken from."""
-    if not known.get("weights"):
+    if known.get("weights"):
+        theirs, ours = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
+    elif known.get("embedding"):  # all that came with the heads of the original Hydra
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor)
+        theirs, ours = torch.tensor(known["embedding"]), torch.tensor(embedding_sample(embedding))
+    else:
         return False
-    theirs, ours = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
     if theirs.shape != ours.shape:
         return True
     # Rounding to bfloat16 moves a value by at most 0.4 %, and on average by half of that.

@@ -7,8 +7,8 @@ Tensors carry the published names, one set per head h and residual block l of L,
     {h}.{L}.weight [V, H]                                        own LM head; absent where it is the backbone's
 
 so square heads are files that others load as they are. The number of heads, blocks and the sizes are read off the
-tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa` and heads with prefix
-attention, which no server knows, keep the names of their modules.
+tensors: published configs say 2 heads where the file holds 5. Heads of other kinds than `medusa`, heads with prefix
+attention and heads with a vocabulary of their own, which no server knows, keep the names of their modules.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from medusa.errors import RequestError
 from medusa.files import read_json, replacing, require_absent, write_json
 from medusa.heads import MedusaHeads, MLPBlock, SquareBlock
 from medusa.kinds import build
+from medusa.original_hydra import WEIGHTS as HYDRA_WEIGHTS
+from medusa.original_hydra import from_original
 
 CONFIG, WEIGHTS, LEGACY_WEIGHTS, PROVENANCE = (
     "config.json",
@@ -83,7 +85,10 @@ def load_heads(
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict):
         raise RequestError(f"{folder / CONFIG} holds no JSON object")
-    heads = from_published(tensors, published, str(source))
+    if source.name == HYDRA_WEIGHTS:
+        heads = _filled(*from_original(tensors, published, str(source)), str(source))
+    else:
+        heads = from_published(tensors, published, str(source))
     return heads.to(device=device, dtype=dtype).eval()
 
 
@@ -110,7 +115,7 @@ def find_folder(
                 revision=revision,
                 token=token,
                 cache_dir=cache_dir,
-                allow_patterns=[CONFIG, PROVENANCE, "*.safetensors", LEGACY_WEIGHTS],
+                allow_patterns=[CONFIG, PROVENANCE, "*.safetensors", LEGACY_WEIGHTS, HYDRA_WEIGHTS],
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -119,9 +124,10 @@ def find_folder(
 
 
 def _read_tensors(folder: Path) -> tuple[Tensors, Path]:
-    path = next((folder / name for name in (WEIGHTS, LEGACY_WEIGHTS) if (folder / name).is_file()), None)
+    names = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
-        raise RequestError(f"no heads in {folder}: it holds neither {WEIGHTS} nor {LEGACY_WEIGHTS}")
+        raise RequestError(f"no heads in {folder}: it holds neither {WEIGHTS} nor {LEGACY_WEIGHTS} nor {HYDRA_WEIGHTS}")
     try:
         if path.suffix == ".safetensors":
             return load_file(path), path
@@ -141,7 +147,7 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape; all named with `source`.
     """
-    if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers"):
+    if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers") or published.get("vocabulary"):
         return _from_own_names(tensors, published, source)
     config = _config_of(tensors, published, source)
     wanted = _published_shapes(config)
@@ -168,6 +174,15 @@ def _from_own_names(tensors: Tensors, published: dict[str, Any], source: str) ->
         )
     except TypeError:
         raise RequestError(f"{source}: its {CONFIG} does not say what these heads are") from None
+    return _filled(config, tensors, source)
+
+
+def _filled(config: MedusaConfig, tensors: Tensors, source: str) -> MedusaHeads:
+    """Heads as `config` says with these tensors, by our names.
+
+    Raises:
+        RequestError: one is missing, unknown or of the wrong shape.
+    """
     with torch.device("meta"):
         heads = build(config)
     wanted = heads.state_dict()
@@ -179,8 +194,18 @@ def _from_own_names(tensors: Tensors, published: dict[str, Any], source: str) ->
     unknown = sorted(set(tensors) - set(wanted))
     if unknown:
         raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")
+    if config.vocabulary is not None:
+        _require_words(tensors["vocabulary"], config, source)
     heads.load_state_dict(tensors, assign=True)
     return heads
+
+
+def _require_words(words: Tensor, config: MedusaConfig, source: str) -> None:
+    if words.dtype != torch.int64:
+        raise RequestError(f"{source}: vocabulary is {words.dtype}; it must be a list of token ids (int64)")
+    assert config.vocab_size is not None, "refused by the config"
+    if words.min() < 0 or words.max() >= config.vocab_size or len(words.unique()) < len(words):
+        raise RequestError(f"{source}: vocabulary must name tokens below {config.vocab_size}, each once")
 
 
 def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaConfig:

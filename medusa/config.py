@@ -10,7 +10,9 @@ from medusa.kinds import KINDS
 from medusa.tree import Tree
 
 BLOCKS = ("square", "mlp")
+ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's checkpoints: to be decoded with, not trained
 LM_HEADS = ("own", "shared")
+PREFIX_KEYS = {"heads", "key_value_heads", "width", "eps", "base", "norm"}
 
 # Our names on the left; on the right the JSON keys that FasterDecoding, TGI and LoRAX read.
 PUBLISHED_KEYS = {
@@ -18,7 +20,11 @@ PUBLISHED_KEYS = {
     "num_layers": "medusa_num_layers",
     "base_model_name_or_path": "base_model_name_or_path",
 }
-OUR_KEYS = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "backbone", "tree")
+OUR_KEYS = (
+    *("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "vocabulary"),
+    *("prefix", "backbone", "tree"),
+)
+LEAST_WORDS = 32  # of a vocabulary of the heads' own: more than any tree looks at
 
 
 @dataclass
@@ -38,9 +44,13 @@ class MedusaConfig:
     kind: str = "medusa"
     prefix_layers: int = 0
     """Decoder layers of the heads' own, between the backbone and the heads (`medusa.prefix`)."""
+    prefix: dict[str, Any] | None = None
+    """What these are, where they are not ours: the arguments of `medusa.prefix.Prefix`."""
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"
+    vocabulary: int | None = None
+    """How many of the `vocab_size` tokens the heads guess among (`medusa.vocabulary`); `None`: all."""
     base_model_name_or_path: str | None = None
     backbone: dict[str, Any] = field(default_factory=dict)
     """Fingerprint of the backbone (`medusa.backbone.fingerprint`); empty where the heads came without one."""
@@ -49,7 +59,9 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         _one_of("heads.kind", self.kind, tuple(KINDS))
-        _one_of("heads.block", self.block, BLOCKS)
+        _one_of("heads.block", self.block, (*BLOCKS, ORIGINAL_HYDRA))
+        if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
+            raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
         _one_of("heads.lm_head", self.lm_head, LM_HEADS)
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
             value = getattr(self, name)
@@ -63,6 +75,18 @@ class MedusaConfig:
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
 
+        words = self.vocabulary
+        if words is not None:
+            if isinstance(words, bool) or not isinstance(words, int) or words < LEAST_WORDS:
+                raise RequestError(
+                    f"heads.vocabulary is {words!r}; it must be at least {LEAST_WORDS}, or 0 for all tokens"
+                )
+            if self.vocab_size is None or words >= self.vocab_size:
+                raise RequestError(
+                    f"heads.vocabulary is {words} of {self.vocab_size or 'nobody knows how many'} tokens; take fewer"
+                )
+        if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == PREFIX_KEYS):
+            raise RequestError(f"the config's prefix is {self.prefix!r}; it must say {', '.join(sorted(PREFIX_KEYS))}")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if self.tree is not None:
@@ -75,6 +99,10 @@ class MedusaConfig:
         """Width of an MLP block's hidden layer."""
         return max(1, round(self.expansion * self.hidden_size))
 
+    def words(self, vocab_size: int) -> int:
+        """Among how many tokens of a backbone with `vocab_size` of them these heads guess."""
+        return self.vocabulary or vocab_size
+
     @property
     def servable(self) -> bool:
         """Whether a published format can hold these heads: they all know square blocks only."""
@@ -83,7 +111,7 @@ class MedusaConfig:
     @property
     def is_published(self) -> bool:
         """Whether a published format has names for these tensors (for MLP blocks, names of ours beside them)."""
-        return self.kind == "medusa" and not self.prefix_layers
+        return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form. `version` is that of the file format: "2" where the LM head is the backbone's (TGI, LoRAX)."""

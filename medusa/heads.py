@@ -9,6 +9,7 @@ Shapes: K heads, H hidden size, E width of an MLP block, V vocabulary, M positio
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,9 +36,10 @@ class SquareBlock(nn.Module):
         del inner_size  # the square block is as wide as the hidden state
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))  # [K, in, out]
         self.bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
-        return x_KMH + F.silu(torch.baddbmm(self.bias[heads], x_KMH, self.weight[heads]))
+        return x_KMH + self.dropout(F.silu(torch.baddbmm(self.bias[heads], x_KMH, self.weight[heads])))
 
 
 class MLPBlock(nn.Module):
@@ -49,11 +51,12 @@ class MLPBlock(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(num_heads, 1, inner_size))
         self.down = nn.Parameter(torch.zeros(num_heads, inner_size, hidden_size))  # [K, E, H]
         self.down_bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+        self.dropout = nn.Dropout(0.0)
         nn.init.uniform_(self.up, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws its weights
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
         inner = F.silu(torch.baddbmm(self.up_bias[heads], x_KMH, self.up[heads]))
-        return x_KMH + torch.baddbmm(self.down_bias[heads], inner, self.down[heads])
+        return x_KMH + self.dropout(torch.baddbmm(self.down_bias[heads], inner, self.down[heads]))
 
 
 BLOCKS: dict[str, type[SquareBlock] | type[MLPBlock]] = {"square": SquareBlock, "mlp": MLPBlock}
@@ -72,18 +75,24 @@ class MedusaHeads(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
+        self.vocabulary: Tensor | None
+        known = None if config.vocabulary is None else torch.arange(config.vocabulary)
+        self.register_buffer("vocabulary", known)  # [N] tokens that these heads guess; None: all (medusa.vocabulary)
+        # Of which LM head, for which tokens: those rows. In a tuple, as they are no part of the heads.
+        self.shared_rows: tuple[weakref.ref[Tensor], Tensor, nn.Linear] | None = None
         self.prefix: Prefix | None = None
         if config.prefix_layers:
             from medusa.prefix import Prefix  # with transformers, which independent heads do without
 
-            self.prefix = Prefix(config.hidden_size, config.prefix_layers)
+            self.prefix = Prefix(config.hidden_size, config.prefix_layers, **config.prefix or {})
         self.make_blocks()
         self.lm_heads: nn.Parameter | None = None
         if config.lm_head == "own":
             if config.vocab_size is None:
                 raise RequestError("heads with LM heads of their own need heads.vocab_size; give the backbone's")
             # [K, H, V] and contiguous: at one position a batched product over [K, V, H] is 2.6 times slower on a CPU.
-            self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, config.vocab_size))
+            words = config.words(config.vocab_size)
+            self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, words))
 
     def make_blocks(self) -> None:
         """What lies between the hidden state and the LM head."""
@@ -96,7 +105,23 @@ class MedusaHeads(nn.Module):
         """Own LM heads start as copies of the backbone's, so that the heads begin as the backbone's own guess."""
         if self.lm_heads is not None:
             with torch.no_grad():
-                self.lm_heads.copy_(lm_head_weight_VH.T)
+                rows = slice(None) if self.vocabulary is None else self.vocabulary.to(lm_head_weight_VH.device)
+                self.lm_heads.copy_(lm_head_weight_VH[rows].T)
+
+    def set_dropout(self, rate: float) -> None:
+        """What share of each block's output to drop while training, before it is added to the residual stream (Vaswani
+        et al. 2017, section 5.4). Prefix layers drop nothing.
+
+        Raises:
+            RequestError: a kind of heads without such blocks.
+        """
+        found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
+        if not found:
+            raise RequestError(
+                f"training.dropout: heads of kind {self.config.kind} have no block to drop; leave it out"
+            )
+        for module in found:
+            module.p = rate
 
     def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """The backbone's hidden states [B, T, H] of whole texts -> what the heads read of them [B, T, H].
@@ -125,7 +150,10 @@ class MedusaHeads(nn.Module):
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """features [k, ..., H] of the first k heads -> logits [k, ..., V]."""
+        """features [k, ..., H] of the first k heads -> logits [k, ..., V]; [k, ..., N] of N tokens (`vocabulary`).
+
+        `lm_head`: the backbone's, or what `medusa.vocabulary.lm_head_for` makes of it.
+        """
         if self.lm_heads is None:
             if lm_head is None:
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")

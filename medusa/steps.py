@@ -31,10 +31,11 @@ class Stack(nn.Module):
         sizes = [input_size] + [config.hidden_size] * (config.num_layers - 1)
         block = SquareLayer if config.block == "square" else MLPLayer
         self.layers = nn.ModuleList(block(size, config.hidden_size, config.inner_size) for size in sizes)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         for layer in self.layers:
-            x = z = x + layer(z)
+            x = z = x + self.dropout(layer(z))
         return x
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medusa.config import BLOCKS, KINDS, LM_HEADS
+from medusa.config import BLOCKS, KINDS, LEAST_WORDS, LM_HEADS
 from medusa.errors import RequestError
 from train.data import DataConfig
 
@@ -38,6 +38,10 @@ class HeadsConfig:
     """Width of an MLP block in hidden sizes."""
     lm_head: str | None = None
     """own (V x H more weights a head) or shared (the backbone's)."""
+    vocabulary: int = 0
+    """Guess among so many tokens, the most frequent of the training text; 0: among all. For large vocabularies."""
+    vocabulary_anyway: bool = False
+    """Also where that is expected to slow decoding down."""
     start: str | None = None
     """Go on from these trained heads, a folder or Hub id, instead of fresh ones; what is said above must agree."""
 
@@ -247,6 +251,10 @@ def _check_heads(heads: HeadsConfig) -> None:
         value = getattr(heads, name)
         if value is not None and value < 1:
             raise RequestError(f"heads.{name} is {value}; at least 1 is needed")
+    if heads.vocabulary and heads.vocabulary < LEAST_WORDS:
+        raise RequestError(
+            f"heads.vocabulary is {heads.vocabulary}; it must be at least {LEAST_WORDS}, or 0 for all tokens"
+        )
     if heads.prefix_layers < 0:
         raise RequestError(f"heads.prefix_layers is {heads.prefix_layers}; it must be 0 (none) or more")
     if heads.expansion is not None and not heads.expansion > 0:

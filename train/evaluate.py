@@ -15,6 +15,7 @@ from torch import Tensor
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
 from medusa.tree import Tree
+from medusa.vocabulary import lm_head_for, token_ids
 from train.labels import IGNORE, following_ids, head_labels
 from train.loss import chunk_rows
 
@@ -126,12 +127,13 @@ def ranks_of(
 
     `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path.
     """
-    ranks = []
+    ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
     parts = hidden.split(rows)
     paths = [None] * len(parts) if following is None else following.split(rows)
     for part, wanted, path in zip(parts, labels.split(rows, dim=1), paths, strict=True):
-        guesses = heads(part, backbone.lm_head, following=path).topk(min(max(TOPS), backbone.vocab_size), -1).indices
+        logits = heads(part, lm_head, following=path)
+        guesses = token_ids(heads, logits.topk(min(max(TOPS), logits.shape[-1]), -1).indices)
         match = guesses == wanted[..., None]  # [K, C, top]
         ranks.append(torch.where(match.any(-1), match.int().argmax(-1), max(TOPS)))
     return torch.cat(ranks, dim=1)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.vocabulary import places_of
 from train.labels import FIRST_OFFSET, IGNORE
 
 BACKENDS = ("auto", "chunked", "plain", "liger")
@@ -40,7 +41,8 @@ class HeadLosses(NamedTuple):
     """[K] each head's part of what is minimised: weighted cross-entropies in nats, averaged over its labels; carries
     gradients."""
     loss: Tensor
-    """[K] mean cross-entropy in nats over the head's labels, unweighted, 0 where it has none; no gradients."""
+    """[K] mean cross-entropy in nats over the head's labels, unweighted, 0 where it has none; no gradients. A label
+    that the head cannot guess (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
     """[K] how many labels are the head's best guess; of a distribution, its most probable token."""
     total: Tensor
@@ -88,24 +90,31 @@ class Teacher:
     temperature: float = 1.0
     label_share: float = 0.0
     """Of the target that goes to the most probable token, whatever its probability."""
+    vocabulary: Tensor | None = None
+    """[N] tokens that the heads guess among; the distributions are those given that one of them comes, [D, N]."""
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For positions `rows` with `labels` [K, C]: distributions [D, V], which one a head learns [K, C], new labels.
 
         Head k at t is taught what the backbone says at t + k + 1, so neighbours share distributions: D is about C + K.
-        The new labels are the distributions' most probable tokens.
+        The new labels are the most probable of all tokens: their places in the heads' vocabulary, if they have one, and
+        IGNORE where it does not hold them.
         """
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end nothing is taught
         where, index = wanted.unique(return_inverse=True)
         soft = self.lm_head(self.hidden[where]).float()
         best = soft.argmax(-1)
+        if self.vocabulary is not None:
+            best = places_of(self.vocabulary, best, soft.shape[-1])
+            soft = soft[:, self.vocabulary.to(soft.device)]
+        labels = torch.where((labels == IGNORE) | (best[index] < 0), IGNORE, best[index])
         soft = soft.div_(self.temperature).softmax(-1)
         if self.label_share:
             soft.mul_(1 - self.label_share)
-            soft.scatter_add_(1, best[:, None], torch.full_like(soft[:, :1], self.label_share))
-        return soft, index, torch.where(labels == IGNORE, IGNORE, best[index])
+            soft.scatter_add_(1, best.clamp_min(0)[:, None], torch.full_like(soft[:, :1], self.label_share))
+        return soft, index, labels
 
 
 def head_weights(num_heads: int, decay: float) -> Tensor:
@@ -128,19 +137,40 @@ def head_losses(
     Args:
         hidden: [R, H] of the frozen backbone, at the taught positions.
         labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher` only that matters.
-        lm_head: the backbone's, for heads that share it.
+        lm_head: the backbone's, for heads that share it: the rows that they use (`medusa.vocabulary.rows_for`).
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
         following: [R, K, H] embeddings of the tokens behind each position, for kinds of heads that follow the path.
     """
     if backend == "plain":
         return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following)
     features = heads.features(hidden, following=following)  # [K, R, H]
+    places = _places(heads, labels, teacher)
     if backend == "liger":
-        return _head_losses_liger(heads, features, labels, lm_head, weighting)
+        return _over_all(_head_losses_liger(heads, features, places, lm_head, weighting), labels)
     own = heads.lm_heads
     weight, bias = (own, None) if own is not None else _linear(lm_head)
-    figures = _ChunkedLoss.apply(features, weight, bias, labels, weighting, teacher)
-    return HeadLosses(*figures)
+    figures = _ChunkedLoss.apply(features, weight, bias, places, weighting, teacher)
+    return _over_all(HeadLosses(*figures), labels)
+
+
+def _places(heads: MedusaHeads, labels: Tensor, teacher: Teacher | None) -> Tensor:
+    """Where the labels [K, R] stand among the heads' logits; IGNORE also where heads never guess them.
+
+    Such a label is a miss for certain. There is nothing to learn from it, and D-PACE's chain ends before it, as where a
+    text ends. (A teacher says itself which of its tokens heads can guess.)
+    """
+    if heads.vocabulary is None or teacher is not None:
+        return labels
+    assert heads.config.vocab_size is not None
+    places = places_of(heads.vocabulary, labels.clamp_min(0), heads.config.vocab_size)
+    return torch.where((labels == IGNORE) | (places < 0), IGNORE, places)
+
+
+def _over_all(losses: HeadLosses, labels: Tensor) -> HeadLosses:
+    """Means over all `labels` [K, R], those included that the heads cannot guess: they are misses."""
+    counts = (labels != IGNORE).sum(1)
+    share = losses.total / counts.clamp_min(1)
+    return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
 
 
 def head_losses_plain(
@@ -161,16 +191,16 @@ def head_losses_plain(
 
     log_p = heads(hidden, None if lm_head is None else shared, following=following).float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
-        cross_entropy = -log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+        places = _places(heads, labels, teacher)
+        cross_entropy = -log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0]
     else:
-        soft, index, labels = teacher.targets(slice(None), labels)
+        soft, index, places = teacher.targets(slice(None), labels)
         cross_entropy = -(soft[index] * log_p).sum(-1)
-    taught = labels != IGNORE
-    count = taught.sum(1)
+    taught, count = places != IGNORE, (labels != IGNORE).sum(1)
     mean = taught / count.clamp_min(1)[:, None]
-    probability = log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0].exp()
+    probability = log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0].exp()
     objective = (cross_entropy * weighting(probability, taught) * mean).sum(1)
-    correct = ((log_p.argmax(-1) == labels) & taught).sum(1)
+    correct = ((log_p.argmax(-1) == places) & taught).sum(1)
     return HeadLosses(objective, (cross_entropy * mean).sum(1).detach(), correct, count)
 
 
@@ -252,9 +282,9 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, positions, step):
                 rows = slice(start, start + step)
                 x_KCH, target, soft = x_KRH[:, rows].to(dtype), labels[:, rows], None
-                mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
                 if teacher is not None:
                     *soft, target = teacher.targets(rows, target)
+                mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
                 place = None if grad_x is None else grad_x[:, rows]
                 _chunk(totals, x_KCH, matrix, bias_V, target, soft, mean, weighting, place, grad_weight)
                 del soft  # or the next chunk's would be made beside it

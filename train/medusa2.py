@@ -162,7 +162,10 @@ class HeadsAndAdapter(HeadsOnBackbone):
         heads, lm_head, dtype = self.heads, without_adapter(self._outside[0].head), next(self.heads.parameters()).dtype
         before = heads.read(hidden.to(dtype), position_ids, document_ids)[:, :-1]
         root = self._outside[0].embed(input_ids[:, 1:, None]).to(dtype) if heads.follows_path else None
+        training = heads.training
+        heads.eval()  # what they expect in decoding: no dropout
         features = F.pad(heads.features(before, 1, root)[0], (0, 0, 1, 0))[taught]
+        heads.train(training)
         if heads.lm_heads is None:
             features = features.to(lm_head.weight.dtype)
         known = F.pad(document_ids[:, 1:] == document_ids[:, :-1], (1, 0))[taught]
@@ -248,12 +251,6 @@ class Medusa2Trainer(MedusaTrainer):
 
     def is_ours(self, parameter: str) -> bool:
         return super().is_ours(parameter) or "lora_" in parameter
-
-    def progress(self) -> float:
-        """Share of the run that is done."""
-        if self.budget is not None:
-            return min(1.0, self.budget.now() / self.budget.seconds)
-        return self.state.global_step / max(self.state.max_steps, 1)
 
     def get_batch_samples(self, *args: Any) -> tuple[list[Any], Tensor | int | None]:
         assert isinstance(self.trained, HeadsAndAdapter)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, Loaded, fingerprint
 from medusa.checkpoint import WEIGHTS, load_heads
-from medusa.config import MedusaConfig
+from medusa.config import ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
@@ -35,6 +35,7 @@ from train.medusa2 import Medusa2Trainer, adapt, quality, write_merged
 from train.resume import all_checkpoints, checkpoints
 from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer, MedusaTrainingArguments
+from train.vocabulary import most_frequent, require_worthwhile
 
 Rows = PackedDataset | StreamedDataset | Features
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -80,7 +81,16 @@ def train(
     dataset, evaluated = _datasets(config, loaded, backbone, arguments.seed)
     quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
-    heads = new_heads(loaded.model, config.heads, config.backbone, config.revision)
+    words = None
+    if config.heads.vocabulary and config.heads.start is None:
+        words = most_frequent(dataset, config.heads.vocabulary, backbone.vocab_size)
+    heads = new_heads(
+        loaded.model, config.heads, config.backbone, config.revision, None if words is None else words.ids
+    )
+    if words is not None:
+        worth = require_worthwhile(heads, loaded.model, words.coverage, config.heads.vocabulary_anyway)
+        if not quiet:
+            _say(worth)
     _require_adaptable(config, heads)
     if not plan:
         require_room(output, heads, arguments)
@@ -218,6 +228,10 @@ def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
         raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
     if config.data.streaming and config.adapter.quality_data is None:
         raise RequestError("data.streaming has no end to take a perplexity on; name a file as adapter.quality_data")
+    if config.adapter.lean and heads.vocabulary is not None:
+        raise RequestError(
+            "adapter.lean needs heads that know all tokens; add adapter.lean=0, or leave heads.vocabulary out"
+        )
     if config.adapter.lm_head and heads.config.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
@@ -281,8 +295,17 @@ def _arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrai
     return arguments
 
 
-def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None) -> MedusaHeads:
-    """Fresh heads for `model`: what was asked for, and the rest chosen for its sizes; the identity at the start."""
+def new_heads(
+    model: PreTrainedModel,
+    asked: HeadsConfig,
+    name: str,
+    revision: str | None = None,
+    vocabulary: Tensor | None = None,
+) -> MedusaHeads:
+    """Fresh heads for `model`: what was asked for, and the rest chosen for its sizes; the identity at the start.
+
+    `vocabulary` [N]: the tokens that they guess among, where these are not all (`train.vocabulary`).
+    """
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):
         kind = type(backbone.head).__name__
@@ -299,9 +322,12 @@ def new_heads(model: PreTrainedModel, asked: HeadsConfig, name: str, revision: s
             prefix_layers=asked.prefix_layers,
             base_model_name_or_path=name,
             backbone=fingerprint(model, name, revision),
+            vocabulary=None if vocabulary is None else len(vocabulary),
             **chosen,
         )
     )
+    if vocabulary is not None:
+        heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
     return heads.to(backbone.head_weight.device)
 
@@ -310,6 +336,10 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
     """The heads that a run goes on from."""
     heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
+    if held.block == ORIGINAL_HYDRA:
+        raise RequestError(
+            f"heads.start: {asked.start} holds the original Hydra's heads; they are to be decoded with only"
+        )
     wanted = {
         "hidden_size": backbone.hidden_size,
         "prefix_layers": asked.prefix_layers or None,
@@ -319,6 +349,7 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
         "expansion": asked.expansion,
         "lm_head": asked.lm_head,
         "num_heads": None if asked.num == HeadsConfig.num else asked.num,
+        "vocabulary": asked.vocabulary or None,
     }
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size
@@ -334,7 +365,8 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     width = f" of width {config.inner_size}" if config.block == "mlp" else ""
     line = (
         f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "
-        f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
+        + (f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else "")
+        + f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
     )
     if not config.servable:
         line += "; published formats (TGI, vLLM, ...) hold square blocks only: these heads run here, not in a server"

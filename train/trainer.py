@@ -27,9 +27,19 @@ from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.tree import load_tree
+from medusa.vocabulary import lm_head_for, rows_for, token_ids
 from train.evaluate import GuessCounts, ranks_of
 from train.labels import IGNORE, following_ids, head_labels, label_counts
-from train.loss import WEIGHTINGS, HeadLosses, Teacher, Weighting, backbone_choices, head_losses, require_backend
+from train.loss import (
+    WEIGHTINGS,
+    HeadLosses,
+    Teacher,
+    Weighting,
+    backbone_choices,
+    chunk_rows,
+    head_losses,
+    require_backend,
+)
 from train.progress import ProgressBar
 from train.resume import LogBeforeSaving
 
@@ -66,6 +76,21 @@ class MedusaTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "loss weight of head k is head_decay^k; 0.8 with decay (paper, 2.2.1)"}
     )
     dpace_smoothing: float = field(default=0.5, metadata={"help": "0: dpace as derived; 1: all heads count as right"})
+    hidden_noise: float = field(
+        default=0.0,
+        metadata={
+            "help": "a: while training, heads read hidden states with uniform noise from -a r to a r in every "
+            "component, r being the state's root mean square (EAGLE; theirs is 0.1, whatever r is)"
+        },
+    )
+    dropout: float = field(default=0.0, metadata={"help": "share of the outputs of the heads' blocks (Hydra++: 0.2)"})
+    own_guesses: float = field(
+        default=0.0,
+        metadata={
+            "help": "for heads that follow the path: probability, rising from 0 to this over the run, that a head is "
+            "shown the guess of the head before in the place of the text's token"
+        },
+    )
     loss_backend: str = field(
         default="auto",
         metadata={"help": "chunked (auto's choice), plain (all logits at once) or liger (its kernels; a GPU only)"},
@@ -124,7 +149,11 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError(
                 f"training.teacher_temperature is {self.teacher_temperature}; it must be above 0 (the limit is argmax)"
             )
-        for name in ("label_share", "dpace_smoothing"):
+        if not self.hidden_noise >= 0:
+            raise RequestError(f"training.hidden_noise is {self.hidden_noise}; it must be 0 (off) or above")
+        if not 0 <= self.dropout < 1:
+            raise RequestError(f"training.dropout is {self.dropout}; it must be at least 0 (off) and below 1")
+        for name in ("label_share", "dpace_smoothing", "own_guesses"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RequestError(f"training.{name} is {getattr(self, name)}; it must lie between 0 and 1")
         if self.early_stopping_patience is not None:
@@ -166,6 +195,14 @@ class HeadsOnBackbone(nn.Module):
         super().__init__()
         self.heads, self.args = heads, args
         self.weighting = args.weighting
+        self.own_guesses = 0.0  # the probability in force; the trainer lets it rise
+        if args.own_guesses and not heads.follows_path:
+            raise RequestError(
+                f"training.own_guesses: heads of kind {heads.config.kind} see no guesses; leave it out, or take a kind "
+                "that follows the path (docs/heads.md)"
+            )
+        if args.dropout:
+            heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # spread over devices: the Trainer then leaves heads in their place
             self.hf_device_map = model.hf_device_map
         backbone = Backbone(model.requires_grad_(False).eval())
@@ -190,6 +227,8 @@ class HeadsOnBackbone(nn.Module):
         """
         taught = self.taught(input_ids, position_ids, document_ids, loss_mask, hidden)
         lm_head, backend = self._outside[0].head, self.args.loss_backend
+        if self.heads.vocabulary is not None and self.heads.lm_heads is None:
+            lm_head = rows_for(self.heads, lm_head)
         return head_losses(
             self.heads, taught.hidden, taught.labels, lm_head, self.weighting, taught.teacher, backend, taught.following
         )
@@ -217,19 +256,50 @@ class HeadsOnBackbone(nn.Module):
         hidden = hidden.flatten(0, 1)
         teacher = None
         if args.objective == "distill":
-            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share)
-        dtype, following = next(self.heads.parameters()).dtype, None
+            words = self.heads.vocabulary
+            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share, words)
+        shown = hidden.view(*input_ids.shape, -1).to(next(self.heads.parameters()).dtype)
+        if self.training and args.hidden_noise:
+            shown = with_noise(shown, args.hidden_noise)
+        read = self.heads.read(shown, position_ids, document_ids).flatten(0, 1)[taught]
+        following = None
         if self.heads.follows_path:
             ids = following_ids(input_ids, self.heads.config.num_heads).flatten(0, 1)[taught]
             with torch.no_grad():
-                following = backbone.embed(ids).to(dtype)
-        read = self.heads.read(hidden.view(*input_ids.shape, -1).to(dtype), position_ids, document_ids)
-        return Taught(read.flatten(0, 1)[taught], labels[:, taught], teacher, following)
+                if self.training and self.own_guesses:
+                    ids = self.with_own_guesses(read, ids)
+                following = backbone.embed(ids).to(read.dtype)
+        return Taught(read, labels[:, taught], teacher, following)
+
+    def with_own_guesses(self, read: Tensor, ids: Tensor) -> Tensor:
+        """What the heads read [R, H] and the tokens behind each position [R, K] -> these tokens, some of them replaced.
+
+        With probability `own_guesses` head k sees what head k - 1 guesses there, in one pass over the text's own tokens
+        (scheduled sampling, Bengio et al. 2015; in parallel, Duckworth et al. 2019). The root is never a head's guess.
+        """
+        if ids.shape[1] == 1:
+            return ids
+        backbone, replaced = self._outside[0], torch.rand(ids[:, 1:].shape, device=ids.device) < self.own_guesses
+        lm_head, following = lm_head_for(self.heads, backbone), backbone.embed(ids).to(read.dtype)
+        rows = chunk_rows(ids.shape[1], backbone.vocab_size, read.device.type)
+        guesses = [
+            token_ids(self.heads, self.heads(part, lm_head, ids.shape[1] - 1, path).argmax(-1)).T
+            for part, path in zip(read.split(rows), following.split(rows), strict=True)
+        ]
+        return torch.cat([ids[:, :1], torch.where(replaced, torch.cat(guesses).to(ids.device), ids[:, 1:])], dim=1)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The backbone's hidden states [B, T, H], in its own dtype whatever `bf16` says: decoding shows no others."""
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return self._outside[0].hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+
+
+def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
+    """hidden [..., H] plus, in every component, uniform noise from -a r to a r, where a is `amplitude` and r the root
+    mean square of the state. (EAGLE, arXiv 2401.15077, adds U(-0.1, 0.1) to all states, whatever their scale.)
+    """
+    scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
+    return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
 
 
 class MedusaTrainer(Trainer):
@@ -287,10 +357,17 @@ class MedusaTrainer(Trainer):
             found[0].seconds = 60 * self.minutes
         return found[0] if found else None
 
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        if self.budget is not None:
+            return min(1.0, self.budget.now() / self.budget.seconds)
+        return self.state.global_step / max(self.state.max_steps, 1)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """The batches of one optimiser step, and how many labels are in all of them on all processes."""
+        self.trained.own_guesses = self.trained.args.own_guesses * self.progress()
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
@@ -397,22 +474,22 @@ class MedusaTrainer(Trainer):
         """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
-        rng = torch.get_rng_state()
-        batches = iter(self.get_train_dataloader())
-        optimizer = torch.optim.AdamW(learning, lr=1e-4)
-        times = []
-        for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
-            if batch is None:
-                break
-            inputs = prepare(self._prepare_inputs(batch))
-            start = time.perf_counter()
-            self.compute_loss(self.trained, inputs).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - start)
+        self.trained.own_guesses = self.trained.args.own_guesses  # what they cost at most
+        device, times = self.args.device, []
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            batches = iter(self.get_train_dataloader())
+            optimizer = torch.optim.AdamW(learning, lr=1e-4)
+            for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
+                if batch is None:
+                    break
+                inputs = prepare(self._prepare_inputs(batch))
+                start = time.perf_counter()
+                self.compute_loss(self.trained, inputs).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                times.append(time.perf_counter() - start)
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)
-        torch.set_rng_state(rng)
         self._seen.clear()  # and the transfer of its figures has waited for the device
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
 
@@ -423,6 +500,7 @@ class MedusaTrainer(Trainer):
         outcome = super().train(*args, **kwargs)
         if self._seen.get("train"):
             self.log({"loss": outcome.training_loss})
+        self.heads.eval()  # whoever decodes with them now wants no dropout
         return outcome
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

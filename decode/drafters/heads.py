@@ -14,7 +14,8 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads import LMHead, MedusaHeads
+from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
 class HeadsDrafter:
@@ -31,6 +32,7 @@ class HeadsDrafter:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
+        self.lm_head = lm_head_for(heads, backbone)
         self.tree = tree.to(backbone.device)
         # The static tree: the draft itself, or what a dynamic one is chosen from.
         static = self.tree.candidates if isinstance(self.tree, DynamicTree) else self.tree
@@ -45,11 +47,11 @@ class HeadsDrafter:
             return Draft(root[:, None], self.topology)
         if self.target is not None:
             return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
-        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
+        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth, lm_head=self.lm_head)
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
         best = top_k(logits, self.top)
-        guesses = best.indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
+        guesses = token_ids(self.heads, best.indices).transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
         chosen, topology = self.tree.choose(self.tree.worth(best.values.transpose(0, 1).to(root.device)))
@@ -58,7 +60,8 @@ class HeadsDrafter:
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """A draft drawn from the heads' distributions, `copies` times from each row of the frontier."""
-        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth)
+        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth, lm_head=self.lm_head)
+        logits = over_all(self.heads, logits, self.backbone.vocab_size)
         root = frontier.root.repeat_interleave(copies)
         q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]
         context = torch.arange(len(q), device=root.device).repeat_interleave(copies)
@@ -71,15 +74,17 @@ def head_logits(
     hidden: Tensor,
     num_heads: int | None = None,
     following: Tensor | None = None,
+    lm_head: LMHead | None = None,
 ) -> Tensor:
-    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all).
+    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all); [k, B, N] where they
+    guess among N tokens (`medusa.vocabulary`).
 
-    `following`: [B, k] ids of the tokens behind, for heads that follow the path.
+    `following`: [B, k] ids of the tokens behind, for heads that follow the path; `lm_head`: that of `lm_head_for`.
     """
     # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
     example = next(heads.parameters())
     path = None if following is None else backbone.embed(following).to(example)
-    return heads(hidden.to(example), backbone.lm_head, num_heads, path)
+    return heads(hidden.to(example), lm_head or lm_head_for(heads, backbone), num_heads, path)
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
@@ -105,7 +110,7 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
     """Raises:
     RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
-    tree.require_fit(config.num_heads, backbone.vocab_size)
+    tree.require_fit(config.num_heads, config.words(backbone.vocab_size))
     if drawn:
         require_drawable(tree)
 

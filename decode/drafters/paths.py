@@ -1,7 +1,8 @@
 """Heads that follow the path (`medusa.steps`) as a drafter: the tree is grown level by level, all its nodes at once.
 
 Every level costs one pass of a head over the nodes that have children. With a static tree these are given; with a
-dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed.
+dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed, unless drafting
+is to stop where heads believe in nothing any more (`DynamicTree.least`).
 
 Shapes: B rows, W nodes of a level that are expanded, R guesses looked at, S size of a state, V vocabulary, N nodes.
 """
@@ -17,12 +18,13 @@ from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.heads import require_draftable
 from decode.dynamic import STEEPNESS, TOP, DynamicTree, Layout, bounded
-from decode.greatest import top_k
+from decode.greatest import Greatest, top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.steps import StepHeads
 from medusa.tree import Tree
+from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 WIDTH = 8
 """Nodes of a level of a dynamic tree that get children; more where a shallow tree could not be filled otherwise."""
@@ -75,6 +77,7 @@ class PathDrafter:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
+        self.lm_head = lm_head_for(heads, backbone)
         self.dtype = next(heads.parameters()).dtype
         self.tree = tree.to(backbone.device)
         if isinstance(self.tree, Tree):
@@ -94,7 +97,7 @@ class PathDrafter:
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
             count = self.top[head]
-            guesses = top_k(logits, count).indices.flatten(1).to(tokens.device)  # [B, W * R]
+            guesses = token_ids(self.heads, top_k(logits, count).indices).flatten(1).to(tokens.device)  # [B, W * R]
             found = guesses[:, level.parent * count + level.rank]
             ids.append(found)
             tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
@@ -108,7 +111,7 @@ class PathDrafter:
         """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""
         embedded = self.backbone.embed(tokens).to(device=state.device, dtype=self.dtype)
         features, state = self.heads.step(head, state, embedded)
-        return self.heads.logits_of(head, features, self.backbone.lm_head), state
+        return self.heads.logits_of(head, features, self.lm_head), state
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         """Of all nodes under the most promising ones of each level, the `num_nodes` in which the heads believe most."""
@@ -120,9 +123,14 @@ class PathDrafter:
             logits, state = self._step(head, state, tokens)
             best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
             worth = bounded(best.values.to(root.device)) - STEEPNESS + worth_above[:, :, None]
-            keep = worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1)  # [B, M], the best first
+            # [B, M], the best first
+            keep = Greatest(*worth.flatten(1).topk(min(tree.num_nodes - 1, worth[0].numel()), dim=-1))
+            worthwhile = min(keep.values.shape[1], tree.reached(keep.values))
+            if not worthwhile:  # a child is never worth more than its parent: no level below is, either
+                break
+            keep = Greatest(keep.values[:, :worthwhile], keep.indices[:, :worthwhile])
             under = keep.indices // best.values.shape[-1]  # [B, M] which of the W expanded nodes
-            found = best.indices.to(root.device).flatten(1).gather(1, keep.indices)
+            found = token_ids(self.heads, best.indices).to(root.device).flatten(1).gather(1, keep.indices)
             ids.append(found)
             parents.append(above.gather(1, under))
             worths.append(keep.values)
@@ -134,12 +142,14 @@ class PathDrafter:
             count += found.shape[1]
             size.append(found.shape[1])
         depth = torch.tensor([depth for depth, nodes in enumerate(size) for _ in range(nodes)], device=root.device)
-        chosen = torch.cat(worths, dim=1)[:, 1:].topk(tree.num_nodes - 1, dim=-1, sorted=False).indices + 1
+        worth = torch.cat(worths, dim=1)[:, 1:]
+        nodes = 1 + min(tree.num_nodes - 1, tree.reached(worth))
+        chosen = worth.topk(nodes - 1, dim=-1, sorted=False).indices + 1
         chosen = torch.cat([torch.zeros_like(root), chosen.sort(dim=-1).values], dim=1)
         where = torch.zeros(len(root), count, dtype=torch.long, device=root.device)
-        where.scatter_(1, chosen, torch.arange(tree.num_nodes, device=root.device).expand_as(chosen))
+        where.scatter_(1, chosen, torch.arange(nodes, device=root.device).expand_as(chosen))
         parent = where.gather(1, torch.cat(parents, dim=1).gather(1, chosen))
-        topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, tree.num_nodes - 1)
+        topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, nodes - 1)
         return Draft(torch.cat(ids, dim=1).gather(1, chosen), topology)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
@@ -157,6 +167,7 @@ class PathDrafter:
         ids, distributions, of_children, known = [root[:, None]], [], [past], 0
         for head, level in enumerate(self.levels):
             logits, state = self._step(head, state, tokens)
+            logits = over_all(self.heads, logits, self.backbone.vocab_size)
             q = target.draft_probabilities(frontier.rows, logits.view(len(frontier.rows), -1, logits.shape[-1]))
             q = q.flatten(0, 1).to(root.device)  # [P, V]; pasts of a row stand together
             distributions.append(q)

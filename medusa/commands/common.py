@@ -87,6 +87,7 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
         group.add_argument(
             "--draft", default="topk", help="topk (default), the heads' best guesses, or sample, draws from the heads"
         )
+        add_stop_drafting(group)
         group.add_argument("--epsilon", type=float, default=0.09, help="of typical acceptance (default: 0.09)")
         group.add_argument("--delta", type=float, default=0.3, help="of typical acceptance (default: 0.3)")
         group.add_argument(
@@ -94,6 +95,16 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
             metavar="FILE|NAME",
             help="auto, chain, topk:3,3,2, a name or a file (default: the heads' own, else auto)",
         )
+
+
+def add_stop_drafting(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--stop-drafting",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="with --tree dynamic:N: draft no node that the heads believe in less than P, nor under it; 0 is off",
+    )
 
 
 def positive(text: str) -> int:
@@ -144,6 +155,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         epsilon=getattr(args, "epsilon", 0.09),
         delta=getattr(args, "delta", 0.3),
         draft=getattr(args, "draft", "topk"),
+        stop_drafting=getattr(args, "stop_drafting", 0.0),
         ignore_eos=args.ignore_eos,
         compile=args.compile,
     )
@@ -187,8 +199,8 @@ def check_models(args: argparse.Namespace) -> None:
         return
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
-    tree = resolve_tree(getattr(args, "tree", None), heads)
-    tree.require_fit(heads.config.num_heads, text.vocab_size)
+    tree = resolve_tree(getattr(args, "tree", None), heads, getattr(args, "stop_drafting", 0.0))
+    tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
     if getattr(args, "draft", None) == "sample":
         require_drawable(tree)
 
@@ -237,7 +249,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     asked: DynamicTree | None = None
     if args.tree != "auto" and (args.tree is not None or heads.config.tree):
         tree = resolve_tree(args.tree, heads)
-        tree.require_fit(heads.config.num_heads, vocab_size)
+        tree.require_fit(heads.config.num_heads, heads.config.words(vocab_size))
         if not isinstance(tree, DynamicTree):
             return tree
         asked = tree
@@ -270,7 +282,8 @@ def tree_json(tree: Layout) -> Any:
     from decode.dynamic import DynamicTree
 
     if isinstance(tree, DynamicTree):
-        return {"dynamic": tree.num_nodes, "temperatures": list(tree.temperatures)}
+        content = {"dynamic": tree.num_nodes, "temperatures": list(tree.temperatures)}
+        return content | ({"stop_drafting": tree.least} if tree.least else {})
     return [list(path) for path in tree.rank_paths]
 
 

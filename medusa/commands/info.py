@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> None:
         "LM head": config.lm_head,
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size or "the backbone's",
+        "tokens guessed among": config.vocabulary or "all",
         "parameters": heads.num_parameters,
         "backbone": config.base_model_name_or_path or "not said",
         "loadable by servers": "yes"

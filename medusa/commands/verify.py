@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampled-prompts", type=common.positive, default=4, metavar="N", help="drawn from (default: the first 4)"
     )
     group.add_argument("--full", action="store_true", help="temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9")
+    common.add_stop_drafting(group)
     group.add_argument("--epsilon", type=float, default=0.09, help="of typical acceptance (default: 0.09)")
     group.add_argument("--delta", type=float, default=0.3, help="of typical acceptance (default: 0.3)")
     group.add_argument(
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from medusa.files import require_absent
 
     resolve_acceptance("typical", True, args.epsilon, args.delta)
+    resolve_acceptance("rejection", True, stop_drafting=args.stop_drafting)
     records = common.read_prompts(args)
     for path in (args.json, args.report):
         common.check_output(path)
@@ -68,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     heads = common.open_heads(args, loaded)
-    tree = resolve_tree(args.tree, heads)
+    tree = resolve_tree(args.tree, heads, args.stop_drafting)
     if tree.max_depth == 0:
         raise RequestError("the tree chain:0 drafts nothing, so there is nothing to verify; give a deeper one")
     backbone = Backbone(loaded.model)
-    tree.require_fit(heads.config.num_heads, backbone.vocab_size)
+    tree.require_fit(heads.config.num_heads, heads.config.words(backbone.vocab_size))
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, backbone)
     require_room(prompts[: args.sampled_prompts], backbone)

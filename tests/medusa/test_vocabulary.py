@@ -1,0 +1,410 @@
+"""Heads that guess among some tokens only: by what the same heads say about all tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import decode.compiled
+from decode import generate
+from decode.calibrate import TOP, record
+from decode.draft import Draft, Frontier
+from decode.dynamic import DynamicTree
+from decode.evidence import Experiment, Rule, passes
+from decode.front import heads_drafter
+from decode.request import prepare
+from decode.sampling import Target
+from decode.settings import Settings
+from medusa import Tree
+from medusa.backbone import Backbone
+from medusa.checkpoint import CONFIG, WEIGHTS, load_heads
+from medusa.errors import RequestError
+from medusa.heads import MedusaHeads
+from medusa.kinds import KINDS
+from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
+from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
+from train import loss as loss_module
+from train.architecture import vocabulary_gain
+from train.config import parse_config
+from train.data import Example, PackedDataset, StreamedDataset
+from train.evaluate import ranks_of
+from train.labels import IGNORE
+from train.loss import Teacher, Weighting, head_losses, head_losses_plain
+from train.run import train
+from train.vocabulary import most_frequent
+
+WORDS, HEADS = 40, 3
+LM_HEADS = ["own", "shared"]
+
+
+def pair(model: Any, kind: str = "medusa", lm_head: str = "shared", seed: int = 0) -> tuple[MedusaHeads, MedusaHeads]:
+    """The same heads twice: guessing among all tokens, and among WORDS of them in random order."""
+    whole = random_heads(model, HEADS, seed, kind=kind, lm_head=lm_head, block="mlp")
+    some = random_heads(model, HEADS, seed, kind=kind, lm_head=lm_head, block="mlp", vocabulary=WORDS)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.6 * parameter.shape[-1] ** -0.5)
+            if name != "lm_heads":
+                some.get_parameter(name).copy_(parameter)
+        some.vocabulary = torch.randperm(VOCAB, generator=generator)[:WORDS]
+        if whole.lm_heads is not None:
+            assert some.lm_heads is not None
+            some.lm_heads.copy_(whole.lm_heads[..., some.vocabulary])
+    return whole, some
+
+
+def shown(model: Any, heads: MedusaHeads, count: int = 50) -> tuple[Tensor, Tensor | None]:
+    """Hidden states, and embeddings of the tokens behind for heads that follow the path."""
+    torch.manual_seed(1)
+    backbone = Backbone(model)
+    hidden = torch.randn(count, backbone.hidden_size)
+    return hidden, backbone.embed(torch.randint(VOCAB, (count, HEADS))).detach() if heads.follows_path else None
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_are_those_of_the_tokens_on_the_list(llama: Any, kind: str, lm_head: str) -> None:
+    whole, some = pair(llama, kind, lm_head)
+    hidden, following = shown(llama, whole)
+    backbone = Backbone(llama)
+    expected = whole(hidden, backbone.lm_head, following=following)
+    found = some(hidden, lm_head_for(some, backbone), following=following)
+    assert some.vocabulary is not None
+    assert found.shape[-1] == WORDS
+    torch.testing.assert_close(found, expected[..., some.vocabulary], rtol=1e-4, atol=1e-5)
+    spread = over_all(some, found, VOCAB)
+    assert (spread.isfinite().sum(-1) == WORDS).all()
+    assert torch.equal(spread.argmax(-1), token_ids(some, found.argmax(-1)))
+    assert torch.equal(token_ids(whole, found.argmax(-1)), found.argmax(-1)), "without a list a place is a token"
+
+
+def test_rows_are_taken_once_from_each_lm_head(llama: Any) -> None:
+    _, some = pair(llama)
+    layer, other = nn.Linear(8, VOCAB), nn.Linear(8, VOCAB, bias=False)
+    rows = rows_for(some, layer)
+    assert rows_for(some, layer) is rows
+    assert torch.equal(rows.weight, layer.weight[some.vocabulary])
+    assert torch.equal(rows.bias, layer.bias[some.vocabulary])
+    assert not any(parameter.requires_grad for parameter in rows.parameters())
+    assert rows_for(some, other).weight.shape == (WORDS, 8)
+    assert rows_for(some, layer.double()).weight.dtype == torch.float64
+    assert not any("rows" in name for name in some.state_dict()), "heads never hold a part of the backbone"
+
+
+def test_own_lm_heads_start_as_the_backbones_rows(llama: Any) -> None:
+    _, some = pair(llama, lm_head="own")
+    weight = Backbone(llama).head_weight
+    some.start_from(weight)
+    assert some.lm_heads is not None
+    for matrix in some.lm_heads:
+        assert torch.equal(matrix, weight[some.vocabulary].T)
+
+
+def test_places() -> None:
+    words = torch.tensor([5, 2, 7])
+    assert places_of(words, torch.tensor([[2, 5], [7, 0]]), 9).tolist() == [[1, 0], [2, -1]]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+def test_on_disk_and_back(llama: Any, tmp_path: Path, kind: str, lm_head: str) -> None:
+    _, some = pair(llama, kind, lm_head)
+    some.save_pretrained(tmp_path)
+    back = load_heads(tmp_path, dtype=torch.bfloat16)
+    assert back.config == some.config
+    assert back.vocabulary is not None
+    assert torch.equal(back.vocabulary, some.vocabulary), "ids stay whole numbers"
+    assert not back.config.servable
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda words: words.float(), "vocabulary is torch.float32; it must be a list of token ids"),
+        (lambda words: words.clone().fill_(3), "must name tokens below .*, each once"),
+        (lambda words: words + VOCAB, "must name tokens below"),
+        (lambda words: words[1:], r"vocabulary has the shape \[39\], not \[40\]"),
+        (None, "misses the tensor vocabulary"),
+    ],
+)
+def test_lists_that_are_none_are_refused(llama: Any, tmp_path: Path, change: Any, message: str) -> None:
+    _, some = pair(llama)
+    some.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    words = tensors.pop("vocabulary")
+    save_file(tensors | ({} if change is None else {"vocabulary": change(words)}), tmp_path / WEIGHTS)
+    with pytest.raises(RequestError, match=message):
+        load_heads(tmp_path)
+
+
+@pytest.mark.parametrize("words", [True, 8, VOCAB, 40.0])
+def test_sizes_that_are_none_are_refused(llama: Any, tmp_path: Path, words: Any) -> None:
+    _, some = pair(llama)
+    some.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(content | {"vocabulary": words}))
+    with pytest.raises(RequestError, match=r"heads.vocabulary is"):
+        load_heads(tmp_path)
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+def drafted(model: Any, heads: MedusaHeads, tree: Any, target: Target | None = None) -> Draft:
+    torch.manual_seed(2)
+    frontier = Frontier(torch.tensor([3, 4]), torch.randn(2, Backbone(model).hidden_size), [0, 1])
+    with torch.no_grad():
+        return heads_drafter(heads, Backbone(model), tree, target).propose(frontier)
+
+
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+@pytest.mark.parametrize("tree", [Tree.top_k([4, 2, 1]), DynamicTree.over_heads(9, HEADS)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_heads_that_never_think_of_other_tokens(
+    llama: Any, kind: str, tree: Any, lm_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, some = pair(llama, kind, lm_head)
+    found = drafted(llama, some, tree)
+    assert some.vocabulary is not None
+    unknown = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, some.vocabulary, False)
+    for name in ("logits", "logits_of"):
+        if (says := getattr(whole, name, None)) is not None:
+            monkeypatch.setattr(whole, name, silenced(says, unknown), raising=False)
+    expected = drafted(llama, whole, tree)
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.topology.parent, expected.topology.parent)
+    assert set(found.ids[:, 1:].flatten().tolist()) <= set(some.vocabulary.tolist())
+
+
+def silenced(says: Callable[..., Tensor], unknown: Tensor) -> Callable[..., Tensor]:
+    return lambda *args: says(*args).masked_fill(unknown, -torch.inf)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+def test_what_is_drawn_is_drawn_from_a_distribution_over_all_tokens(llama: Any, kind: str) -> None:
+    whole, some = pair(llama, kind)
+    requests = prepare(llama, [[1, 2], [3, 4]], [0, 1], max_new_tokens=4, do_sample=True, top_k=0, top_p=1.0)
+    ours, theirs = (drafted(llama, heads, Tree.top_k([2, 2]), Target(requests)) for heads in (some, whole))
+    assert ours.proposal is not None
+    assert theirs.proposal is not None
+    assert some.vocabulary is not None
+    q, p = ours.proposal.q, theirs.proposal.q
+    assert q.shape[-1] == VOCAB
+    known = torch.zeros_like(q).index_fill_(1, some.vocabulary, 1.0)
+    assert not (q * (1 - known)).any()
+    of_root = ours.proposal.of_children[:, 0]  # deeper nodes may have drawn other tokens, and follow them
+    expected = p[of_root] * known[of_root]
+    torch.testing.assert_close(q[of_root], expected / expected.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tree", ["topk:3,2,2", "dynamic:9"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> None:
+    _, some = pair(llama, kind)
+    prompts = [random_ids(n, seed=n) for n in (5, 9, 7)]
+    out = generate(llama, some, **left_padded(prompts), tree=tree, max_new_tokens=16)
+    for row, prompt in enumerate(prompts):
+        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
+    """Tokens that are not on the list come as often as the backbone wants them (`medusa verify`'s own experiment)."""
+    model = tiny_model("llama", initializer_range=0.15)
+    _, some = pair(model, kind)
+    with torch.no_grad():
+        for parameter in some.parameters():
+            parameter.mul_(0.3)
+    generator = torch.Generator().manual_seed(0)
+    settings = Settings(temperature=1.0)
+    made = Experiment(model, some, Tree.top_k([12, 2]), random_ids(5), settings, generator)
+    assert passes([made.run(Rule("rejection", draft), 0, 20_000) for draft in ("topk", "sample")])
+
+
+@pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
+@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "own"), ("medusa", "shared"), ("recurrent", "shared")])
+def test_whole_steps_can_be_compiled(
+    llama: Any, kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured without a break, as in tests/decode/test_compiled.py."""
+
+    def traced(step: Any, device: torch.device) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
+
+    monkeypatch.setattr(decode.compiled, "compiled", traced)
+    _, some = pair(llama, kind, lm_head)
+    prompt = random_ids(5)
+    out = generate(llama, some, torch.tensor([prompt]), tree=tree, max_new_tokens=8, do_sample=False, compile=True)
+    assert out[0, 5:].tolist() == plain(llama, prompt, max_new_tokens=8)
+
+
+def test_a_tree_wider_than_the_list_is_refused(llama: Any) -> None:
+    with pytest.raises(RequestError, match=str(WORDS)):
+        generate(llama, pair(llama)[1], torch.tensor([[1, 2]]), tree=f"topk:{WORDS + 1}", max_new_tokens=4)
+
+
+@torch.no_grad()
+def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
+    """As with all tokens, but for those on the list ahead of which others stood, and those that are not on it."""
+    whole, some = pair(llama, "recurrent")
+    backbone, (hidden, following) = Backbone(llama), shown(llama, whole, 200)
+    labels = torch.randint(VOCAB, (HEADS, 200))
+    assert some.vocabulary is not None
+    unknown = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, some.vocabulary, False)
+    logits = whole(hidden, backbone.lm_head, following=following).masked_fill(unknown, -torch.inf)
+    place = (logits.argsort(descending=True) == labels[..., None]).int().argmax(-1)
+    expected = torch.where((place < 10) & ~unknown[labels], place, 10)
+    assert torch.equal(ranks_of(backbone, some, hidden, labels, following), expected)
+    recording = record(backbone, some, [([1, 2], random_ids(60, seed=3))])
+    new = torch.tensor(random_ids(60, seed=3))
+    came, ranks = recording.came[0][:-HEADS], recording.ranks[0][:-HEADS]
+    for head in range(HEADS):
+        aim = new[head + 1 : head + 1 + len(came)]
+        assert torch.equal(came[:, head].isnan(), unknown[aim])
+        assert (ranks[unknown[aim], head] == TOP).all()
+        best = recording.best[0][: len(came), head]
+        inside = ranks[:, head] < TOP
+        assert torch.equal(best[inside, ranks[inside, head]], came[inside, head])
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighting", [Weighting("decay"), Weighting("dpace")], ids=["decay", "dpace"])
+@pytest.mark.parametrize("objective", ["labels", "teacher"])
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+def test_the_loss_in_chunks_is_the_plain_one(
+    lm_head: str, objective: str, weighting: Weighting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *args: 7)
+    model = tiny_model("llama").requires_grad_(False)
+    _, some = pair(model, lm_head=lm_head)
+    hidden, _ = shown(model, some)
+    labels = torch.randint(VOCAB, (HEADS, 50)).masked_fill(torch.rand(HEADS, 50) < 0.2, IGNORE)
+    head = Backbone(model).head
+    teacher = None
+    if objective == "teacher":
+        teacher = Teacher(torch.randn(50, hidden.shape[1]), torch.arange(50), head, 0.7, 0.3, some.vocabulary)
+    found = []
+    for losses in (head_losses, head_losses_plain):
+        some.zero_grad()
+        figures = losses(some, hidden, labels, rows_for(some, head), weighting, teacher)
+        figures.objective.sum().backward()
+        found.append((*figures, *(p.grad.clone() for p in some.parameters() if p.grad is not None)))
+    for ours, plainly in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plainly, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found[0][3], (labels != IGNORE).sum(1)), "what cannot be guessed is a label all the same"
+
+
+def test_a_label_that_is_not_on_the_list_ends_the_chain(llama: Any) -> None:
+    """Nothing is taught about it, nor about the heads behind: no path goes on there."""
+    _, some = pair(llama)
+    assert some.vocabulary is not None
+    missing = next(token for token in range(VOCAB) if token not in some.vocabulary)
+    hidden, _ = shown(llama, some, 1)
+    known = int(some.vocabulary[0])
+    rows = rows_for(some, Backbone(llama).head)
+
+    def objective(labels: list[int]) -> list[float]:
+        return head_losses(some, hidden, torch.tensor(labels)[:, None], rows, Weighting("dpace")).objective.tolist()
+
+    first, second, third = objective([known, missing, known])
+    assert first > 0
+    assert second == third == 0
+    assert first == pytest.approx(objective([known, IGNORE, IGNORE])[0]), "as where the text ends"
+    assert head_losses(some, hidden, torch.tensor([[missing]] * HEADS), rows).correct.sum() == 0
+
+
+def dataset(texts: list[list[int]]) -> PackedDataset:
+    return PackedDataset([Example(ids, [True] * len(ids)) for ids in texts], len(texts[0]))
+
+
+def test_the_most_frequent_labels_and_how_many_of_them_are_on_the_list() -> None:
+    """A document's first two tokens are no labels; rows count for one half or the other."""
+    texts = [[9, 9, 4, 4, 4, 2], [9, 9, 4, 2, 2, 7], [9, 9, 2, 4, 4, 4], [9, 9, 4, 4, 3, 1]]
+    found = most_frequent(dataset(texts), 3, 10)
+    assert found.ids.tolist() == [4, 2, 1], "of equals the lower id"
+    # Even rows: 4 x 6, 2 x 2 -> 4, 2, 0. Odd rows: 4 x 3, 2 x 2, 1, 3, 7 -> 4, 2, 1.
+    assert found.coverage == (8 + 5) / 16
+    assert most_frequent(dataset(texts), 9, 10).ids.tolist() == [4, 2, 1, 3, 7, 0, 5, 6, 8]
+    with pytest.raises(RequestError, match=r"heads.vocabulary is 10, but the backbone has 10 tokens"):
+        most_frequent(dataset(texts), 10, 10)
+
+
+def test_what_it_wins_is_time_and_what_it_loses_is_tau() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096,
+        "vocab_size": 128_256,
+        "backbone_parameters": 8_000_000_000,
+        "num_heads": 4,
+        "blocks": 134_000_000,
+        "lm_heads": 4,
+    }
+    assert vocabulary_gain(**sizes, vocabulary=128_256, coverage=1.0) == 1
+    # 1.6 x 8.005e9 + 0.134e9 weights, and 4 x 4096 a word.
+    time = (12.942e9 + 16384 * 128_256) / (12.942e9 + 16384 * 32_000)
+    assert vocabulary_gain(**sizes, vocabulary=32_000, coverage=1.0) == pytest.approx(time)
+    tau = sum(0.72**depth for depth in range(5)) / sum(0.75**depth for depth in range(5))
+    assert vocabulary_gain(**sizes, vocabulary=32_000, coverage=0.96) == pytest.approx(time * tau)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Any]:
+    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    lines = [json.dumps({"input_ids": [token % 45 for token in random_ids(20, seed=seed)]}) for seed in range(20)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def run(kind: str = "medusa", training: dict[str, Any] | None = None, **heads: Any) -> Any:
+        content: dict[str, Any] = {
+            "backbone": str(tmp_path / "backbone"),
+            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 20},
+            "output_dir": str(tmp_path / "out"),
+            "heads": {"num": 2, "kind": kind} | heads,
+            "device": "cpu",
+            "training": {"max_steps": 3, "use_cpu": True} | (training or {}),
+        }
+        return train(parse_config(content, "test"), quiet=True, overwrite=True)
+
+    return run
+
+
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+@pytest.mark.parametrize(("kind", "objective"), [("medusa", "argmax"), ("hydra", "distill"), ("recurrent", "text")])
+def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, objective: str, lm_head: str) -> None:
+    recipe(kind, {"objective": objective}, lm_head=lm_head, vocabulary=WORDS, vocabulary_anyway=True)
+    heads = load_heads(tmp_path / "out")
+    assert heads.vocabulary is not None
+    assert (len(heads.vocabulary), int(heads.vocabulary.max())) == (WORDS, 44), "of 45 tokens that come at all"
+    recipe(kind, start=str(tmp_path / "out"))
+    again = load_heads(tmp_path / "out")
+    assert again.vocabulary is not None
+    assert torch.equal(again.vocabulary, heads.vocabulary)
+
+
+def test_a_loss_is_refused_with_its_figures(recipe: Any) -> None:
+    message = (
+        rf"heads.vocabulary {WORDS} of {VOCAB} tokens holds [0-9.]+% of the labels and is expected to make decoding "
+        r"0\.\d+ times as fast; leave it out, take more tokens, or insist with heads.vocabulary_anyway=true"
+    )
+    with pytest.raises(RequestError, match=message):
+        recipe(vocabulary=WORDS)
+
+
+def test_streams_and_tiny_lists_are_refused(recipe: Any) -> None:
+    with pytest.raises(RequestError, match=r"counted on the whole text, and data.streaming has no end"):
+        most_frequent(StreamedDataset(lambda counts: iter([]), 8), 3, 10)
+    with pytest.raises(RequestError, match=r"heads.vocabulary is 8; it must be at least 32, or 0 for all tokens"):
+        recipe(vocabulary=8)

@@ -1,0 +1,214 @@
+"""What heads are shown in training that they are not shown in decoding: noise, dropout, their own guesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medusa.backbone import Backbone
+from medusa.checkpoint import load_heads
+from medusa.errors import RequestError
+from medusa.heads import MedusaHeads
+from medusa.kinds import KINDS
+from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
+from train import MedusaTrainer, MedusaTrainingArguments
+from train.config import HeadsConfig
+from train.data import Example, PackedDataset
+from train.labels import following_ids
+from train.run import new_heads
+from train.trainer import HeadsOnBackbone, with_noise
+
+HEADS, STEPS = 3, 6
+GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "own_guesses": 0.5}
+
+
+def on_backbone(kind: str = "medusa", tmp_path: Path = Path("unused"), **settings: Any) -> HeadsOnBackbone:
+    """Random heads of one kind, as the trainer has them."""
+    model = tiny_model("llama")
+    heads = random_heads(model, HEADS, kind=kind, lm_head="shared")
+    arguments = MedusaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
+    return HeadsOnBackbone(heads, model, arguments)
+
+
+def batch(length: int = 40) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([random_ids(length, seed=seed) for seed in range(2)])
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(length).expand(2, -1),
+        "document_ids": torch.zeros_like(ids),
+        "loss_mask": torch.ones_like(ids, dtype=torch.bool),
+    }
+
+
+def trainer(output: Path, kind: str, **settings: Any) -> MedusaTrainer:
+    examples = [Example(random_ids(30, seed=seed), [True] * 30) for seed in range(16)]
+    given = {"max_steps": STEPS, "logging_steps": 1, "save_steps": 3, "disable_tqdm": True, "use_cpu": True, "seed": 1}
+    arguments = MedusaTrainingArguments(output_dir=str(output), **given | settings)
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    heads = new_heads(model, HeadsConfig(num=HEADS, kind=kind), "tiny")
+    return MedusaTrainer(model, heads, arguments, train_dataset=PackedDataset(examples, sequence_length=32))
+
+
+def losses(run: MedusaTrainer) -> list[float]:
+    return [line["loss"] for line in run.state.log_history if "loss" in line]
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_uniform_at_the_scale_of_each_state() -> None:
+    """By its moments: the mean of u^2 is a third, and 40,000 draws know it to half a per cent (3 sigma: 1.4 %)."""
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 1000) * torch.logspace(-3, 3, 40)[:, None]
+    scale = hidden.square().mean(-1, keepdim=True).sqrt()
+    noise = (with_noise(hidden, 0.5) - hidden) / scale
+    assert noise.abs().max() <= 0.5 + 1e-4
+    assert abs(float(noise.mean())) < 0.01
+    assert abs(float(noise.square().mean()) / (0.25 / 3) - 1) < 0.014
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_is_for_what_heads_read_in_training_and_for_nothing_else(kind: str) -> None:
+    plain, noisy = on_backbone(kind), on_backbone(kind, hidden_noise=0.1, objective="distill")
+    expected, found = plain.train().taught(**batch()), noisy.train().taught(**batch())
+    assert not torch.equal(found.hidden, expected.hidden)
+    torch.testing.assert_close(found.hidden, expected.hidden, rtol=0, atol=float(0.11 * expected.hidden.abs().max()))
+    assert found.teacher is not None
+    clean = noisy.states(batch()["input_ids"], batch()["position_ids"]).flatten(0, 1)
+    assert torch.equal(found.teacher.hidden, clean), "the teacher speaks from what the backbone said"
+    assert torch.equal(noisy.eval().taught(**batch()).hidden, plain.eval().taught(**batch()).hidden)
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_share_of_what_blocks_add_is_dropped_in_training_only(kind: str, block: str) -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model, 1, kind=kind, block=block, num_layers=1, lm_head="shared")
+    hidden, following = torch.randn(4000, Backbone(model).hidden_size), None
+    if heads.follows_path:
+        following = torch.randn(4000, 1, hidden.shape[-1])
+    added = heads.features(hidden, following=following)[0] - hidden
+    heads.set_dropout(0.25)
+    assert torch.equal(heads.eval().features(hidden, following=following)[0] - hidden, added)
+    torch.manual_seed(0)
+    dropped = heads.train().features(hidden, following=following)[0] - hidden
+    gone = dropped.abs() < 1e-6
+    # 4000 x 32 draws or more: sigma is 0.0012
+    assert abs(float(gone.float().mean()) - 0.25) < 0.01
+    torch.testing.assert_close(dropped[~gone], added[~gone] / 0.75, rtol=1e-3, atol=1e-4)
+
+
+def test_heads_that_were_trained_with_dropout_are_ready_to_decode(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "hydra", dropout=0.5, save_strategy="no")
+    run.train()
+    assert not any(module.training for module in run.heads.modules())
+    run.save_model()
+    held = [module.p for module in load_heads(tmp_path).modules() if isinstance(module, nn.Dropout)]
+    assert set(held) == {0.0}, "dropout is a run's, not the heads'"
+
+
+# --- own guesses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if random_heads(tiny_model("llama"), 1, kind=kind).follows_path]
+)
+def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
+    """Written down once more, a position at a time: with probability 1 every token but the root is a guess."""
+    module = on_backbone(kind, own_guesses=1.0).train()
+    module.own_guesses = 1.0
+    backbone, inputs = module._outside[0], batch()
+    hidden = module.states(inputs["input_ids"], inputs["position_ids"])
+    rows = module.taught(**inputs).following
+    assert rows is not None
+    where = [(row, at) for row in range(2) for at in range(40 - 2)]  # positions with a label for head 0
+    assert len(where) == len(rows)
+    for index in (0, 17, len(where) - 1):
+        row, at = where[index]
+        text = following_ids(inputs["input_ids"], HEADS)[row, at]
+        logits = module.heads(hidden[row, at], backbone.lm_head, following=backbone.embed(text))  # [K, V]
+        shown = torch.cat([text[:1], logits.argmax(-1)[: HEADS - 1]])
+        torch.testing.assert_close(rows[index], backbone.embed(shown))
+
+
+@torch.no_grad()
+def test_own_guesses_come_with_their_probability_in_training_and_not_in_evaluation() -> None:
+    module = on_backbone("hydra", own_guesses=0.3)
+    text = torch.randint(VOCAB, (2000, HEADS))
+    read = torch.randn(2000, module._outside[0].hidden_size)
+    module.own_guesses = 1.0
+    guesses = module.with_own_guesses(read, text)
+    module.own_guesses = 0.3
+    changed = module.with_own_guesses(read, text) != text
+    wrong = guesses != text
+    assert not changed[:, 0].any()
+    assert not (changed & ~wrong).any()
+    assert abs(float(changed[wrong].float().mean()) - 0.3) < 0.03  # 4000 draws: sigma is 0.007
+    before = module.eval().taught(**batch()).following
+    module.own_guesses = 0.0
+    assert torch.equal(before, module.taught(**batch()).following)
+
+
+def test_their_probability_rises_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    ours = HeadsOnBackbone.taught
+
+    def watched(self: HeadsOnBackbone, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.own_guesses)
+        return ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(HeadsOnBackbone, "taught", watched)
+    trainer(tmp_path, "recurrent", own_guesses=0.6, save_strategy="no").train()
+    assert seen == pytest.approx([0.6 * step / STEPS for step in range(STEPS)])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "cascade"])
+def test_heads_that_see_no_guesses_are_shown_none(kind: str) -> None:
+    with pytest.raises(RequestError, match=f"training.own_guesses: heads of kind {kind} see no guesses; leave it out"):
+        on_backbone(kind, own_guesses=0.5)
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_seed_says_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, kind: str) -> None:
+    guided = GUIDED if kind == "hydra" else {name: GUIDED[name] for name in ("hidden_noise", "dropout")}
+
+    def weights(heads: MedusaHeads) -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in heads.parameters()])
+
+    def trained(name: str, **settings: float) -> MedusaTrainer:
+        run = trainer(tmp_path / name, kind, **settings)
+        run.train()
+        return run
+
+    once, again, plain = trained("once", **guided), trained("again", **guided), trained("plain")
+    assert losses(once) == losses(again)
+    assert torch.equal(weights(once.heads), weights(again.heads))
+    assert losses(once) != losses(plain)
+    resumed = trainer(tmp_path / "once", kind, **guided)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "once" / "checkpoint-3"))
+    assert torch.equal(weights(resumed.heads), weights(once.heads))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_noise": -0.1}, "training.hidden_noise is -0.1; it must be 0"),
+        ({"hidden_noise": float("nan")}, "training.hidden_noise is nan"),
+        ({"dropout": 1.0}, "training.dropout is 1.0; it must be at least 0"),
+        ({"own_guesses": 1.5}, "training.own_guesses is 1.5; it must lie between 0 and 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        MedusaTrainingArguments(output_dir="unused", use_cpu=True, **settings)
