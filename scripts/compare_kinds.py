@@ -1,0 +1,166 @@
+"""Heads side by side, on one backbone: what they accept, what a step of theirs costs, how fast they write.
+
+    python scripts/compare_kinds.py --backbone B --prompts prompts.jsonl --trees dynamic:64 dynamic:16 --compile \\
+        --heads paper=runs/paper medusa=runs/medusa hydra=runs/hydra --threads 1 --json kinds.json
+
+Every round decodes all prompts with all heads and trees, in turns, and plainly; a figure is the median over rounds, a
+speedup the median of the ratios within a round. On one thread its CPU time counts, so that a busy machine does little
+harm. The cost of drafting is counted, not timed: floating point operations of matrix products, and the bytes that they
+read and write, in one step for one text. What `scripts/reproduce_stories260k.py` trains can be compared as it stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from decode.benchmark import machine
+from decode.capability import require_tree_forward
+from decode.clock import stopwatch
+from decode.dynamic import Layout
+from decode.front import heads_drafter
+from decode.loop import Session
+from decode.request import prepare
+from decode.results import Method, medusa_method, plain_method, tau
+from decode.settings import Settings
+from decode.verify import Verifier
+from medusa.backbone import Loaded
+from medusa.commands import common
+from medusa.heads import MedusaHeads
+from medusa.records import prompt_ids
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+
+
+class Bytes(TorchDispatchMode):
+    """Adds up what matrix products read and write; a part of a tensor counts as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in PRODUCTS:
+            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+            self.total += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_backbone(parser, heads=False)
+    common.add_prompts(parser)
+    parser.add_argument("--heads", nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--trees", nargs="+", default=["dynamic:64"], metavar="TREE", help="(default: dynamic:64)")
+    parser.add_argument("--max-new-tokens", type=common.positive, default=128)
+    parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
+    parser.add_argument("--compile", action="store_true", help="compiled steps, plain decoding's too")
+    common.add_machine(parser)
+    args = parser.parse_args()
+    common.prepare_machine(args)
+    loaded = common.open_backbone(args)
+    require_tree_forward(loaded.model)
+    prompts = [prompt_ids(record, loaded.tokenizer) for record in common.read_prompts(args)]
+    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True, compile=args.compile)
+    methods: dict[str, Method] = {"plain": plain_method(loaded.model, settings)}
+    rows: dict[str, dict[str, Any]] = {}
+    for named in args.heads:
+        name, _, folder = named.partition("=")
+        if not folder:
+            parser.error(f"--heads {named}: write NAME=FOLDER")
+        for asked in args.trees:
+            own = argparse.Namespace(**vars(args) | {"heads": folder, "tree": asked, "batch_size": 1})
+            heads = common.open_heads(own, loaded)
+            tree = common.choose_tree(own, loaded, heads, Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True))
+            key = f"{name} {asked}"
+            methods[key] = medusa_method(loaded.model, heads, settings, tree=tree)
+            about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
+            rows[key] = about | costs(loaded, heads, tree, prompts[0])
+    measure(loaded, methods, rows, prompts, args)
+    show(args, rows)
+    about = {"backbone": args.backbone, "compile": args.compile, "prompts": len(prompts), "rounds": args.rounds}
+    common.write_results(args, {"machine": machine(), "settings": about, "rows": list(rows.values())})
+
+
+@torch.inference_mode()
+def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -> dict[str, float]:
+    """Of one step behind `prompt`: millions of operations and of bytes, for drafting and for the tree's forward."""
+    session = Session(loaded.model, prepare(loaded.model, [prompt], do_sample=False), tree.num_nodes, heads=heads)
+    frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
+    verifier = Verifier(session.backbone, session.cache, session.sequences)
+    with FlopCounterMode(display=False) as operations, Bytes() as moved:
+        draft = drafter.propose(frontier)
+    with FlopCounterMode(display=False) as verifying, Bytes() as read:
+        verifier(draft)
+    return {
+        "draft_mflop": operations.get_total_flops() / 1e6,
+        "draft_megabytes": moved.total / 1e6,
+        "forward_mflop": verifying.get_total_flops() / 1e6,
+        "forward_megabytes": read.total / 1e6,
+    }
+
+
+def measure(
+    loaded: Loaded,
+    methods: dict[str, Method],
+    rows: dict[str, dict[str, Any]],
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+) -> None:
+    """Put tau and rates into `rows`."""
+    clock, rates = stopwatch(loaded.model.device), {name: list[float]() for name in methods}
+    taus: dict[str, float] = {}
+    for method in methods.values():
+        method(prompts[:1])  # warms up, and compiles
+    for number in range(args.rounds):
+        seconds, tokens = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
+        results: dict[str, list[Any]] = {name: [] for name in methods}
+        for index, prompt in enumerate(prompts):
+            names, turn = list(methods), (number + index) % len(methods)
+            for name in [*names[turn:], *names[:turn]]:
+                start = clock()
+                found = methods[name]([prompt])
+                seconds[name] += clock() - start
+                tokens[name] += len(found[0].new_ids)
+                results[name] += found
+        for name in methods:
+            rates[name].append(tokens[name] / seconds[name])
+            taus[name] = tau(results[name])
+            same = [a.new_ids == b.new_ids for a, b in zip(results[name], results["plain"], strict=True)]
+            if name in rows:
+                rows[name]["equal_to_plain"] = sum(same) / len(same)
+        common.console(args).print(f"round {number + 1} of {args.rounds}")
+    for name, row in rows.items():
+        row["tau"], row["tokens_per_second"] = taus[name], statistics.median(rates[name])
+        row["speedup"] = statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
+        row["plain_tokens_per_second"] = statistics.median(rates["plain"])
+
+
+def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
+    table = Table("heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text")
+    for row in rows.values():
+        table.add_row(
+            row["heads"],
+            row["tree"],
+            f"{row['parameters']:,}",
+            f"{row['draft_mflop']:.2f}",
+            f"{row['draft_megabytes']:.2f}",
+            f"{row['tau']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}",
+            f"{row['equal_to_plain']:.0%}",
+        )
+    common.output_console(args).print(table)
+
+
+if __name__ == "__main__":
+    main()
