@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 
 from decode.benchmark import machine
 from decode.clock import stopwatch
-from decode.drafters.heads import head_logits
 from decode.dynamic import TOP, DynamicTree, Layout
 from decode.front import medusa_session
 from decode.request import prepare
@@ -39,8 +38,9 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.heads import MedusaHeads
+from medusa.memory import Memory
 from medusa.tree import RankPath, Tree
-from medusa.vocabulary import places_of, token_ids
+from medusa.vocabulary import lm_head_for, places_of, token_ids
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Trees that may be tried, in nodes; 1 is plain decoding."""
@@ -110,21 +110,30 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[tuple[Sequenc
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
         states = backbone.hidden_states(ids[:, :-1], use_cache=False).to(next(heads.parameters()))
         positions = torch.arange(states.shape[1], device=states.device)[None]
-        hidden = heads.read(states, positions)[0, len(prompt) - 1 :]  # before each new token
-        _record(recording, heads, backbone, hidden, list(new))
+        read, before = heads.read(states, positions), torch.arange(len(prompt) - 1, states.shape[1])  # each new token
+        before = before.to(states.device)
+        memory = heads.recall(read, ids[:, 1:], backbone.embed, positions, place=before)
+        _record(recording, heads, backbone, read[0, before], list(new), memory)
     return recording
 
 
-def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, hidden: Tensor, new: list[int]) -> None:
+def _record(
+    recording: Recording,
+    heads: MedusaHeads,
+    backbone: Backbone,
+    hidden: Tensor,
+    new: list[int],
+    memory: Memory | None = None,
+) -> None:
     """hidden [P, H] before each of the P tokens `new`; head k guesses the token k + 1 behind the root."""
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=hidden.device)
     behind = torch.stack([ahead.roll(-k) for k in range(num_heads)], dim=1)  # [P, K] the root, and what follows it
     aims = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; what is rolled in is masked below
-    parts = []
+    path = backbone.embed(behind.to(backbone.device)).to(hidden) if heads.follows_path else None
+    features, parts, lm_head = heads.features(hidden, following=path, memory=memory), [], lm_head_for(heads, backbone)
     # K x P x V logits are never held
-    for part, aim, path in zip(hidden.split(64), aims.split(64, dim=1), behind.split(64), strict=True):
-        logits = head_logits(heads, backbone, part, following=path.to(backbone.device) if heads.follows_path else None)
-        logits = logits.float()
+    for part, aim in zip(features.split(64, dim=1), aims.split(64, dim=1), strict=True):
+        logits = heads.logits(part, lm_head).float()
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
         match = token_ids(heads, top.indices) == aim[:, :, None].to(top.indices.device)
         ranks = torch.where(match.any(-1), match.int().argmax(-1), TOP)

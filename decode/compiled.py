@@ -355,7 +355,7 @@ def require_compilable(session: Session) -> None:
     elif len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         reason = "the model is spread over devices"
     elif session.reader is not None:
-        reason = "heads with layers of their own (prefix_layers) keep a cache of their own"
+        reason = "heads that look back at the text (prefix_layers, or by their kind) keep a cache of their own"
     elif session.kept_hidden is not None:
         reason = "hidden states are to be kept"
     elif backbone.device.type == "cpu" and not _has_compiler():

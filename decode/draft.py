@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from decode.topology import Topology
+from medusa.memory import Memory
 
 
 class Frontier(NamedTuple):
@@ -21,6 +22,8 @@ class Frontier(NamedTuple):
     """[B, H] the hidden state of the token before it."""
     rows: list[int]
     """B numbers: which rows of the session these are; finished ones have left."""
+    memory: Memory | None = None
+    """The text before, for heads that look back at it."""
 
 
 class Proposal(NamedTuple):

@@ -266,9 +266,9 @@ class Experiment:
         self.text = [*prompt, self.root]
         self.processors: LogitsProcessorList = requests[0].processors
         self.vocab = backbone.vocab_size
-        following = self.frontier.root[:, None] if heads.follows_path else None
-        logits = head_logits(heads, backbone, self.frontier.hidden, 1, following)
-        logits = over_all(heads, logits, backbone.vocab_size)
+        following = self.frontier.root[:, None, None] if heads.follows_path else None
+        logits = head_logits(heads, backbone, self.frontier.hidden[:, None], 1, following, memory=self.frontier.memory)
+        logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
         self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]  # [V] of the first head
         # The figures to compare with come from plain forwards. Below float32 these differ from the tree's own by more
         # than a million draws can overlook, and so do two trees of different size. So there they come from the very

@@ -18,7 +18,7 @@ from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
 from decode.prefill import read
-from decode.reader import PrefixReader
+from decode.reader import Reader
 from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
 from decode.verify import Verifier
@@ -67,7 +67,7 @@ class Session:
             slack: nodes of a tree, for which cache and prefixes keep room.
             truncation: of the target, if any.
             keep_hidden: keep the hidden states that are read, too.
-            heads: those that draft, if their layers are to read along (prefix attention).
+            heads: those that draft, if they are to read along (prefix attention, or a memory of their own).
         """
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
@@ -77,9 +77,7 @@ class Session:
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
-        self.reader: PrefixReader | None = None
-        if heads is not None and heads.prefix is not None:
-            self.reader = PrefixReader(heads, len(requests), self.cache.capacity)
+        self.reader = Reader.of(heads, self.backbone, len(requests), self.cache.capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
         """Read the prompts, and decide on the first token of each row."""
@@ -91,16 +89,20 @@ class Session:
         watch = self._watch if self.reader is not None or self.kept_hidden is not None else None
         hidden, logits = read(self.backbone, self.cache, ids, lengths, watch)
         if self.reader is not None:
-            self.reader.cache.cut(lengths)
+            self.reader.cut(lengths)
         rows = list(range(len(prompts)))
-        return Frontier(self.target.next(rows, self.sequences, logits, most_probable_first).to(device), hidden, rows)
+        root = self.target.next(rows, self.sequences, logits, most_probable_first).to(device)
+        return self._frontier(root, hidden, rows)
 
-    def _watch(self, hidden: Tensor, start: int) -> Tensor:
+    def _frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
+        return Frontier(root, hidden, rows, None if self.reader is None else self.reader.memory())
+
+    def _watch(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
         """hidden [B, T, H] of the prompts' tokens from `start` on -> what the heads read of them."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
-        return hidden if self.reader is None else self.reader.piece(hidden)
+        return hidden if self.reader is None else self.reader.piece(hidden, next_ids)
 
     def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
         """hidden [B, N, H] of a forward: keep those on the first `lengths` nodes of each path [B, D], if asked to."""
@@ -139,7 +141,8 @@ class Session:
             clock.lap("accept")
             cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
             self.keep(readout.hidden, accepted.path, lengths, rows)
-            frontier = Frontier(accepted.next_root, self._heads_read(readout.hidden, accepted, lengths), rows)
+            read_on = self._heads_read(frontier.hidden, draft, readout.hidden, accepted, lengths)
+            frontier = self._frontier(accepted.next_root, read_on, rows)
             clock.lap("compact")
             roots = dict(zip(rows, next_roots, strict=True))
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):
@@ -150,24 +153,31 @@ class Session:
             yield step
             clock.start()
 
-    def _heads_read(self, hidden: Tensor, accepted: Acceptance, lengths: list[int]) -> Tensor:
-        """hidden [B, N, H] of a step -> [B, H] what the heads start the next one from: where the path ended."""
+    def _heads_read(
+        self, before: Tensor, draft: Draft, hidden: Tensor, accepted: Acceptance, lengths: list[int]
+    ) -> Tensor:
+        """hidden [B, N, H] of a step -> [B, H] what the heads start the next one from: where the path ended.
+
+        `before` [B, H] is what they started this one from.
+        """
         if self.reader is None:
             return at_end(hidden, accepted)
-        path = accepted.path[:, : max(lengths), None].clamp_min(0).to(hidden.device)
-        return self.reader.path(hidden.gather(1, path.expand(-1, -1, hidden.shape[-1])), lengths)
+        path = accepted.path[:, : max(lengths)].clamp_min(0)
+        ids, path = draft.ids.gather(1, path), path.to(hidden.device)[:, :, None]
+        return self.reader.path(before, hidden.gather(1, path.expand(-1, -1, hidden.shape[-1])), ids, lengths)
 
     def _unfinished(self, frontier: Frontier) -> Frontier:
         """Drop the rows that have ended from the batch, so that no forward is spent on them."""
-        root, hidden, rows = frontier
+        root, hidden, rows, _ = frontier
         left = [index for index, row in enumerate(rows) if self.sequences.finish_reason[row] is None]
         if left and len(left) < len(rows):
             self.cache.select(left)
             if self.reader is not None:
-                self.reader.cache.select(left)
+                self.reader.select(left)
             index = torch.tensor(left, device=root.device)
             root, hidden = root[index], hidden[index.to(hidden.device)]
-        return Frontier(root, hidden, [rows[index] for index in left])
+            return self._frontier(root, hidden, [rows[index] for index in left])
+        return frontier._replace(rows=[rows[index] for index in left])
 
     def _accept(
         self, draft: Draft, readout: Readout, rows: list[int], acceptor: Acceptor, room: Tensor | None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decode.attention import grouped
 from decode.cache import TreeCache
@@ -25,15 +26,15 @@ def read(
     cache: TreeCache,
     ids: Tensor,
     lengths: list[int],
-    watch: Callable[[Tensor, int], Tensor] | None = None,
+    watch: Callable[[Tensor, Tensor, int], Tensor] | None = None,
 ) -> Readout:
     """Fill the empty `cache` with prompts, right-padded; a causal model never looks at what stands behind a token.
 
     Args:
         ids: [B, T] prompts.
         lengths: of each row, without its padding.
-        watch: is given the hidden states [B, C, H] of every piece and where it starts, and gives back what is to be
-            taken for them.
+        watch: is given the hidden states [B, C, H] of every piece, the tokens behind them [B, C] and where it starts,
+            and gives back what is to be taken for them.
 
     Returns:
         The last hidden state of each row [B, H] and its logits [B, V].
@@ -41,6 +42,7 @@ def read(
     count, longest = ids.shape[0], max(lengths)
     size = max(TOKENS // count, LEAST)
     last = torch.tensor(lengths, device=ids.device) - 1
+    next_ids = F.pad(ids[:, 1:], (0, 1))
     found: Readout | None = None
     for start in range(0, longest, size):
         end = min(start + size, longest)
@@ -56,7 +58,7 @@ def read(
                 piece, cache, last=final, all_hidden=watch is not None, position_ids=positions.expand(count, -1)
             )
         if watch is not None:
-            here = here._replace(hidden=at(watch(here.hidden[:, : end - start], start), final))
+            here = here._replace(hidden=at(watch(here.hidden[:, : end - start], next_ids[:, start:end], start), final))
         cache.commit_prompt([end - start] * count)
         if found is None:
             found = here

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
+from medusa.memory import Memory, visible
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +72,8 @@ class MedusaHeads(nn.Module):
 
     follows_path: ClassVar[bool] = False
     """Whether a guess depends on the tokens before it, so that the tree is grown level by level."""
+    remembers: ClassVar[bool] = False
+    """Whether heads look back at the text before (`recall`), so that decoding keeps keys and values for them."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -130,17 +133,40 @@ class MedusaHeads(nn.Module):
         """
         if self.prefix is None:
             return hidden
-        length = hidden.shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()[None]
-        if document_ids is not None:
-            seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
-        return self.prefix(hidden, position_ids, seen[:, None])
+        return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
-    def features(self, hidden: Tensor, num_heads: int | None = None, following: Tensor | None = None) -> Tensor:
+    def recall(
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        position_ids: Tensor,
+        document_ids: Tensor | None = None,
+        place: Tensor | None = None,
+    ) -> Memory | None:
+        """What the heads at each position of whole texts look back at; `None`: they do not.
+
+        Args:
+            hidden: [B, T, H] what the heads `read`.
+            next_ids: [B, T] the token behind each position.
+            embed: the backbone's.
+            position_ids, document_ids: [B, T].
+            place: [R] which of the B x T positions the heads start from; by default all, as [B, T].
+        """
+        return None
+
+    def features(
+        self,
+        hidden: Tensor,
+        num_heads: int | None = None,
+        following: Tensor | None = None,
+        memory: Memory | None = None,
+    ) -> Tensor:
         """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first k = `num_heads` heads (all).
 
         `following`: [..., k, H] the backbone's embeddings of the k tokens behind each hidden state, the root first, for
-        kinds that follow the path; independent heads do not look at them.
+        kinds that follow the path; `memory`: the text before, for kinds that look back. Independent heads look at
+        neither.
         """
         heads = slice(num_heads)
         count = len(range(self.config.num_heads)[heads])
@@ -168,9 +194,10 @@ class MedusaHeads(nn.Module):
         lm_head: LMHead | None = None,
         num_heads: int | None = None,
         following: Tensor | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """hidden [..., H] -> logits [k, ..., V] of the first `num_heads` heads (all of them by default)."""
-        return self.logits(self.features(hidden, num_heads, following), lm_head)
+        return self.logits(self.features(hidden, num_heads, following, memory), lm_head)
 
     @property
     def num_parameters(self) -> int:

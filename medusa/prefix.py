@@ -4,22 +4,21 @@ A hidden state was made to guess one token; with a look back at all states befor
 behind. The layers are transformers' Llama layers, the identity at the start; they keep a KV cache of their own in
 decoding, which grows by the accepted tokens only.
 
-Shapes: B rows, T tokens, S slots of the cache, H hidden size, D head size.
+Shapes: B rows, T tokens, S slots of the cache, H hidden size.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from medusa.errors import RequestError
+from medusa.rotations import BASE, rotations
 
 HEAD_SIZE = 64
 EXPANSION = 4
-BASE = 10_000.0  # of the rotations
 
 
 class Prefix(nn.Module):
@@ -77,11 +76,3 @@ class Prefix(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=turns, past_key_values=cache)
         return self.norm(hidden)
-
-
-def rotations(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
-    """positions [B, T] -> cosines and sines [B, T, D] (Su et al. 2021), the halves alike as Llama takes them."""
-    powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
-    angles = position_ids[..., None].float() * base**-powers
-    both = torch.cat([angles, angles], dim=-1)
-    return both.cos().to(dtype), both.sin().to(dtype)

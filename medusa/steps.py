@@ -2,14 +2,16 @@
 
 Head k (from 0) starts from what head k - 1 left, its state, and from the token before its own on the path: the root for
 head 0, the first guess for head 1. In training that token is the text's; in decoding it is a node's, so the heads are
-run level by level of the tree.
+run level by level of the tree. A kind may also look back at the text (`remembers`): at pairs of a hidden state and the
+token behind it, all those before the position that head 0 starts from.
 
-Shapes: ... any number of positions or nodes, K heads, H hidden size, S size of a state, V vocabulary.
+Shapes: ... any number of positions or nodes, K heads, H hidden size, S size of a part of a state, V vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,10 @@ from torch.nn import functional as F
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import LMHead, MedusaHeads
+from medusa.memory import Memory, visible
+
+State = tuple[Tensor, ...]
+"""What a head leaves to the next one: tensors [..., S], which the path's children inherit."""
 
 
 class Stack(nn.Module):
@@ -70,7 +76,77 @@ def _zeros(linear: nn.Linear) -> nn.Linear:
 
 
 class StepHeads(MedusaHeads, ABC):
-    """K heads in a row. A kind says how wide its heads' inputs are (`input_size`) and what a head does (`step`)."""
+    """K heads in a row. A kind says what it is made of (`make_blocks`) and what a head does (`step`)."""
+
+    @abstractmethod
+    def make_blocks(self) -> None: ...
+
+    def begin(self, hidden: Tensor) -> State:
+        """hidden [..., H] of the backbone -> the state that head 0 starts from."""
+        return (hidden,)
+
+    def remember(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden, and the embedding of the token behind it, both [B, T, H], at positions [B, T] -> keys and values.
+
+        Both are [B, A, T, D]; for kinds that look back.
+        """
+        raise NotImplementedError(f"heads of kind {self.config.kind} remember nothing")
+
+    def recall(
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        position_ids: Tensor,
+        document_ids: Tensor | None = None,
+        place: Tensor | None = None,
+    ) -> Memory | None:
+        if not self.remembers:
+            return None
+        with torch.no_grad():
+            token = embed(next_ids).to(hidden)
+        keys, values = self.remember(hidden, token, position_ids)
+        # Of its own position a head knows the token behind it from the path.
+        seen = visible(hidden.shape[1], document_ids, hidden.device, before=1)
+        of_queries = position_ids if place is None else position_ids.flatten()[place]
+        return Memory(keys, values, seen, of_queries, self.config.num_heads, place)
+
+    @abstractmethod
+    def step(self, head: int, state: State, token: Tensor | None, memory: Memory | None) -> tuple[Tensor, State]:
+        """One head.
+
+        Args:
+            state: what the head before left.
+            token: [..., H] embedding of the token before the one it guesses, for kinds that follow the path.
+            memory: of the text before, for kinds that look back; `None`: there is none.
+
+        Returns:
+            What the LM head is applied to [..., H], and the state that the next head starts from.
+        """
+
+    def features(
+        self,
+        hidden: Tensor,
+        num_heads: int | None = None,
+        following: Tensor | None = None,
+        memory: Memory | None = None,
+    ) -> Tensor:
+        if self.follows_path and following is None:
+            raise RequestError(f"heads of kind {self.config.kind} guess from the tokens before; pass `following`")
+        state, found = self.begin(hidden), []
+        for head in range(self.config.num_heads if num_heads is None else num_heads):
+            token = None if following is None else following[..., head, :]
+            feature, state = self.step(head, state, token, memory)
+            found.append(feature)
+        return torch.stack(found)
+
+    def logits_of(self, head: int, features: Tensor, lm_head: LMHead) -> Tensor:
+        """features [..., H] of one head -> its logits [..., V]."""
+        return lm_head(features) if self.lm_heads is None else features @ self.lm_heads[head]
+
+
+class StackedHeads(StepHeads):
+    """Heads with a stack of blocks each; a kind says how wide their inputs are."""
 
     def make_blocks(self) -> None:
         self.stacks = nn.ModuleList(Stack(self.config, self.input_size(head)) for head in range(self.config.num_heads))
@@ -78,35 +154,6 @@ class StepHeads(MedusaHeads, ABC):
     @abstractmethod
     def input_size(self, head: int) -> int:
         """Of what the first block of a head reads."""
-
-    def begin(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] of the backbone -> the state [..., S] that head 0 starts from."""
-        return hidden
-
-    @abstractmethod
-    def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One head.
-
-        Args:
-            state: [..., S] what the head before left.
-            token: [..., H] embedding of the token before the one it guesses, for kinds that follow the path.
-
-        Returns:
-            What the LM head is applied to [..., H], and the state that the next head starts from.
-        """
-
-    def features(self, hidden: Tensor, num_heads: int | None = None, following: Tensor | None = None) -> Tensor:
-        if self.follows_path and following is None:
-            raise RequestError(f"heads of kind {self.config.kind} guess from the tokens before; pass `following`")
-        state, found = self.begin(hidden), []
-        for head in range(self.config.num_heads if num_heads is None else num_heads):
-            feature, state = self.step(head, state, None if following is None else following[..., head, :])
-            found.append(feature)
-        return torch.stack(found)
-
-    def logits_of(self, head: int, features: Tensor, lm_head: LMHead) -> Tensor:
-        """features [..., H] of one head -> its logits [..., V]."""
-        return lm_head(features) if self.lm_heads is None else features @ self.lm_heads[head]
 
 
 def normalised(token: Tensor) -> Tensor:

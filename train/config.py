@@ -27,7 +27,7 @@ class HeadsConfig:
     num: int = 4
     """How many heads: 3 to 5; a step can give at most one token more than there are heads."""
     kind: str = "medusa"
-    """medusa (independent), cascade, hydra or recurrent (docs/heads.md)."""
+    """medusa (independent), or one that knows what was guessed before (`medusa.kinds`, docs/heads.md)."""
     prefix_layers: int = 0
     """Decoder layers of the heads' own over the hidden states (prefix attention); 1 is usual, 0 none."""
     block: str | None = None

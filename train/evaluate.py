@@ -14,6 +14,7 @@ from torch import Tensor
 
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
+from medusa.memory import Memory
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
 from train.labels import IGNORE, following_ids, head_labels
@@ -114,25 +115,31 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
     usable = (labels != IGNORE).all(0)
     usable[:start] = False
     where = usable.nonzero()[:, 0]
-    following = None
+    following, behind = None, following_ids(ids, heads.config.num_heads)
     if heads.follows_path:
-        following = backbone.embed(following_ids(ids, heads.config.num_heads)[0, where]).to(hidden.dtype)
-    return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following)
+        following = backbone.embed(behind[0, where]).to(hidden.dtype)
+    memory = heads.recall(hidden, behind[..., 0], backbone.embed, positions, place=where)
+    return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following, memory)
 
 
 def ranks_of(
-    backbone: Backbone, heads: MedusaHeads, hidden: Tensor, labels: Tensor, following: Tensor | None = None
+    backbone: Backbone,
+    heads: MedusaHeads,
+    hidden: Tensor,
+    labels: Tensor,
+    following: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
     """hidden [M, H], labels [K, M] -> rank of each label among its head's guesses [K, M]; `max(TOPS)`: not there.
 
-    `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path.
+    `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path; `memory`: the
+    texts before, for those that look back.
     """
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
-    parts = hidden.split(rows)
-    paths = [None] * len(parts) if following is None else following.split(rows)
-    for part, wanted, path in zip(parts, labels.split(rows, dim=1), paths, strict=True):
-        logits = heads(part, lm_head, following=path)
+    features = heads.features(hidden, following=following, memory=memory)
+    for part, wanted in zip(features.split(rows, dim=1), labels.split(rows, dim=1), strict=True):
+        logits = heads.logits(part, lm_head)
         guesses = token_ids(heads, logits.topk(min(max(TOPS), logits.shape[-1]), -1).indices)
         match = guesses == wanted[..., None]  # [K, C, top]
         ranks.append(torch.where(match.any(-1), match.int().argmax(-1), max(TOPS)))

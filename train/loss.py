@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.memory import Memory
 from medusa.vocabulary import places_of
 from train.labels import FIRST_OFFSET, IGNORE
 
@@ -131,6 +132,7 @@ def head_losses(
     teacher: Teacher | None = None,
     backend: str = "auto",
     following: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> HeadLosses:
     """Losses and accuracies of all heads.
 
@@ -140,10 +142,11 @@ def head_losses(
         lm_head: the backbone's, for heads that share it: the rows that they use (`medusa.vocabulary.rows_for`).
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
         following: [R, K, H] embeddings of the tokens behind each position, for kinds of heads that follow the path.
+        memory: the texts before these positions, for kinds that look back.
     """
     if backend == "plain":
-        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following)
-    features = heads.features(hidden, following=following)  # [K, R, H]
+        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following, memory)
+    features = heads.features(hidden, following=following, memory=memory)  # [K, R, H]
     places = _places(heads, labels, teacher)
     if backend == "liger":
         return _over_all(_head_losses_liger(heads, features, places, lm_head, weighting), labels)
@@ -181,6 +184,7 @@ def head_losses_plain(
     weighting: Weighting = Weighting(),
     teacher: Teacher | None = None,
     following: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> HeadLosses:
     """The obvious version, with all logits at once and autograd's gradients: the oracle; see `head_losses`."""
 
@@ -189,7 +193,8 @@ def head_losses_plain(
         assert lm_head is not None
         return lm_head(features.to(next(lm_head.parameters()).dtype))
 
-    log_p = heads(hidden, None if lm_head is None else shared, following=following).float().log_softmax(-1)  # [K, R, V]
+    logits = heads(hidden, None if lm_head is None else shared, following=following, memory=memory)
+    log_p = logits.float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
         places = _places(heads, labels, teacher)
         cross_entropy = -log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0]

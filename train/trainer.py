@@ -26,6 +26,7 @@ from medusa.backbone import Backbone
 from medusa.checkpoint import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.memory import Memory
 from medusa.tree import load_tree
 from medusa.vocabulary import lm_head_for, rows_for, token_ids
 from train.evaluate import GuessCounts, ranks_of
@@ -182,6 +183,8 @@ class Taught(NamedTuple):
     teacher: Teacher | None
     following: Tensor | None
     """[R, K, H] embeddings of the tokens behind each position, where the heads follow the path."""
+    memory: Memory | None
+    """The texts before, where the heads look back."""
 
 
 class HeadsOnBackbone(nn.Module):
@@ -229,9 +232,8 @@ class HeadsOnBackbone(nn.Module):
         lm_head, backend = self._outside[0].head, self.args.loss_backend
         if self.heads.vocabulary is not None and self.heads.lm_heads is None:
             lm_head = rows_for(self.heads, lm_head)
-        return head_losses(
-            self.heads, taught.hidden, taught.labels, lm_head, self.weighting, taught.teacher, backend, taught.following
-        )
+        hidden, labels, teacher, following, memory = taught
+        return head_losses(self.heads, hidden, labels, lm_head, self.weighting, teacher, backend, following, memory)
 
     def taught(
         self,
@@ -261,17 +263,20 @@ class HeadsOnBackbone(nn.Module):
         shown = hidden.view(*input_ids.shape, -1).to(next(self.heads.parameters()).dtype)
         if self.training and args.hidden_noise:
             shown = with_noise(shown, args.hidden_noise)
-        read = self.heads.read(shown, position_ids, document_ids).flatten(0, 1)[taught]
+        read = self.heads.read(shown, position_ids, document_ids)
+        next_ids = following_ids(input_ids, 1)[..., 0]
+        memory = self.heads.recall(read, next_ids, backbone.embed, position_ids, document_ids, taught)
+        read = read.flatten(0, 1)[taught]
         following = None
         if self.heads.follows_path:
             ids = following_ids(input_ids, self.heads.config.num_heads).flatten(0, 1)[taught]
             with torch.no_grad():
                 if self.training and self.own_guesses:
-                    ids = self.with_own_guesses(read, ids)
+                    ids = self.with_own_guesses(read, ids, memory)
                 following = backbone.embed(ids).to(read.dtype)
-        return Taught(read, labels[:, taught], teacher, following)
+        return Taught(read, labels[:, taught], teacher, following, memory)
 
-    def with_own_guesses(self, read: Tensor, ids: Tensor) -> Tensor:
+    def with_own_guesses(self, read: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
         """What the heads read [R, H] and the tokens behind each position [R, K] -> these tokens, some of them replaced.
 
         With probability `own_guesses` head k sees what head k - 1 guesses there, in one pass over the text's own tokens
@@ -282,9 +287,9 @@ class HeadsOnBackbone(nn.Module):
         backbone, replaced = self._outside[0], torch.rand(ids[:, 1:].shape, device=ids.device) < self.own_guesses
         lm_head, following = lm_head_for(self.heads, backbone), backbone.embed(ids).to(read.dtype)
         rows = chunk_rows(ids.shape[1], backbone.vocab_size, read.device.type)
+        features = self.heads.features(read, ids.shape[1] - 1, following, memory)
         guesses = [
-            token_ids(self.heads, self.heads(part, lm_head, ids.shape[1] - 1, path).argmax(-1)).T
-            for part, path in zip(read.split(rows), following.split(rows), strict=True)
+            token_ids(self.heads, self.heads.logits(part, lm_head).argmax(-1)).T for part in features.split(rows, dim=1)
         ]
         return torch.cat([ids[:, :1], torch.where(replaced, torch.cat(guesses).to(ids.device), ids[:, 1:])], dim=1)
 
@@ -417,7 +422,7 @@ class MedusaTrainer(Trainer):
             if "hidden" not in batch:
                 batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
             taught = self.trained.taught(**batch)
-            ranks = ranks_of(self.backbone, self.heads, taught.hidden, taught.labels, taught.following)
+            ranks = ranks_of(self.backbone, self.heads, taught.hidden, taught.labels, taught.following, taught.memory)
             self._guesses.add(ranks, taught.labels != IGNORE)
             return self.compute_loss(model, batch).detach(), None, None
 

@@ -15,6 +15,7 @@ from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import LMHead, MedusaHeads
+from medusa.memory import Memory
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
@@ -75,16 +76,18 @@ def head_logits(
     num_heads: int | None = None,
     following: Tensor | None = None,
     lm_head: LMHead | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
-    """hidden [B, H] of the backbone -> logits [k, B, V] of the first k = `num_heads` heads (all); [k, B, N] where they
-    guess among N tokens (`medusa.vocabulary`).
+    """hidden [..., H] of the backbone -> logits [k, ..., V] of the first k = `num_heads` heads (all); [k, ..., N] where
+    they guess among N tokens (`medusa.vocabulary`).
 
-    `following`: [B, k] ids of the tokens behind, for heads that follow the path; `lm_head`: that of `lm_head_for`.
+    `following`: [..., k] ids of the tokens behind, for heads that follow the path; `lm_head`: that of `lm_head_for`;
+    `memory`: for those that look back.
     """
     # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
     example = next(heads.parameters())
     path = None if following is None else backbone.embed(following).to(example)
-    return heads(hidden.to(example), lm_head or lm_head_for(heads, backbone), num_heads, path)
+    return heads(hidden.to(example), lm_head or lm_head_for(heads, backbone), num_heads, path, memory)
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:

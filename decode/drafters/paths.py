@@ -4,7 +4,8 @@ Every level costs one pass of a head over the nodes that have children. With a s
 dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed, unless drafting
 is to stop where heads believe in nothing any more (`DynamicTree.least`).
 
-Shapes: B rows, W nodes of a level that are expanded, R guesses looked at, S size of a state, V vocabulary, N nodes.
+Shapes: B rows, W nodes of a level that are expanded, R guesses looked at, S size of a part of a state, V vocabulary,
+N nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from decode.greatest import Greatest, top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
-from medusa.steps import StepHeads
+from medusa.memory import Memory
+from medusa.steps import State, StepHeads
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
@@ -95,22 +97,23 @@ class PathDrafter:
             return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
         ids, state, tokens = [frontier.root[:, None]], self._begin(frontier), frontier.root[:, None]
         for head, level in enumerate(self.levels):
-            logits, state = self._step(head, state, tokens)
+            logits, state = self._step(head, state, tokens, frontier.memory)
             count = self.top[head]
             guesses = token_ids(self.heads, top_k(logits, count).indices).flatten(1).to(tokens.device)  # [B, W * R]
             found = guesses[:, level.parent * count + level.rank]
             ids.append(found)
-            tokens, state = found[:, level.expanded], state[:, level.parent[level.expanded].to(state.device)]
+            under = level.parent[level.expanded].to(state[0].device)
+            tokens, state = found[:, level.expanded], tuple(part[:, under] for part in state)
         return Draft(torch.cat(ids, dim=1), self.topology)
 
-    def _begin(self, frontier: Frontier) -> Tensor:
+    def _begin(self, frontier: Frontier) -> State:
         """[B, 1, S]: the state at each root."""
-        return self.heads.begin(frontier.hidden.to(next(self.heads.parameters())))[:, None]
+        return self.heads.begin(frontier.hidden.to(next(self.heads.parameters()))[:, None])
 
-    def _step(self, head: int, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, head: int, state: State, tokens: Tensor, memory: Memory | None) -> tuple[Tensor, State]:
         """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""
-        embedded = self.backbone.embed(tokens).to(device=state.device, dtype=self.dtype)
-        features, state = self.heads.step(head, state, embedded)
+        embedded = self.backbone.embed(tokens).to(device=state[0].device, dtype=self.dtype)
+        features, state = self.heads.step(head, state, embedded, memory)
         return self.heads.logits_of(head, features, self.lm_head), state
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
@@ -120,7 +123,7 @@ class PathDrafter:
         worth_above = torch.zeros(root.shape, device=root.device)
         ids, parents, worths, count, size = [root], [above], [worth_above], 1, [1]
         for head in range(tree.max_depth):
-            logits, state = self._step(head, state, tokens)
+            logits, state = self._step(head, state, tokens, frontier.memory)
             best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
             worth = bounded(best.values.to(root.device)) - STEEPNESS + worth_above[:, :, None]
             # [B, M], the best first
@@ -137,8 +140,8 @@ class PathDrafter:
             width = min(self.width, found.shape[1])
             tokens, worth_above = found[:, :width], keep.values[:, :width]
             above = torch.arange(count, count + width, device=root.device).expand(len(root), -1)
-            index = under[:, :width, None].to(state.device).expand(-1, -1, state.shape[-1])
-            state = state.gather(1, index)
+            index = under[:, :width, None].to(state[0].device)
+            state = tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)
             count += found.shape[1]
             size.append(found.shape[1])
         depth = torch.tensor([depth for depth, nodes in enumerate(size) for _ in range(nodes)], device=root.device)
@@ -159,17 +162,18 @@ class PathDrafter:
         than there are different paths; that is for a frontier of one row.
         """
         root, shared = frontier.root.repeat_interleave(copies), copies > 1
-        assert not shared or len(frontier.rows) == 1, "copies are of one row"
+        rows = len(frontier.rows)
+        assert not shared or rows == 1, "copies are of one row"
         everyone = torch.arange(len(root), device=root.device)
-        # P different pasts: state [P, 1, S] and token [P, 1] of each, and which one every expanded node has [B, W].
+        # P different pasts, those of a row together: states [rows, P / rows, S] and token of each, and which one every
+        # expanded node has [B, W].
         state, tokens = self._begin(frontier), frontier.root[:, None]
-        past = torch.arange(len(state), device=root.device).repeat_interleave(copies)[:, None]
+        past = torch.arange(rows, device=root.device).repeat_interleave(copies)[:, None]
         ids, distributions, of_children, known = [root[:, None]], [], [past], 0
         for head, level in enumerate(self.levels):
-            logits, state = self._step(head, state, tokens)
+            logits, state = self._step(head, state, tokens, frontier.memory)
             logits = over_all(self.heads, logits, self.backbone.vocab_size)
-            q = target.draft_probabilities(frontier.rows, logits.view(len(frontier.rows), -1, logits.shape[-1]))
-            q = q.flatten(0, 1).to(root.device)  # [P, V]; pasts of a row stand together
+            q = target.draft_probabilities(frontier.rows, logits).flatten(0, 1).to(root.device)  # [P, V]
             distributions.append(q)
             known += len(q)
             width, most = past.shape[1], int(level.place.max()) + 1
@@ -183,7 +187,8 @@ class PathDrafter:
                 paths, past = keys.unique(return_inverse=True)
             else:
                 paths, past = keys.flatten(), torch.arange(keys.numel(), device=root.device).view(keys.shape)
-            state, tokens = state[(paths // q.shape[-1]).to(state.device)], (paths % q.shape[-1])[:, None]
+            before, tokens = (paths // q.shape[-1]).to(state[0].device), (paths % q.shape[-1]).view(rows, -1)
+            state = tuple(part.flatten(0, 1)[before].unflatten(0, (rows, -1)) for part in state)
             own = torch.zeros_like(found)
             own[:, level.expanded] = known + past
             of_children.append(own)

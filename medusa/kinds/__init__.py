@@ -14,6 +14,7 @@ KINDS = {
     "cascade": "medusa.kinds.cascade:CascadeHeads",  # each takes what the one before made
     "hydra": "medusa.kinds.hydra:HydraHeads",  # each sees the tokens guessed so far
     "recurrent": "medusa.kinds.recurrent:RecurrentHeads",  # both
+    "eagle": "medusa.kinds.eagle:EagleHeads",  # one layer that looks back, for all steps
 }
 
 

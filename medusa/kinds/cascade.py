@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from medusa.steps import StepHeads
+from medusa.memory import Memory
+from medusa.steps import StackedHeads, State
 
 
-class CascadeHeads(StepHeads):
+class CascadeHeads(StackedHeads):
     """The state is the output vector [..., H]."""
 
     def input_size(self, head: int) -> int:
         return self.config.hidden_size
 
-    def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
-        feature = self.stacks[head](state, state)
-        return feature, feature
+    def step(self, head: int, state: State, token: Tensor | None, memory: Memory | None) -> tuple[Tensor, State]:
+        (above,) = state
+        feature = self.stacks[head](above, above)
+        return feature, (feature,)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from medusa.config import ORIGINAL_HYDRA, MedusaConfig
 from medusa.heads import LMHead
-from medusa.steps import StepHeads, normalised
+from medusa.memory import Memory
+from medusa.steps import StackedHeads, State, normalised
 
 
 class OriginalBlock(nn.Module):
@@ -47,7 +48,7 @@ class OriginalStack(nn.Module):
         return z
 
 
-class HydraHeads(StepHeads):
+class HydraHeads(StackedHeads):
     """The state is all that was seen so far [..., (k + 1) H]."""
 
     follows_path = True
@@ -67,10 +68,10 @@ class HydraHeads(StepHeads):
     def input_size(self, head: int) -> int:
         return (head + 2) * self.config.hidden_size
 
-    def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, head: int, state: State, token: Tensor | None, memory: Memory | None) -> tuple[Tensor, State]:
         assert token is not None
-        state = torch.cat([state, normalised(token) if self.lm_biases is None else token], dim=-1)
-        return self.stacks[head](state[..., : self.config.hidden_size], state), state
+        seen = torch.cat([*state, normalised(token) if self.lm_biases is None else token], dim=-1)
+        return self.stacks[head](seen[..., : self.config.hidden_size], seen), (seen,)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
         logits = super().logits(features, lm_head)

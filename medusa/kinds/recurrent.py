@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa.steps import StepHeads, normalised
+from medusa.memory import Memory
+from medusa.steps import StackedHeads, State, normalised
 
 
-class RecurrentHeads(StepHeads):
+class RecurrentHeads(StackedHeads):
     """The state is the output vector [..., H]."""
 
     follows_path = True
@@ -20,7 +21,8 @@ class RecurrentHeads(StepHeads):
     def input_size(self, head: int) -> int:
         return 2 * self.config.hidden_size
 
-    def step(self, head: int, state: Tensor, token: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, head: int, state: State, token: Tensor | None, memory: Memory | None) -> tuple[Tensor, State]:
         assert token is not None
-        feature = self.stacks[head](state, torch.cat([state, normalised(token)], dim=-1))
-        return feature, feature
+        (above,) = state
+        feature = self.stacks[head](above, torch.cat([above, normalised(token)], dim=-1))
+        return feature, (feature,)

@@ -260,6 +260,7 @@ def test_regions_live_with_their_model() -> None:
         ("llama", {}, {"repetition_penalty": 1.3}, "RepetitionPenalty"),
         ("llama", {}, {"do_sample": True, "draft": "sample"}, "use draft topk"),
         ("llama", {"prefix_layers": 1}, {}, "prefix_layers"),
+        ("llama", {"kind": "eagle"}, {}, "by their kind"),
         ("llama", {}, {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ("phi3, longrope", {}, {}, "longrope"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -122,13 +123,16 @@ def test_rows_have_topologies_of_their_own(llama: Any) -> None:
         assert int(draft.ids[row, node]) in logits[head, row].topk(TOP).indices
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent", "eagle"])
 def test_heads_that_say_nothing_sensible_change_no_text(llama: Any, kind: str) -> None:
     """What overflows is no number, and would win every comparison: a node is never taken without its parent."""
     heads = random_heads(llama, 3, lm_head="shared", kind=kind)
-    broken = [heads.blocks[0].bias[1]] if kind == "medusa" else list(heads.stacks[1].parameters())  # type: ignore[index]
+    broken: dict[str, Callable[[Any], list[torch.Tensor]]] = {
+        "medusa": lambda heads: [heads.blocks[0].bias[1]],
+        "eagle": lambda heads: list(heads.parameters()),  # so that all it remembers is no number either
+    }
     with torch.no_grad():
-        for parameter in broken:
+        for parameter in broken.get(kind, lambda heads: list(heads.stacks[1].parameters()))(heads):
             parameter.fill_(torch.nan)
     prompt = random_ids(6)
     out = generate(llama, heads, torch.tensor([prompt]), tree="dynamic:9", max_new_tokens=30)

@@ -58,7 +58,7 @@ def test_exact_rules_pass_and_lossy_ones_are_seen_to_differ(model: Any, settings
         assert 0 < case.mean_accepted < 2
 
 
-@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "eagle"])
 def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
     heads = random_heads(model, 3, kind=kind)
     with torch.no_grad():

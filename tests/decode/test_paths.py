@@ -16,7 +16,7 @@ from decode.drafters.paths import PathDrafter
 from decode.dynamic import DynamicTree
 from decode.front import heads_drafter
 from decode.loop import Session
-from decode.request import prepare, resolve_acceptance
+from decode.request import prepare, resolve_acceptance, resolve_tree
 from decode.results import medusa_method, plain_method
 from decode.sampling import SharedDraws, Target
 from decode.settings import Settings
@@ -29,13 +29,21 @@ from medusa.kinds import build
 from medusa.steps import StepHeads
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
 
-FOLLOWING = ["hydra", "recurrent"]
+FOLLOWING = ["hydra", "recurrent", "eagle"]
 
 
-def heads_for(model: Any, kind: str, seed: int = 0, scale: float = 0.6, lm_head: str = "shared") -> StepHeads:
+def heads_for(
+    model: Any, kind: str, seed: int = 0, scale: float = 0.6, lm_head: str = "shared", prefix_layers: int = 0
+) -> StepHeads:
     backbone = Backbone(model)
     config = MedusaConfig(
-        backbone.hidden_size, backbone.vocab_size, num_heads=3, kind=kind, lm_head=lm_head, block="mlp"
+        backbone.hidden_size,
+        backbone.vocab_size,
+        num_heads=3,
+        kind=kind,
+        lm_head=lm_head,
+        block="mlp",
+        prefix_layers=prefix_layers,
     )
     heads = build(config)
     generator = torch.Generator().manual_seed(seed)
@@ -208,6 +216,62 @@ def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
             assert (expected - states[0, -1]).abs().max() > 0.01, "the layer does nothing: no power"
 
 
+@pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("prefix_layers", [0, 1])
+def test_heads_look_back_in_decoding_at_what_they_would_see_in_training(
+    prefix_layers: int, family: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step of a ragged batch, prompts in pieces, each node is what its heads guess when whole texts are read.
+
+    The texts are read as training reads them, without a cache: so what is kept is in step with what was accepted.
+    """
+    monkeypatch.setattr(prefill, "TOKENS", 6)
+    monkeypatch.setattr(prefill, "LEAST", 3)
+    model = tiny_model(family)
+    heads = heads_for(model, "eagle", scale=0.5, prefix_layers=prefix_layers)
+    layout = resolve_tree(tree, heads)
+    prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
+    requests = prepare(model, prompts, max_new_tokens=14, do_sample=False)
+    session = Session(model, requests, 16, heads=heads)
+    backbone = session.backbone
+    drafter = heads_drafter(heads, backbone, layout)
+    compared, forgetful, propose = [], [], drafter.propose
+
+    def watched(frontier: Frontier) -> Draft:
+        draft = propose(frontier)
+        without = propose(frontier._replace(memory=None))
+        for index, row in enumerate(frontier.rows):
+            text = session.sequences.prefix(row)
+            assert text[0, -1] == frontier.root[index]
+            positions = torch.arange(text.shape[1] - 1)[None]
+            read = heads.read(backbone.hidden_states(text[:, :-1], use_cache=False), positions)
+            memory = heads.recall(read, text[:, 1:], backbone.embed, positions, place=positions[0, -1:])
+            for node in range(1, draft.ids.shape[1]):
+                *path, token = path_to(draft, index, node)
+                following = backbone.embed(torch.tensor([path]))
+                said = heads(read[:, -1], backbone.lm_head, len(path), following, memory)[-1, 0]
+                if isinstance(layout, Tree):  # up to rounding, the guess of this rank
+                    wanted = said.sort(descending=True).values[layout.rank[node]]
+                    torch.testing.assert_close(said[token], wanted, rtol=1e-3, atol=1e-4)
+                else:  # of siblings as many as there are, the best ones
+                    siblings = sum(path_to(draft, index, other)[:-1] == path for other in range(1, draft.ids.shape[1]))
+                    assert said[token] >= said.sort(descending=True).values[siblings - 1] - 1e-4
+                compared.append(node)
+        forgetful.append((draft.ids != without.ids).any())
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    verifier = Verifier(backbone, session.cache, session.sequences)
+    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Clock()))
+    lengths = [length for step in steps for length in step.lengths.values()]
+    assert max(lengths) > 1, "nothing was accepted: no power"
+    assert min(lengths) < max(lengths), "rows never differed: no power"
+    assert len(compared) >= 30
+    assert sum(forgetful) > 1, "without the text nothing changes: no power"
+    assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=14) for prompt in prompts]
+
+
 def test_calibration_tries_their_trees(llama: Any) -> None:
     settings = Settings(max_new_tokens=12)
     texts = [(r.input_ids, r.new_ids) for r in plain_method(llama, settings)([random_ids(5, seed=s) for s in range(4)])]
@@ -217,7 +281,7 @@ def test_calibration_tries_their_trees(llama: Any) -> None:
 
 
 def test_the_drafter_for_every_kind(llama: Any) -> None:
-    for kind, follows in (("cascade", False), ("hydra", True), ("recurrent", True)):
+    for kind, follows in (("cascade", False), *((kind, True) for kind in FOLLOWING)):
         drafter = heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))
         assert isinstance(drafter, PathDrafter) == follows
 

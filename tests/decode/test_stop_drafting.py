@@ -120,7 +120,7 @@ def test_greedy_text_is_plain_decodings(llama: Any, kind: str, least: float) -> 
         assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
 def test_a_seed_gives_one_text_wherever_drafting_stops_and_whoever_else_is_there(llama: Any, kind: str) -> None:
     """The target writes and the draft only foresees (`accept_walk`), so that what is foreseen changes no token."""
     heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9)]

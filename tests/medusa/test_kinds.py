@@ -76,6 +76,92 @@ def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> 
     torch.testing.assert_close(heads.features(hidden, following=following), torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
+def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+    """x [D] with coordinates i and i + D / 2 rotated by an angle of position 10000^(-2 i / D) (Su et al. 2021)."""
+    half = len(x) // 2
+    plane = torch.complex(x[:half].double(), x[half:].double())
+    plane = plane * torch.exp(1j * position * 10_000.0 ** (-torch.arange(half) / half))
+    return torch.cat([plane.real, plane.imag]).to(x.dtype)
+
+
+@torch.no_grad()
+def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.Tensor], start: int) -> torch.Tensor:
+    """The layer over a whole text of pairs (features[i], tokens[i]), [H] each -> its output at the last one [H].
+
+    No cache, no tree: every query attends to all pairs from `start` on, where its document begins.
+    """
+    weights = dict(heads.named_parameters())
+    count, size = heads.count, H // heads.count
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x / x.pow(2).mean().sqrt()
+
+    pairs = [torch.cat([scaled(f), scaled(e)]) for f, e in zip(features[start:], tokens[start:], strict=True)]
+    of_query, of_key, of_value = weights["pair.weight"].split(H)
+    query, mixed = of_query @ pairs[-1], []
+    for head in range(count):
+        part = slice(head * size, (head + 1) * size)
+        q = turned(query[part], len(pairs) - 1)
+        keys = [turned((of_key @ pair)[part], at) for at, pair in enumerate(pairs)]
+        values = [(of_value @ pair)[part] for pair in pairs]
+        share = torch.stack([q @ key for key in keys]).div(size**0.5).softmax(0)
+        mixed.append(sum(s * value for s, value in zip(share, values, strict=True)))
+    x = features[-1] + weights["out.weight"] @ torch.cat(mixed)
+    x_and_token = torch.cat([x, scaled(tokens[-1])])
+    return x + (
+        weights["stack.layers.0.down.weight"]
+        @ F.silu(weights["stack.layers.0.up.weight"] @ x_and_token + weights["stack.layers.0.up.bias"])
+        + weights["stack.layers.0.down.bias"]
+    )
+
+
+def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
+    """Trained on whole rows: every step at every position, as the layer would run over that path and nothing else."""
+    heads = fresh("eagle", 6, block="mlp", lm_head="shared")
+    generator = torch.Generator().manual_seed(7)
+    rows, length, vocab = 2, 7, 5
+    hidden, table = (torch.randn(*shape, H, generator=generator) for shape in ((rows, length), (vocab,)))
+    ids = torch.randint(vocab, (rows, length + K), generator=generator)
+    documents = torch.tensor([[0] * length, [0, 0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([list(range(length)), [0, 1, 2, 0, 1, 2, 3]])
+    following = table[ids[:, 1:]].unfold(1, K, 1).transpose(2, 3)  # [B, T, K, H]
+    place = torch.tensor([0, 2, 6, 7, 9, 10, 13])
+    memory = heads.recall(hidden, ids[:, 1 : length + 1], lambda i: table[i], positions, documents, place)
+    found = heads.features(hidden.flatten(0, 1)[place], following=following.flatten(0, 1)[place], memory=memory)
+    whole = heads.recall(hidden, ids[:, 1 : length + 1], lambda i: table[i], positions, documents)
+    everywhere = heads.features(hidden, following=following, memory=whole)
+    torch.testing.assert_close(everywhere.flatten(1, 2)[:, place], found)
+    for column, (row, at) in enumerate((int(p) // length, int(p) % length) for p in place):
+        start = 3 if row == 1 and at >= 3 else 0
+        features, tokens = list(hidden[row, : at + 1]), list(table[ids[row, 1 : at + 2]])
+        for step in range(K):
+            out = eagle_by_hand(heads, features, tokens, start)
+            torch.testing.assert_close(found[step, column], out, rtol=1e-4, atol=1e-5)
+            features.append(out)  # not the backbone's: training-time test
+            tokens.append(table[ids[row, (at + step + 2) % (length + K)]])  # after the last step nobody looks
+
+
+def test_eagle_sees_the_pairs_before_it_and_no_other_document() -> None:
+    heads, hidden = fresh("eagle", 8, lm_head="shared"), inputs()[0][None]
+    ids, documents = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1]])
+    table, positions = torch.randn(6, H, generator=torch.Generator().manual_seed(9)), torch.tensor([[0, 1, 0, 1, 2]])
+    following = table[ids[:, 1:]][:, :, None].expand(-1, -1, K, -1)
+
+    def features(of: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
+        memory = heads.recall(of, next_ids, lambda i: table[i], positions, documents)
+        return heads.features(hidden, following=following, memory=memory)  # the queries stay as they are
+
+    before = features(hidden, ids[:, 1:])
+    for changed in range(5):
+        other, tokens = hidden.clone(), ids[:, 1:].clone()
+        other[:, changed] += torch.linspace(-1, 2, H)
+        tokens[:, changed] = 0
+        expected = [at > changed and documents[0, at] == documents[0, changed] for at in range(5)]
+        for again in (features(other, ids[:, 1:]), features(hidden, tokens)):
+            for step in range(K):
+                assert (again != before)[step, 0].any(-1).tolist() == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
     heads = fresh(kind, 2, lm_head="shared")
@@ -90,7 +176,7 @@ def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
         assert differs == [heads.follows_path and head >= changed for head in range(K)]
 
 
-@pytest.mark.parametrize("kind", ["hydra", "recurrent"])
+@pytest.mark.parametrize("kind", ["hydra", "recurrent", "eagle"])
 def test_heads_that_follow_the_path_ask_for_it(kind: str) -> None:
     with pytest.raises(RequestError, match=kind):
         fresh(kind).features(inputs()[0])

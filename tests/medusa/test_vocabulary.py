@@ -382,7 +382,9 @@ def recipe(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("lm_head", LM_HEADS)
-@pytest.mark.parametrize(("kind", "objective"), [("medusa", "argmax"), ("hydra", "distill"), ("recurrent", "text")])
+@pytest.mark.parametrize(
+    ("kind", "objective"), [("medusa", "argmax"), ("hydra", "distill"), ("recurrent", "text"), ("eagle", "argmax")]
+)
 def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, objective: str, lm_head: str) -> None:
     recipe(kind, {"objective": objective}, lm_head=lm_head, vocabulary=WORDS, vocabulary_anyway=True)
     heads = load_heads(tmp_path / "out")

@@ -33,7 +33,11 @@ class Scripted(MedusaHeads):
         super().__init__(MedusaConfig(hidden_size=1, num_heads=len(ranks), lm_head="shared"))
         self.texts, self.ranks = iter(texts), ranks
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def features(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden.expand(len(self.ranks), *hidden.shape)
+
+    def logits(self, features: Tensor, *args: Any) -> Tensor:
+        hidden = features[0]
         ids, prompt_tokens = next(self.texts)
         start = prompt_tokens - 1
         logits = torch.zeros(len(self.ranks), len(hidden), VOCAB)

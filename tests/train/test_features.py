@@ -139,10 +139,13 @@ def test_a_folder_that_was_recorded_elsewhere_reads_in_rows(tmp_path: Path) -> N
 # --- the same heads ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["text", "argmax"])
-def test_heads_from_features_are_those_of_online_training(recipe: Any, tmp_path: Path, objective: str) -> None:
-    online = recipe("online", training={"objective": objective})
-    cached = recipe("cached", training={"objective": objective}, cache_features=True)
+@pytest.mark.parametrize(("objective", "kind"), [("text", "medusa"), ("argmax", "medusa"), ("argmax", "eagle")])
+def test_heads_from_features_are_those_of_online_training(
+    recipe: Any, tmp_path: Path, objective: str, kind: str
+) -> None:
+    heads = {"num": 2, "kind": kind}
+    online = recipe("online", training={"objective": objective}, heads=heads)
+    cached = recipe("cached", training={"objective": objective}, heads=heads, cache_features=True)
     assert is_features(tmp_path / "cached" / "features")
     assert cached["head1_loss"] == pytest.approx(online["head1_loss"], abs=2e-4)
     ours, theirs = load_heads(tmp_path / "cached").state_dict(), load_heads(tmp_path / "online").state_dict()
@@ -150,7 +153,7 @@ def test_heads_from_features_are_those_of_online_training(recipe: Any, tmp_path:
     # most a few 1e-4; the wrong hidden states would part the heads by the whole learning, some 5e-2.
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=5e-4, rtol=0)
-    start = recipe("start", training={"objective": objective, "learning_rate": 0.0})
+    start = recipe("start", training={"objective": objective, "learning_rate": 0.0}, heads=heads)
     assert start["head1_loss"] > online["head1_loss"] + 0.05, "twelve steps teach something"
 
 

@@ -179,9 +179,9 @@ def test_heads_that_see_no_guesses_are_shown_none(kind: str) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
 def test_a_seed_says_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, kind: str) -> None:
-    guided = GUIDED if kind == "hydra" else {name: GUIDED[name] for name in ("hidden_noise", "dropout")}
+    guided = GUIDED if kind != "medusa" else {name: GUIDED[name] for name in ("hidden_noise", "dropout")}
 
     def weights(heads: MedusaHeads) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in heads.parameters()])

@@ -194,7 +194,13 @@ def test_a_teacher_that_leans_is_the_product_of_two_distributions(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "lm_head", "prefix_layers"),
-    [("medusa", "own", 0), ("medusa", "shared", 0), ("hydra", "shared", 1), ("recurrent", "own", 0)],
+    [
+        ("medusa", "own", 0),
+        ("medusa", "shared", 0),
+        ("hydra", "shared", 1),
+        ("recurrent", "own", 0),
+        ("eagle", "shared", 1),
+    ],
 )
 def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(
     tmp_path: Path, kind: str, lm_head: str, prefix_layers: int, dtype: torch.dtype
@@ -215,7 +221,9 @@ def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(
     found = torch.cat([gain(slice(0, 5)), gain(slice(5, 12))]).reshape(2, 6, VOCAB)
     read, backbone = heads.read(hidden.float(), positions, documents), module._outside[0]
     following = backbone.embed(following_ids(ids, 2)).float()
-    guess = 0.25 * heads(read, backbone.lm_head, following=following)[0].float().log_softmax(-1)  # [2, 7, V]
+    memory = heads.recall(read, following_ids(ids, 1)[..., 0], backbone.embed, positions, documents)
+    guess = heads(read, backbone.lm_head, following=following, memory=memory)[0]
+    guess = 0.25 * guess.float().log_softmax(-1)  # [2, 7, V]
     for row, position in ((0, 1), (0, 3), (0, 5), (1, 1), (1, 5)):
         torch.testing.assert_close(found[row, position], guess[row, position - 1], rtol=1e-4, atol=1e-5)
     for row, position in ((0, 0), (0, 4), (1, 0)):

@@ -182,7 +182,7 @@ def test_heads_learn_what_the_backbone_says_and_decoding_gets_shorter(
     assert [result.input_ids + result.new_ids for result in results] == [text.input_ids for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent"])
+@pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent", "eagle"])
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 def test_heads_that_follow_the_path_learn_from_the_tokens_before(
     model: Any, tmp_path: Path, kind: str, backend: str
@@ -210,7 +210,7 @@ def test_heads_that_follow_the_path_learn_from_the_tokens_before(
     run.train()
     found = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 1) for text in made])["heads"]
     for head in found:
-        if kind in ("hydra", "recurrent"):
+        if run.heads.follows_path:
             assert head["top"]["1"] > 0.45, "half of the labels can be known"
         else:
             assert head["top"]["1"] < 0.25, "learnt by heart: no power"
@@ -253,7 +253,7 @@ def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[O
 
 
 @pytest.mark.parametrize("backend", ["chunked", "plain"])
-@pytest.mark.parametrize("heads", [{"kind": "medusa"}, {"kind": "hydra", "prefix_layers": 1}])
+@pytest.mark.parametrize("heads", [{"kind": "medusa"}, {"kind": "hydra", "prefix_layers": 1}, {"kind": "eagle"}])
 def test_heads_in_float32_beside_a_bfloat16_backbone(
     texts: list[OwnText], tmp_path: Path, heads: dict[str, Any], backend: str
 ) -> None:

@@ -1,0 +1,69 @@
+"""One autoregressive layer for all steps: EAGLE (arXiv 2401.15077), trained on its own features (EAGLE-3, HASS).
+
+    z = [f ; e(token)]              f: the backbone's hidden state, and from the second step on the step's own output
+    f' = f + attention(z)           over the pairs (f, token) of the text before, and those of the path so far
+    f' = f' + blocks([f' ; e(token)])
+
+Each step's output is the next one's f, and goes through the LM head. A pair's key depends on the pair alone, so the
+text's accepted pairs are remembered without running the layer over them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa.errors import RequestError
+from medusa.memory import Memory
+from medusa.rotations import rotations, turned
+from medusa.steps import Stack, State, StepHeads, normalised
+
+HEAD_SIZE = 64
+
+
+class EagleHeads(StepHeads):
+    """The state is the output vector [..., H], and of each pair of the path its key and value [..., 2 H]."""
+
+    follows_path = remembers = True
+
+    def make_blocks(self) -> None:
+        size = self.config.hidden_size
+        if size % 2:
+            raise RequestError(f"heads of kind eagle need an even hidden size, not {size}; take recurrent")
+        self.count = max(size // HEAD_SIZE, 1)
+        while size % (2 * self.count):
+            self.count -= 1
+        self.size = size // self.count
+        self.pair = nn.Linear(2 * size, 3 * size, bias=False)  # to its query, key and value
+        self.out = nn.Linear(size, size, bias=False)
+        nn.init.zeros_(self.out.weight)
+        self.stack = Stack(self.config, 2 * size)
+
+    def remember(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        pair = torch.cat([normalised(hidden), normalised(token)], dim=-1)
+        both = F.linear(pair, self.pair.weight[self.config.hidden_size :]).unflatten(-1, (2, self.count, -1))
+        keys, values = both.transpose(1, 3).unbind(2)  # [B, A, T, D]
+        cos, sin = rotations(position_ids, self.size, keys.dtype)
+        return turned(keys, (cos[:, None], sin[:, None])), values
+
+    def step(self, head: int, state: State, token: Tensor | None, memory: Memory | None) -> tuple[Tensor, State]:
+        assert token is not None
+        (feature, *path), token = state, normalised(token)
+        mixed = self.pair(torch.cat([normalised(feature), token], dim=-1)).unflatten(-1, (3, self.count, -1))
+        if memory is None:
+            cos, sin = rotations(torch.tensor(head, device=mixed.device), self.size, mixed.dtype)
+        else:
+            cos, sin = (part[..., None, None, :] for part in memory.turn(head))
+        query, key = turned(mixed[..., :2, :, :], (cos, sin)).unbind(-3)
+        path.append(torch.cat([key, mixed[..., 2, :, :]], dim=-1).flatten(-2))
+        keys, values = torch.stack(path, dim=-2).unflatten(-1, (self.count, -1)).chunk(2, dim=-1)  # [..., k + 1, A, D]
+        scores = (query[..., None, :, :] * keys).sum(-1).transpose(-1, -2)  # [..., A, k + 1]
+        if memory is None:
+            seen, weights = torch.zeros_like(query), (scores * self.size**-0.5).softmax(-1)
+        else:
+            seen, weights = memory.look(query, scores)
+        seen = seen + (weights.transpose(-1, -2)[..., None] * values).sum(-3)
+        feature = feature + self.out(seen.flatten(-2))
+        feature = self.stack(feature, torch.cat([feature, token], dim=-1))
+        return feature, (feature, *path)
