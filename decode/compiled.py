@@ -31,12 +31,15 @@ from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
 from decode.dynamic import DynamicTree, Layout
 from decode.loop import Acceptor, Session, Step, at_end, pack, unpack
+from decode.reader import Reader
 from decode.sampling import POSITION_FREE, Target, cumulative, invert, most_probable
 from decode.topology import Topology
 from decode.verify import layer_kinds, visible_slots
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
+from medusa.memory import Memory
+from medusa.steps import StepHeads
 from medusa.tree import Tree
 
 LEAST = 256
@@ -111,6 +114,12 @@ class FixedCache(Cache):
             mine.keys[:, :, : other.capacity] = theirs.keys
             mine.values[:, :, : other.capacity] = theirs.values
         self.lengths.copy_(other.lengths)
+
+    def go_behind(self, count: int) -> Tensor:
+        """The next `count` states go behind the text; returns their positions in a chain [B, count]."""
+        positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+        self.slots = positions.clamp_max(self.capacity - 1)
+        return positions
 
     def move(self, path: Tensor) -> None:
         """Put the nodes path [B, C] of the last forward, in order, behind the text; see `TreeCache.commit`."""
@@ -231,16 +240,96 @@ class Sampler:
         return ended_at(draft, end, p[torch.arange(rows, device=ids.device), end].argmax(-1))
 
 
+class FixedReader:
+    """`decode.reader.Reader` in fixed shapes: what heads that look back keep of the text."""
+
+    heads: MedusaHeads
+    backbone: Backbone
+    prefix: FixedCache | None
+    pairs: FixedCache | None
+
+    def __init__(self, like: Reader | FixedReader, capacity: int, max_depth: int) -> None:
+        """`max_depth`: of the tree, whose paths are read."""
+        self.heads, self.backbone = like.heads, like.backbone
+        self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
+        self.prefix, self.pairs = None, None
+        if like.prefix is not None:
+            self.prefix = FixedCache(
+                like.prefix if isinstance(like.prefix, FixedCache) else like.prefix.cache, capacity
+            )
+        if like.pairs is not None:
+            self.pairs = FixedCache(like.pairs if isinstance(like.pairs, FixedCache) else like.pairs.cache, capacity)
+
+    def load(self, reader: Reader) -> None:
+        """Take over what was read of the prompts."""
+        for mine, theirs in ((self.prefix, reader.prefix), (self.pairs, reader.pairs)):
+            if mine is not None and theirs is not None:
+                mine.load(theirs.cache)
+                theirs.cache.release()
+
+    def take(self, other: FixedReader) -> None:
+        """Take over everything from a smaller one."""
+        for mine, theirs in ((self.prefix, other.prefix), (self.pairs, other.pairs)):
+            if mine is not None and theirs is not None:
+                mine.take(theirs)
+
+    def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
+        """What the heads read at the ends of accepted paths [B, H].
+
+        Args:
+            before: [B, H] what they read before the root.
+            hidden, ids: [B, D + 1, H], [B, D + 1] of the paths' nodes, padded with anything.
+            end: [B] where in them each path ends.
+            counts: [B] by how many nodes each row grows.
+        """
+        if self.prefix is not None:
+            assert self.heads.prefix is not None
+            cache = self.prefix
+            positions = cache.go_behind(hidden.shape[1])
+            allowed = visible_slots(self.chain, cache.lengths, cache.capacity)[:, None]
+            hidden = self.heads.prefix(hidden, positions, additive(allowed, hidden.dtype), cache)
+            cache.lengths.add_(counts)
+        if self.pairs is not None:
+            assert isinstance(self.heads, StepHeads)
+            cache = self.pairs
+            positions = cache.go_behind(hidden.shape[1])
+            pairs = torch.cat([before[:, None], hidden[:, :-1]], dim=1)
+            cache.update(*self.heads.remember(pairs, self.backbone.embed(ids).to(hidden), positions), 0)
+            cache.lengths.add_(counts)
+        return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
+
+    def memory(self) -> Memory | None:
+        if self.pairs is None:
+            return None
+        layer, lengths = self.pairs.fixed_layers[0], self.pairs.lengths[:, None]
+        seen = torch.arange(self.pairs.capacity, device=lengths.device) < lengths
+        return Memory(layer.keys, layer.values, seen[:, None], lengths, self.heads.config.num_heads)
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `allowed`, else the least finite number."""
+    return torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
+
+
 class Region:
     """The compiled step for one batch size, capacity, draft and sampler, with its state on the device."""
 
-    def __init__(self, backbone: Backbone, cache: FixedCache, drafter: Drafter, tree_depth: int, sampler: Sampler):
+    def __init__(
+        self,
+        backbone: Backbone,
+        cache: FixedCache,
+        reader: FixedReader | None,
+        drafter: Drafter,
+        sampler: Sampler,
+        hidden: Tensor,
+    ) -> None:
+        """`hidden` [B, H]: of the kind that the drafter starts from."""
         self.backbone, self.cache, self.drafter, self.sampler = backbone, cache, drafter, sampler
-        self.max_depth = tree_depth
+        self.reader = reader
         self.config, self.kinds = backbone.config, layer_kinds(backbone.config)
         device, rows = backbone.device, cache.rows
         self.root = _static(torch.zeros(rows, dtype=torch.long, device=device))
-        self.hidden = _static(torch.zeros(rows, backbone.hidden_size, dtype=backbone.dtype, device=device))
+        self.hidden = _static(torch.zeros_like(hidden))
         self.alive = _static(torch.ones(rows, dtype=torch.long, device=device))
         ends = [end for end in (backbone.context, cache.capacity) if end is not None]
         self.end = min(ends)
@@ -255,26 +344,34 @@ class Region:
         return packed.tolist()
 
     def _frontier(self) -> Frontier:
-        return Frontier(self.root, self.hidden, list(range(self.cache.rows)))
+        memory = None if self.reader is None else self.reader.memory()
+        return Frontier(self.root, self.hidden, list(range(self.cache.rows)), memory)
 
     def _step(self, u: Tensor) -> Tensor:
         cache, lengths = self.cache, self.cache.lengths
         draft = self.drafter.propose(self._frontier())
         topology = draft.topology
         positions = (lengths[:, None] + topology.depth).clamp_max(self.end - 1)
-        nodes = torch.arange(topology.num_nodes, device=lengths.device)
-        cache.slots = (lengths[:, None] + nodes).clamp_max(cache.capacity - 1)
+        cache.go_behind(topology.num_nodes)
         readout = self.backbone.forward(
             draft.ids, cache, position_ids=positions, attention_mask=self._masks(topology, lengths)
         )
         accepted = self.sampler.accept(draft, readout.logits, u, self.end - 1 - lengths)
         if topology.max_children > 1:
             cache.move(accepted.path.clamp_min(0))
-        packed = pack(draft, accepted)
+        packed, counts = pack(draft, accepted), accepted.length * self.alive  # a row that has ended stays where it is
+        self.hidden.copy_(self._heads_read(draft, readout.hidden, accepted, counts))
         self.root.copy_(accepted.next_root)
-        self.hidden.copy_(at_end(readout.hidden, accepted))
-        lengths.add_(accepted.length * self.alive)  # a row that has ended stays where it is
+        lengths.add_(counts)
         return packed
+
+    def _heads_read(self, draft: Draft, hidden: Tensor, accepted: Acceptance, counts: Tensor) -> Tensor:
+        """hidden [B, N, H] of a step -> what the heads start the next one from [B, H]."""
+        if self.reader is None:
+            return at_end(hidden, accepted)
+        path = accepted.path.clamp_min(0)
+        states = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1])).to(self.hidden.dtype)
+        return self.reader.path(self.hidden, states, draft.ids.gather(1, path), accepted.length - 1, counts)
 
     def _masks(self, topology: Topology, lengths: Tensor) -> Any:
         masks = {}
@@ -282,13 +379,15 @@ class Region:
             window = self.backbone.config.sliding_window if kind == "sliding_attention" else None
             chunk = self.backbone.config.attention_chunk_size if kind == "chunked_attention" else None
             allowed = visible_slots(topology, lengths, self.cache.capacity, window, chunk)
-            least = torch.finfo(self.backbone.dtype).min
-            masks[kind] = torch.where(allowed, 0.0, least).to(self.backbone.dtype)[:, None]
+            masks[kind] = additive(allowed, self.backbone.dtype)[:, None]
         return masks if getattr(self.config, "layer_types", None) is not None else masks[self.kinds[0]]
 
-    def load(self, cache: TreeCache, frontier: Frontier) -> None:
-        """Start behind prompts that were read."""
-        self.cache.load(cache)
+    def load(self, session: Session, frontier: Frontier) -> None:
+        """Start behind prompts that were read; the session's own memory is let go."""
+        self.cache.load(session.cache)
+        session.cache.release()
+        if self.reader is not None and session.reader is not None:
+            self.reader.load(session.reader)
         self.root.copy_(frontier.root)
         self.hidden.copy_(frontier.hidden)
         self.alive.fill_(1)
@@ -296,6 +395,8 @@ class Region:
     def go_on_from(self, other: Region) -> None:
         """Take over from a region with a smaller cache."""
         self.cache.take(other.cache)
+        if self.reader is not None and other.reader is not None:
+            self.reader.take(other.reader)
         self.root.copy_(other.root)
         self.hidden.copy_(other.hidden)
         self.alive.copy_(other.alive)
@@ -354,8 +455,6 @@ def require_compilable(session: Session) -> None:
         reason = "longrope turns a text by how long it is"
     elif len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         reason = "the model is spread over devices"
-    elif session.reader is not None:
-        reason = "heads that look back at the text (prefix_layers, or by their kind) keep a cache of their own"
     elif session.kept_hidden is not None:
         reason = "hidden states are to be kept"
     elif backbone.device.type == "cpu" and not _has_compiler():
@@ -400,14 +499,16 @@ class Compiled:
         self.key = (rows, heads, _content(tree), model.dtype, model.training, *Sampler.key(session.target, acceptor))
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
 
-    def region(self, capacity: int, like: TreeCache | FixedCache) -> Region:
-        """The one that holds at least `capacity` slots of what is in `like`."""
+    def region(
+        self, capacity: int, cache: TreeCache | FixedCache, reader: Reader | FixedReader | None, hidden: Tensor
+    ) -> Region:
+        """The one that holds at least `capacity` slots of what is in these."""
         slots = max(LEAST, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:
-            cache = FixedCache(like, slots)
-            sampler = Sampler(self.session.target, self.acceptor)
-            return Region(self.session.backbone, cache, self.make_drafter(), self.tree.max_depth, sampler)
+            backbone, sampler = self.session.backbone, Sampler(self.session.target, self.acceptor)
+            fixed = None if reader is None else FixedReader(reader, slots, self.tree.max_depth)
+            return Region(backbone, FixedCache(cache, slots), fixed, self.make_drafter(), sampler, hidden)
 
         return Regions.of(self.session.backbone.model).get_or_make((slots, *self.key), make)
 
@@ -416,9 +517,9 @@ class Compiled:
         """Decode until every row has ended. A stage of the clock is one region: all of a step counts as `verify`."""
         session, sequences, nodes = self.session, self.session.sequences, self.tree.num_nodes
         frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
-        region = self.region(max(self.lengths) + min(max(sequences.limits), self.ahead) + nodes, session.cache)
-        region.load(session.cache, frontier)
-        session.cache.release()
+        first = max(self.lengths) + min(max(sequences.limits), self.ahead) + nodes
+        region = self.region(first, session.cache, session.reader, frontier.hidden)
+        region.load(session, frontier)
         u = torch.zeros(len(sequences), self.tree.max_depth + 1, dtype=torch.float64, device=session.backbone.device)
         rows, roots = frontier.rows, frontier.root.tolist()
         clock.start()
@@ -434,7 +535,7 @@ class Compiled:
                     yield step
                 return
             if max(self.lengths[row] for row in rows) + nodes > region.cache.capacity:
-                larger = self.region(2 * region.cache.capacity, region.cache)
+                larger = self.region(2 * region.cache.capacity, region.cache, region.reader, region.hidden)
                 larger.go_on_from(region)
                 region = larger
             if session.target.do_sample:

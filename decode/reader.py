@@ -28,6 +28,7 @@ class Reader:
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         example = next(heads.parameters())
+        self.heads, self.backbone = heads, backbone
         self.dtype, self.device = example.dtype, example.device
         self.prefix = None if heads.prefix is None else PrefixCache(heads.prefix, batch_size, capacity)
         self.pairs = None
