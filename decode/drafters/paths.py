@@ -28,8 +28,13 @@ from medusa.steps import State, StepHeads
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
-WIDTH = 8
-"""Nodes of a level of a dynamic tree that get children; more where a shallow tree could not be filled otherwise."""
+
+def least_width(nodes: int) -> int:
+    """Nodes of a level that get children, in a dynamic tree of so many nodes (root included).
+
+    By measurement: with 8 nodes two are as good as all, with 16 three, with 64 eight lose a hundredth of tau.
+    """
+    return max(2, round(nodes**0.5))
 
 
 class Level(NamedTuple):
@@ -59,16 +64,16 @@ def levels_of(tree: Tree) -> list[Level]:
 
 
 def width_of(tree: DynamicTree) -> int:
-    """The least width, from WIDTH on, with which the levels of a dynamic tree hold enough nodes to choose from."""
-    wanted = tree.num_nodes - 1
-    for width in range(WIDTH, wanted):
+    """The width, more than `least_width` where a shallow tree's levels would not hold enough nodes to choose from."""
+    least, wanted = least_width(tree.num_nodes), tree.num_nodes - 1
+    for width in range(least, wanted):
         found = level = min(wanted, TOP)
         for _ in range(1, tree.max_depth):
             level = min(wanted, min(width, level) * min(wanted, TOP))
             found += level
         if found >= wanted:
             return width
-    return max(WIDTH, wanted)
+    return max(least, wanted)
 
 
 class PathDrafter:
