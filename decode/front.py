@@ -23,7 +23,16 @@ from decode.drafters.paths import PathDrafter
 from decode.dynamic import DynamicTree, Layout
 from decode.loop import Acceptor, Session, Step
 from decode.reference import plain_session
-from decode.request import LOSSLESS, TreeLike, prepare, requests_of, resolve_acceptance, resolve_tree, with_generators
+from decode.request import (
+    LOSSLESS,
+    TreeLike,
+    prepare,
+    requests_of,
+    require_one_shape,
+    resolve_acceptance,
+    resolve_tree,
+    with_generators,
+)
 from decode.sampling import Target
 from decode.sequences import Request
 from decode.verify import Verifier
@@ -61,8 +70,7 @@ def medusa_session(
         return plain_session(model, requests, clock, keep_hidden, compile)  # the same text, without the price of a tree
     session = Session(model, requests, resolved.num_nodes, acceptor.truncation, keep_hidden, heads)
     if compile:
-        if isinstance(resolved, DynamicTree) and resolved.least:
-            raise RequestError("--compile has steps of one shape only, and stop-drafting changes it; leave one out")
+        require_one_shape(compile, resolved.least if isinstance(resolved, DynamicTree) else 0.0)
         loop = Compiled(session, acceptor, resolved, heads, lambda: heads_drafter(heads, backbone, resolved))
         return session, loop.run(clock or Clock())
     drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)

@@ -224,6 +224,13 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0)
     return replace(resolved, least=stop_drafting)
 
 
+def require_one_shape(compile: bool, stop_drafting: float) -> None:
+    """Raises:
+    RequestError: steps are to be compiled whole, and to change their shape."""
+    if compile and stop_drafting:
+        raise RequestError("--compile has steps of one shape only, and stop-drafting changes it; leave one out")
+
+
 def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
     if isinstance(tree, Layout):
         return tree

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decode.loop import Acceptor
-from decode.request import resolve_acceptance
+from decode.request import require_one_shape, resolve_acceptance
 from medusa.errors import RequestError
 
 
@@ -47,6 +47,7 @@ class Settings:
         _require(self.repetition_penalty > 0, "repetition-penalty", self.repetition_penalty, "above 0; 1 is off")
         if any(not stop for stop in self.stop):
             raise RequestError("a stop string is empty; give at least one character")
+        require_one_shape(self.compile, self.stop_drafting)
         _ = self.acceptor
 
     @property

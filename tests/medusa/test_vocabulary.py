@@ -37,7 +37,7 @@ from train.data import Example, PackedDataset, StreamedDataset
 from train.evaluate import ranks_of
 from train.labels import IGNORE
 from train.loss import Teacher, Weighting, head_losses, head_losses_plain
-from train.run import train
+from train.run import _require_adaptable, train
 from train.vocabulary import most_frequent
 
 WORDS, HEADS = 40, 3
@@ -403,6 +403,14 @@ def test_a_loss_is_refused_with_its_figures(recipe: Any) -> None:
     )
     with pytest.raises(RequestError, match=message):
         recipe(vocabulary=WORDS)
+
+
+def test_a_teacher_that_leans_on_all_tokens_is_refused(llama: Any) -> None:
+    _, some = pair(llama)
+    content: dict[str, Any] = {"backbone": "demo", "data": "text.txt", "output_dir": "out", "adapter": {}}
+    with pytest.raises(RequestError, match=r"adapter.lean needs heads that know all tokens; add adapter.lean=0"):
+        _require_adaptable(parse_config(content, "test"), some)
+    _require_adaptable(parse_config(content | {"adapter": {"lean": 0.0}}, "test"), some)
 
 
 def test_streams_and_tiny_lists_are_refused(recipe: Any) -> None:
