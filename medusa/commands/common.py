@@ -72,11 +72,7 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 avoids repeats")
     group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
-    group.add_argument(
-        "--compile",
-        action="store_true",
-        help="whole steps by torch.compile, CUDA graphs on a GPU; the first step takes seconds to minutes",
-    )
+    add_compile(group)
     group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
     if tree:
         group.add_argument(
@@ -95,6 +91,14 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
             metavar="FILE|NAME",
             help="auto, chain, topk:3,3,2, a name or a file (default: the heads' own, else auto)",
         )
+
+
+def add_compile(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="whole steps by torch.compile, CUDA graphs on a GPU; the first step takes seconds to minutes",
+    )
 
 
 def add_stop_drafting(group: argparse._ArgumentGroup) -> None:

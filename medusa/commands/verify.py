@@ -12,6 +12,7 @@ against equality. The chance that draws give it where nothing is wrong is at mos
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--full", action="store_true", help="temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9")
     common.add_stop_drafting(group)
+    common.add_compile(group)
     group.add_argument("--epsilon", type=float, default=0.09, help="of typical acceptance (default: 0.09)")
     group.add_argument("--delta", type=float, default=0.3, help="of typical acceptance (default: 0.3)")
     group.add_argument(
@@ -133,7 +135,7 @@ def measure(args: argparse.Namespace, loaded: Any, heads: Any, tree: Any, prompt
         greedy = evidence.compare_greedy(
             model,
             plain_method(model, settings, loaded.tokenizer),
-            medusa_method(model, heads, settings, loaded.tokenizer, tree),
+            medusa_method(model, heads, replace(settings, compile=args.compile), loaded.tokenizer, tree),
             prompts,
             args.batch_size,
             lambda: progress.advance(task),
