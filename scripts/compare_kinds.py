@@ -37,6 +37,7 @@ from medusa.commands import common
 from medusa.heads import MedusaHeads
 from medusa.records import prompt_ids
 
+PATH = 4
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 
 
@@ -94,11 +95,16 @@ def main() -> None:
 @torch.inference_mode()
 def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -> dict[str, float]:
     """Of one step behind `prompt`: millions of operations and of bytes, for drafting and for the tree's forward."""
-    session = Session(loaded.model, prepare(loaded.model, [prompt], do_sample=False), tree.num_nodes, heads=heads)
+    session = Session(
+        loaded.model, prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False), tree.num_nodes, heads=heads
+    )
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
     verifier = Verifier(session.backbone, session.cache, session.sequences)
     with FlopCounterMode(display=False) as operations, Bytes() as moved:
         draft = drafter.propose(frontier)
+        if session.reader is not None:  # reads what was accepted: here a path of PATH nodes
+            hidden = frontier.hidden[:, None].expand(-1, PATH, -1)
+            session.reader.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
     with FlopCounterMode(display=False) as verifying, Bytes() as read:
         verifier(draft)
     return {

@@ -1,0 +1,50 @@
+"""Heads side by side: the figures are there, and counted costs are those of the shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medusa.backbone import Backbone, load_backbone
+from medusa.checkpoint import save_heads
+from tests.helpers import load_script, random_heads
+
+script = load_script("compare_kinds")
+
+
+def test_two_kinds_on_the_embedded_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_backbone("demo").model
+    size, words = Backbone(model).hidden_size, Backbone(model).vocab_size
+    for kind in ("medusa", "eagle"):
+        save_heads(random_heads(model, 2, kind=kind, lm_head="shared"), tmp_path / kind)
+    words_of_command = [
+        "compare_kinds",
+        "--backbone",
+        "demo",
+        "--prompt",
+        "Once upon a time",
+        "--trees",
+        "chain",
+        "topk:2,2",
+    ]
+    words_of_command += ["--heads", f"one={tmp_path / 'medusa'}", f"two={tmp_path / 'eagle'}", "--threads", "1"]
+    words_of_command += ["--max-new-tokens", "6", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--quiet"]
+    monkeypatch.setattr("sys.argv", words_of_command)
+    script.main()
+    rows = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["heads"], row["tree"], row["nodes"]) for row in rows] == [
+        ("one", "chain", 3),
+        ("one", "topk:2,2", 7),
+        ("two", "chain", 3),
+        ("two", "topk:2,2", 7),
+    ]
+    for row in rows:
+        assert row["equal_to_plain"] == 1
+        assert row["tau"] >= 1
+        assert row["tokens_per_second"] > 0
+    # Two heads of one square block each, then the LM head for both: the tree's size does not matter.
+    assert rows[0]["draft_mflop"] == pytest.approx(2 * 2 * (size * size + size * words) / 1e6)
+    assert rows[1]["draft_mflop"] == rows[0]["draft_mflop"]
+    assert rows[3]["draft_mflop"] > rows[2]["draft_mflop"]  # grown level by level
