@@ -38,6 +38,7 @@ class EagleHeads(StepHeads):
         self.pair = nn.Linear(2 * size, 3 * size, bias=False)  # to its query, key and value
         self.out = nn.Linear(size, size, bias=False)
         nn.init.zeros_(self.out.weight)
+        self.dropout = nn.Dropout(0.0)
         self.stack = Stack(self.config, 2 * size)
 
     def remember(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,6 @@ class EagleHeads(StepHeads):
         else:
             seen, weights = memory.look(query, scores)
         seen = seen + (weights.transpose(-1, -2)[..., None] * values).sum(-3)
-        feature = feature + self.out(seen.flatten(-2))
+        feature = feature + self.dropout(self.out(seen.flatten(-2)))
         feature = self.stack(feature, torch.cat([feature, token], dim=-1))
         return feature, (feature, *path)

@@ -95,8 +95,8 @@ def test_no_head_is_run_below(llama: Any, monkeypatch: pytest.MonkeyPatch) -> No
     heads, seen = heads_for(llama, "hydra"), []
     step = PathDrafter._step
 
-    def watched(self: PathDrafter, head: int, state: torch.Tensor, *rest: Any) -> Any:
-        seen.append((head, state.shape[1]))
+    def watched(self: PathDrafter, head: int, state: tuple[torch.Tensor, ...], *rest: Any) -> Any:
+        seen.append((head, state[0].shape[1]))
         return step(self, head, state, *rest)
 
     monkeypatch.setattr(PathDrafter, "_step", watched)

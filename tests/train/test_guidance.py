@@ -92,6 +92,8 @@ def test_noise_is_for_what_heads_read_in_training_and_for_nothing_else(kind: str
 def test_a_share_of_what_blocks_add_is_dropped_in_training_only(kind: str, block: str) -> None:
     model = tiny_model("llama")
     heads = random_heads(model, 1, kind=kind, block=block, num_layers=1, lm_head="shared")
+    if kind == "eagle":
+        nn.init.zeros_(heads.out.weight)  # type: ignore[arg-type, union-attr]  # its attention, which is no block
     hidden, following = torch.randn(4000, Backbone(model).hidden_size), None
     if heads.follows_path:
         following = torch.randn(4000, 1, hidden.shape[-1])
@@ -134,7 +136,10 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
     for index in (0, 17, len(where) - 1):
         row, at = where[index]
         text = following_ids(inputs["input_ids"], HEADS)[row, at]
-        logits = module.heads(hidden[row, at], backbone.lm_head, following=backbone.embed(text))  # [K, V]
+        next_ids, place = following_ids(inputs["input_ids"], 1)[..., 0], torch.tensor([row * 40 + at])
+        memory = module.heads.recall(hidden, next_ids, backbone.embed, inputs["position_ids"], place=place)
+        here, path = hidden[row, at][None], backbone.embed(text)[None]
+        logits = module.heads(here, backbone.lm_head, following=path, memory=memory)[:, 0]  # [K, V]
         shown = torch.cat([text[:1], logits.argmax(-1)[: HEADS - 1]])
         torch.testing.assert_close(rows[index], backbone.embed(shown))
 
