@@ -95,8 +95,8 @@ class Source(ABC):
 class Materials(NamedTuple):
     """What sources are made of."""
 
-    model: PreTrainedModel | None
-    """The backbone's model; `None` while only words are looked at."""
+    model: PreTrainedModel
+    """The backbone's model."""
     heads: MedusaHeads | None = None
     tree: Any = None
     """What the heads' guesses are laid out on (`decode.request.TreeLike`)."""

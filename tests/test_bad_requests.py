@@ -86,7 +86,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
     "a missing tree file": (("--tree", "/no/such/tree.json"), "/no/such/tree.json"),
     "a tree of no width": (("--tree", "topk:0"), "width"),
-    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, ngram"),
+    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, model, ngram"),
     "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
     "a tree for a drafter without heads": (("--drafter", "ngram", "--tree", "chain"), "leave it out"),
     "a tree of words": (("--tree", "topk:many"), "whole numbers"),

@@ -11,6 +11,7 @@ from medusa.errors import RequestError
 
 DRAFTERS = {
     "heads": "decode.drafters.trained:HeadsPlan",  # Medusa heads of any kind, on a tree
+    "model": "decode.drafters.model:ModelPlan",  # a small language model
     "ngram": "decode.drafters.ngram:NgramPlan",  # what followed the last words where they stood before
 }
 DrafterLike = Source | Plan | str | None
@@ -64,7 +65,7 @@ def source_of(drafter: DrafterLike, materials: Materials) -> Source:
     Raises:
         RequestError: no such drafter, or what it needs is missing or does not fit."""
     if isinstance(drafter, Source):
-        require_no_tree(materials)  # it has one, or needs none
+        require_no_tree(materials.tree, materials.stop_drafting)  # it has one, or needs none
         return drafter
     plan = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(plan, Plan):
@@ -72,12 +73,12 @@ def source_of(drafter: DrafterLike, materials: Materials) -> Source:
     return plan.source(materials)
 
 
-def require_no_tree(materials: Materials) -> None:
+def require_no_tree(tree: Any, stop_drafting: float) -> None:
     """Raises:
     RequestError: a tree, or where it stops, is given to a drafter that has a shape of its own."""
-    if materials.stop_drafting:
+    if stop_drafting:
         raise RequestError("stop-drafting is for dynamic trees of heads; this drafter has options of its own")
-    if materials.tree is not None:
+    if tree is not None:
         raise RequestError("a tree lays out what heads guess, and this drafter has options of its own; leave it out")
 
 

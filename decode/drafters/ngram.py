@@ -40,7 +40,7 @@ class NgramPlan(Plan):
         require_at_least(0, "ngram", nodes=self.nodes)
 
     def source(self, materials: Materials) -> Source:
-        require_no_tree(materials)
+        require_no_tree(materials.tree, materials.stop_drafting)
         return PromptLookup(self)
 
 

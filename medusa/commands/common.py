@@ -117,7 +117,7 @@ def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
         "--drafter",
         metavar="NAME[:OPTIONS]",
         action="append" if several else "store",
-        help="who guesses ahead: heads (default), ngram, ... (docs/drafters.md)"
+        help="who guesses ahead: heads (default), model:NAME, ngram (docs/drafters.md)"
         + ("; repeatable: the first is `medusa`, the others take part" if several else ""),
     )
 
@@ -206,12 +206,11 @@ def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> P
 
     Raises:
         RequestError: no such drafter, no --heads for one that needs them, or a --tree for one that does not."""
-    from decode.draft import Materials
     from decode.drafters import parse, require_no_tree
 
     plan = parse(spec or "heads")
     if not plan.needs_heads and alone:
-        require_no_tree(Materials(None, tree=args.tree, stop_drafting=args.stop_drafting))
+        require_no_tree(args.tree, args.stop_drafting)
     if plan.needs_heads and args.heads is None:
         raise RequestError(f"no heads: drafter {spec or 'heads'} needs --heads H")
     return plan
