@@ -190,6 +190,12 @@ class TreeCache(Cache):
         """Row b keeps its first `lengths[b]` slots: prompts read with their padding lose it again."""
         self._set(list(lengths))
 
+    def reopen(self, lengths: list[int]) -> None:
+        """Row b's slots behind the first `lengths[b]` are nodes again, of which `commit` chooses: a tree that several
+        forwards have grown, each behind the other."""
+        self._set(list(lengths))
+        self.pending = 1
+
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the nodes `path[b, : counts[b]]` of the last forward, in order; path [B, C] may be padded with anything.
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from decode.topology import Topology
 from medusa.memory import Memory
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from decode.dynamic import Layout
+    from decode.loop import Session
+    from medusa.heads import MedusaHeads
 
 
 class Frontier(NamedTuple):
@@ -50,8 +59,74 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Whatever can guess ahead. It never decides: acceptance does."""
+    """Whatever can guess ahead. It never decides: acceptance does.
+
+    A drafter that needs the text reads it from the session's `Sequences`: by the time it is asked, they hold all that
+    was accepted, the root being the last token of each row. Nothing else is told to it.
+    """
 
     def propose(self, frontier: Frontier) -> Draft:
         """A draft whose root is `frontier.root`."""
         ...
+
+
+class Source(ABC):
+    """Where drafters come from: models loaded and options checked, to be started for every batch of texts."""
+
+    heads: MedusaHeads | None = None
+    """Those that draft, whose layers may read the text along."""
+    can_draw: bool = False
+    """Whether guesses can be drawn from distributions of its own (`draft sample`)."""
+
+    @property
+    @abstractmethod
+    def num_nodes(self) -> int:
+        """Of the largest draft, root included."""
+
+    @abstractmethod
+    def start(self, session: Session, drawn: bool = False) -> Drafter:
+        """A drafter for the texts of `session`; `drawn`: its guesses are to be drawn."""
+
+    def reshaped(self, change: Callable[[Layout], Layout]) -> Source:
+        """The same with another tree, where it has one."""
+        return self
+
+
+class Materials(NamedTuple):
+    """What sources are made of."""
+
+    model: PreTrainedModel
+    """The backbone's model."""
+    heads: MedusaHeads | None = None
+    tree: Any = None
+    """What the heads' guesses are laid out on (`decode.request.TreeLike`)."""
+    tokenizer: Any = None
+    """The backbone's, to tell a draft model's from it; ids alone are compared without one."""
+    name: str = "the backbone"
+    trust_remote_code: bool = False
+    stop_drafting: float = 0.0
+    """Of a dynamic tree of the heads."""
+
+
+class Plan(ABC):
+    """A drafter as it was asked for, `NAME[:options]`, before anything is loaded.
+
+    Plans are dataclasses: their fields are the options, and `__post_init__` refuses what cannot be.
+    """
+
+    needs_heads: ClassVar[bool] = False
+    first: ClassVar[str | None] = None
+    """The option whose name may be left out."""
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Look at the backbone's configuration, before its weights are loaded.
+
+        Raises:
+            RequestError: this drafter cannot draft for it."""
+        return
+
+    @abstractmethod
+    def source(self, materials: Materials) -> Source:
+        """
+        Raises:
+            RequestError: something that it needs is missing or does not fit."""

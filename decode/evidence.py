@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, typical
-from decode.draft import Draft
-from decode.drafters.heads import head_logits
+from decode.draft import Draft, Materials, Source
+from decode.drafters import DrafterLike, source_of
+from decode.drafters.heads import HeadsDrafter, head_logits
+from decode.drafters.paths import PathDrafter
 from decode.dynamic import DynamicTree, Layout
-from decode.front import heads_drafter
 from decode.loop import Session
 from decode.request import prepare
 from decode.results import Method
@@ -158,6 +159,11 @@ RULES = (
 )
 
 
+def rules_for(source: Source) -> list[Rule]:
+    """Those that its drafts can be judged by."""
+    return [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
+
+
 @dataclass
 class Case:
     """One prompt, one target, one rule: counts of the first drafted token and of the second after it."""
@@ -176,8 +182,8 @@ class Case:
     """[V] of the first drafted token."""
     target: Tensor
     """[V] what they are compared with."""
-    draft: Tensor
-    """[V] the first head's distribution."""
+    draft: Tensor | None
+    """[V] the first head's distribution, if heads draft."""
     mean_accepted: float
     """Drafted tokens accepted a step, from this context, by the tree that was tried: two levels of the user's at most,
     and of a drawn one two children a node."""
@@ -243,11 +249,12 @@ class Experiment:
     def __init__(
         self,
         model: PreTrainedModel,
-        heads: MedusaHeads,
-        tree: Layout,
+        heads: MedusaHeads | None,
+        tree: Layout | None,
         prompt: list[int],
         settings: Settings,
         generator: torch.Generator,
+        drafter: DrafterLike = None,
     ) -> None:
         """`settings`: temperature, top-k and the like; `generator`: all randomness, on the backbone's device.
 
@@ -257,19 +264,17 @@ class Experiment:
         backbone = Backbone(model)
         require_room([prompt], backbone)
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
-        self.tree = tree.clip(2) if tree.max_depth > 2 else tree  # what is deeper decides on later tokens
-        self.session = Session(model, requests, slack=max(tree.num_nodes, STAR), heads=heads)
-        self.heads, self.drafter = heads, heads_drafter(heads, backbone, self.tree)
+        source = source_of(drafter, Materials(model, heads, tree))
+        self.source = source.reshaped(_two_deep)  # what is deeper decides on later tokens
+        self.session = Session(model, requests, slack=max(source.num_nodes, STAR), heads=source.heads)
+        self.drafter = self.source.start(self.session)
         self.frontier = self.session.prefill(most_probable_first=True)
         self.root = int(self.frontier.root)
         self.session.sequences.extend(0, [self.root])
         self.text = [*prompt, self.root]
         self.processors: LogitsProcessorList = requests[0].processors
         self.vocab = backbone.vocab_size
-        following = self.frontier.root[:, None, None] if heads.follows_path else None
-        logits = head_logits(heads, backbone, self.frontier.hidden[:, None], 1, following, memory=self.frontier.memory)
-        logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
-        self.q = self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]  # [V] of the first head
+        self.q = self._first_head(source.heads)
         # The figures to compare with come from plain forwards. Below float32 these differ from the tree's own by more
         # than a million draws can overlook, and so do two trees of different size. So there they come from the very
         # forwards that are drawn from: measured, and not called exact.
@@ -283,6 +288,16 @@ class Experiment:
         self._known: dict[int, Tensor] = (
             {} if self.is_independent else dict(zip(self.firsts, self.after_firsts, strict=True))
         )
+
+    def _first_head(self, heads: MedusaHeads | None) -> Tensor | None:
+        """[V] the distribution of the first head, if heads draft."""
+        if heads is None:
+            return None
+        backbone = self.session.backbone
+        following = self.frontier.root[:, None, None] if heads.follows_path else None
+        logits = head_logits(heads, backbone, self.frontier.hidden[:, None], 1, following, memory=self.frontier.memory)
+        logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
+        return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
         """The target's scores [len(texts), V] after texts of one length: plain forwards, transformers' warpers."""
@@ -366,7 +381,7 @@ class Experiment:
             joint=together([found, then]),
             frequencies=first / draws,
             target=target,
-            draft=self.q.cpu(),
+            draft=None if self.q is None else self.q.cpu(),
             mean_accepted=accepted_tokens / draws,
         )
 
@@ -397,18 +412,16 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Callable[[int], tuple[Draft, Acceptance]]:
-        """Every row draws a tree of its own from the heads' distributions."""
-        # What is drawn may not choose the nodes, so of a dynamic tree the candidates stand for it.
-        static = self.tree.candidates if isinstance(self.tree, DynamicTree) else self.tree
-        tree = narrowed(static, WIDEST).to(self.session.backbone.device)
-        drafter = heads_drafter(self.heads, self.session.backbone, tree)
+        """Every row draws a tree of its own from the drafter's distributions."""
+        drafter = self.source.reshaped(_drawable).start(self.session)
+        assert isinstance(drafter, HeadsDrafter | PathDrafter), "who can be drawn has these shapes"
         root_scores = _truncated(self.verified([[]]), truncate)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
             draft = drafter.draw(self.frontier, self.session.target, self.draws, rows)
 
             def after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-                depth = int(tree.depth[nodes[0]])  # the same for all that walk
+                depth = int(draft.topology.depth[0, nodes[0]])  # the same for all that walk
                 if depth == 0:
                     return root_scores, torch.zeros_like(walking)
                 if depth == 1:
@@ -434,6 +447,15 @@ class Experiment:
 
 
 STAR = 256  # nodes of a forward that looks at many continuations of one root
+
+
+def _two_deep(tree: Layout) -> Layout:
+    return tree.clip(2) if tree.max_depth > 2 else tree
+
+
+def _drawable(tree: Layout) -> Tree:
+    """What is drawn may not choose the nodes, so of a dynamic tree the candidates stand for it."""
+    return narrowed(tree.candidates if isinstance(tree, DynamicTree) else tree, WIDEST)
 
 
 def narrowed(tree: Tree, widest: int) -> Tree:

@@ -1,6 +1,7 @@
 """The front doors: `generate` for texts, `steps` for the loop, `medusa_generate` for use from inside transformers.
 
 out = generate(model, heads, **inputs, max_new_tokens=256, streamer=streamer)
+out = generate(model, drafter="ngram", **inputs, max_new_tokens=256)
 for step in steps(model, heads, input_ids, max_new_tokens=256): ...
 out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=heads)
 """
@@ -18,9 +19,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decode.capability import require_tree_forward
 from decode.clock import Clock
 from decode.compiled import Compiled
-from decode.drafters.heads import HeadsDrafter
-from decode.drafters.paths import PathDrafter
-from decode.dynamic import DynamicTree, Layout
+from decode.draft import Materials, Source
+from decode.drafters import DrafterLike, source_of
+from decode.drafters.trained import TrainedHeads, heads_drafter
+from decode.dynamic import DynamicTree
 from decode.loop import Acceptor, Session, Step
 from decode.reference import plain_session
 from decode.request import (
@@ -30,16 +32,12 @@ from decode.request import (
     requests_of,
     require_one_shape,
     resolve_acceptance,
-    resolve_tree,
     with_generators,
 )
-from decode.sampling import Target
 from decode.sequences import Request
 from decode.verify import Verifier
-from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
-from medusa.steps import StepHeads
 
 
 def medusa_session(
@@ -51,48 +49,46 @@ def medusa_session(
     clock: Clock | None = None,
     keep_hidden: bool = False,
     compile: bool = False,
+    drafter: DrafterLike = None,
 ) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes with heads, and its steps; with `keep_hidden` it keeps what the backbone's LM head read.
+    """A session that decodes with a drafter, the heads by default; with `keep_hidden` it keeps what the LM head read.
 
     `compile`: steps as one compiled region (`decode.compiled`).
 
     Raises:
-        RequestError: heads of another shape, a tree that they cannot fill, scores asked of a lossy rule, or what
-            cannot be compiled."""
-    if not isinstance(heads, MedusaHeads):
-        raise RequestError(f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
+        RequestError: heads of another shape, a tree that they cannot fill, a drafter that is none or lacks something,
+            scores asked of a lossy rule, or what cannot be compiled."""
+    source = source_of(drafter, Materials(model, heads, tree))
     config = requests[0].config
     if acceptor.rule == "typical" and (config.output_scores or config.output_logits):
         raise RequestError("output_scores and output_logits cannot be had with acceptance 'typical'; use 'rejection'")
+    require_drawable(source, acceptor)
     require_tree_forward(model)
-    backbone, resolved = Backbone(model), resolve_tree(tree, heads)
-    if resolved.max_depth == 0 and acceptor.rule in LOSSLESS:
+    if source.num_nodes == 1 and acceptor.rule in LOSSLESS:
         return plain_session(model, requests, clock, keep_hidden, compile)  # the same text, without the price of a tree
-    session = Session(model, requests, resolved.num_nodes, acceptor.truncation, keep_hidden, heads)
+    session = Session(model, requests, source.num_nodes, acceptor.truncation, keep_hidden, source.heads)
     if compile:
-        require_one_shape(compile, resolved.least if isinstance(resolved, DynamicTree) else 0.0)
-        loop = Compiled(session, acceptor, resolved, heads, lambda: heads_drafter(heads, backbone, resolved))
-        return session, loop.run(clock or Clock())
-    drafter = heads_drafter(heads, backbone, resolved, session.target if acceptor.draft == "sample" else None)
-    verifier = Verifier(backbone, session.cache, session.sequences)
-    return session, session.run(drafter, verifier, acceptor, clock or Clock())
+        return session, _compiled(session, source, acceptor).run(clock or Clock())
+    verifier = Verifier(session.backbone, session.cache, session.sequences)
+    started = source.start(session, drawn=acceptor.draft == "sample")
+    return session, session.run(started, verifier, acceptor, clock or Clock())
 
 
-def _stopping(tree: TreeLike, heads: MedusaHeads | None, stop_drafting: float) -> TreeLike:
-    """The tree, told where to stop; what is no tree or has no heads is for `medusa_session` to refuse."""
-    return tree if not stop_drafting or heads is None else resolve_tree(tree, heads, stop_drafting)
+def _compiled(session: Session, source: Source, acceptor: Acceptor) -> Compiled:
+    if not isinstance(source, TrainedHeads):
+        raise RequestError(
+            "--compile has steps of heads only, as other drafters work on the host; leave one of them out"
+        )
+    heads, tree = source.heads, source.tree
+    require_one_shape(True, tree.least if isinstance(tree, DynamicTree) else 0.0)
+    return Compiled(session, acceptor, tree, heads, lambda: heads_drafter(heads, session.backbone, tree))
 
 
-def heads_drafter(
-    heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
-) -> HeadsDrafter | PathDrafter:
-    """The drafter for these heads; with a `target` it draws.
-
-    Raises:
-        RequestError: heads of another shape, or a tree that they cannot fill."""
-    if isinstance(heads, StepHeads) and heads.follows_path:
-        return PathDrafter(heads, backbone, tree, target)
-    return HeadsDrafter(heads, backbone, tree, target)
+def require_drawable(source: Source, acceptor: Acceptor) -> None:
+    """Raises:
+    RequestError: the drafter has no distributions that guesses could be drawn from."""
+    if acceptor.draft == "sample" and not source.can_draw:
+        raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
 
 
 def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
@@ -104,7 +100,7 @@ def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[li
 
 def steps(
     model: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: MedusaHeads | None,
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
@@ -114,6 +110,7 @@ def steps(
     delta: float = 0.3,
     draft: str | None = None,
     stop_drafting: float = 0.0,
+    drafter: DrafterLike = None,
     clock: Clock | None = None,
     compile: bool = False,
     **kwargs: Any,
@@ -124,14 +121,13 @@ def steps(
     """
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
-    yield from medusa_session(
-        model, heads, requests, _stopping(tree, heads, stop_drafting), acceptor, clock, compile=compile
-    )[1]
+    source = source_of(drafter, Materials(model, heads, tree, stop_drafting=stop_drafting))
+    yield from medusa_session(model, heads, requests, None, acceptor, clock, compile=compile, drafter=source)[1]
 
 
 def generate(
     model: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: MedusaHeads | None = None,
     inputs: Tensor | None = None,
     *,
     input_ids: Tensor | None = None,
@@ -143,6 +139,7 @@ def generate(
     draft: str | None = None,
     stop_drafting: float = 0.0,
     compile: bool = False,
+    drafter: DrafterLike = None,
     streamer: Any = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -150,7 +147,7 @@ def generate(
 
     Args:
         model: any decoder-only model of transformers that can hold a tree.
-        heads: Medusa heads made for it.
+        heads: Medusa heads made for it; `None` with a drafter that needs none.
         inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer gives them.
         tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
         acceptance: `greedy` or `rejection` (lossless, the defaults without and with sampling), `typical` or
@@ -161,6 +158,8 @@ def generate(
             step takes seconds to minutes, which calls with the same model, heads, tree and options have behind them.
         stop_drafting: with a dynamic tree, the confidence below which a node is not drafted, nor any under it; 0:
             always all nodes. Steps are then as large as the heads are sure, and the text is the same.
+        drafter: who guesses ahead, `heads` by default: `NAME[:options]` (docs/drafters.md), a plan such as
+            `NgramPlan(tokens=5)`, or a source, which keeps what it has loaded from call to call.
         seeds (in `kwargs`): one a row, copies by `num_return_sequences` counted; a row's text then depends on its
             prompt and seed alone. Without them one row draws from PyTorch's generator as `model.generate` does, and the
             rows of a batch are seeded from it.
@@ -175,7 +174,8 @@ def generate(
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
-    session = _run(model, heads, requests, _stopping(tree, heads, stop_drafting), acceptor, streamer, compile)
+    source = source_of(drafter, Materials(model, heads, tree, stop_drafting=stop_drafting))
+    session = _run(model, source, requests, acceptor, streamer, compile)
     return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
@@ -193,6 +193,7 @@ def medusa_generate(
     medusa_draft: str | None = None,
     medusa_stop_drafting: float = 0.0,
     medusa_compile: bool = False,
+    medusa_drafter: DrafterLike = None,
     medusa_streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -206,16 +207,15 @@ def medusa_generate(
     acceptor = resolve_acceptance(
         medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft, medusa_stop_drafting
     )
-    tree = _stopping(medusa_tree, medusa_heads, medusa_stop_drafting)
-    session = _run(model, medusa_heads, requests, tree, acceptor, medusa_streamer, medusa_compile)
+    materials = Materials(model, medusa_heads, medusa_tree, stop_drafting=medusa_stop_drafting)
+    session = _run(model, source_of(medusa_drafter, materials), requests, acceptor, medusa_streamer, medusa_compile)
     return _output(session, input_ids, generation_config)
 
 
 def _run(
     model: PreTrainedModel,
-    heads: MedusaHeads | None,
+    source: Source,
     requests: Sequence[Request],
-    tree: TreeLike,
     acceptor: Acceptor,
     streamer: Any,
     compile: bool,
@@ -223,7 +223,7 @@ def _run(
     """Decode to the end, feeding `streamer` the prompt and then the tokens of every step."""
     if streamer is not None and len(requests) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
-    session, iterator = medusa_session(model, heads, requests, tree, acceptor, compile=compile)
+    session, iterator = medusa_session(model, None, requests, None, acceptor, compile=compile, drafter=source)
     if streamer is not None:
         streamer.put(torch.tensor([requests[0].prompt]))
     for step in iterator:

@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from decode.clock import Clock
+from decode.draft import Materials, Source
+from decode.drafters import DrafterLike, source_of
 from decode.front import medusa_session
 from decode.loop import Session, Step
 from decode.reference import plain_session
-from decode.request import TreeLike, prepare, resolve_tree
+from decode.request import TreeLike, prepare
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
@@ -114,15 +116,17 @@ def plain_method(
 
 def medusa_method(
     model: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: MedusaHeads | None,
     settings: Settings,
     tokenizer: Any = None,
     tree: TreeLike = None,
     clock: Clock | None = None,
     keep_hidden: bool = False,
+    drafter: DrafterLike = None,
 ) -> Method:
-    """Heads and a tree."""
-    resolved = resolve_tree(tree, heads, settings.stop_drafting)
+    """A drafter, the heads by default, and a tree; what it loads is loaded once."""
+    stop_drafting = 0.0 if isinstance(drafter, Source) else settings.stop_drafting
+    source = source_of(drafter, Materials(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
 
     def decode(
         prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
@@ -130,7 +134,7 @@ def medusa_method(
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
         session = medusa_session(
-            model, heads, requests, resolved, settings.acceptor, clock, keep_hidden, settings.compile
+            model, heads, requests, None, settings.acceptor, clock, keep_hidden, settings.compile, source
         )
         return _collect(session, start, on_step)
 

@@ -76,6 +76,17 @@ class Sequences:
             length += len(more)
         return self.buffer[row : row + 1, :length]
 
+    def tail(self, row: int, start: int) -> list[int]:
+        """The ids of a row from position `start` on: for whoever keeps up with the text."""
+        prompt = self.prompts[row]
+        if start >= len(prompt):
+            return self.new_ids[row][start - len(prompt) :]
+        return prompt[start:] + self.new_ids[row]
+
+    def room(self, row: int) -> int:
+        """How many more tokens a row may have."""
+        return self.limits[row] - len(self.new_ids[row])
+
     def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Write `tokens` behind a row until it ends; returns those that were written. EOS is written, then it ends."""
         if self.finish_reason[row] is not None:

@@ -137,7 +137,9 @@ class Verifier:
             # Nodes beyond the end are never accepted (`room`), and only nodes like them are below them; all that
             # matters is that they ask for no position there.
             positions = positions.clamp(max=end - 1)
-        masks = self.masks(lengths, draft.topology)
+        # A root alone, in rows of one length, sees all that is in the cache.
+        alone = self.cache.is_even and draft.topology.num_nodes == 1
+        masks = None if alone else self.masks(lengths, draft.topology)
         with grouped(self.backbone.config):
             return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
 

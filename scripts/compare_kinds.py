@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from decode.benchmark import machine
 from decode.capability import require_tree_forward
 from decode.clock import stopwatch
+from decode.drafters.trained import heads_drafter
 from decode.dynamic import Layout
-from decode.front import heads_drafter
 from decode.loop import Session
 from decode.request import prepare
 from decode.results import Method, medusa_method, plain_method, tau

@@ -86,6 +86,9 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
     "a missing tree file": (("--tree", "/no/such/tree.json"), "/no/such/tree.json"),
     "a tree of no width": (("--tree", "topk:0"), "width"),
+    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, model, ngram"),
+    "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
+    "a tree for a drafter without heads": (("--drafter", "ngram", "--tree", "chain"), "leave it out"),
     "a tree of words": (("--tree", "topk:many"), "whole numbers"),
 }
 
@@ -131,6 +134,16 @@ def test_evidence_that_cannot_be_had(
         status = int(exit.code or 0)
     assert status == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_drafters_that_need_heads(refused: Any, place: Place) -> None:
+    assert "--heads H, --drafter ngram, or --plain" in refused(*generate(place, **{"--heads": None}))
+    assert "drafter heads needs --heads H" in refused(*generate(place, "--drafter", "heads", **{"--heads": None}))
+    measure = ("benchmark", "--backbone", place.backbone, "--prompts", place.prompts)
+    assert "--heads is missing" in refused(*measure)
+    assert "needs --heads H" in refused(*measure, "--drafter", "ngram", "--drafter", "heads")
+    assert "given twice" in refused(*measure, "--drafter", "ngram", "--drafter", "ngram")
 
 
 @pytest.mark.usefixtures("no_loading")

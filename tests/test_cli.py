@@ -928,3 +928,39 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
     assert "hint" not in medusa(*asked, "--quiet").err
     monkeypatch.setattr("decode.benchmark.has_fast_bfloat16", lambda: False)
     assert "hint" not in medusa(*asked).err
+
+
+# --- drafters other than heads ---------------------------------------------------------------------------------------
+
+
+def test_generate_with_another_drafter(generate: Any, place: Place) -> None:
+    """No heads, the same text; what drafted is told."""
+    content = generate("--drafter", "ngram:n=2,tokens=4", heads=False)
+    assert [result["new_ids"] for result in content["results"]] == until_eos(place)
+    told = {name: content["settings"][name] for name in ("heads", "drafter", "tree", "nodes")}
+    assert told == {"heads": None, "drafter": "ngram:n=2,tokens=4", "tree": None, "nodes": 5}
+
+
+def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) -> None:
+    report = tmp_path / "v.html"
+    done = medusa(
+        *("verify", "--backbone", place.backbone, "--drafter", "ngram:n=1", "--prompts", place.prompts, "--draws"),
+        *("5000", "--max-new-tokens", str(NEW), "--report", report, "--sampled-prompts", "1"),
+    )
+    assert done.status == 0, done.out + done.err
+    assert "drafts by ngram:n=1" in report.read_text(encoding="utf-8")
+    assert "sample" not in {line.split()[1] for line in done.out.splitlines() if line.startswith("rejection")}
+
+
+def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path) -> None:
+    """The first is `medusa`; the others take part under their own names."""
+    path, report = tmp_path / "b.json", tmp_path / "b.html"
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    drafters = ("--drafter", "ngram", "--drafter", "heads", "--drafter", "ngram:n=1,tokens=2")
+    done = medusa("benchmark", *models, *drafters, *GENERATION, "--rounds", "1", "--json", path, "--report", report)
+    assert done.status == 0, done.err
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert list(content["methods"]) == ["plain", "transformers", "heads", "ngram:n=1,tokens=2", "medusa"]
+    assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
+    assert content["settings"]["drafter"] == "ngram"
+    assert "ngram:n=1,tokens=2" in report.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 medusa benchmark --backbone demo --heads demo --prompts prompts.jsonl --report report.html
 medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
+medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --drafter heads --drafter ngram
 medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json
 medusa benchmark --compare a.json b.json --report compared.html
 """
@@ -25,16 +26,16 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from decode.benchmark import Contender
     from decode.comparison import Comparison
-    from decode.dynamic import Layout
+    from decode.draft import Source
     from decode.settings import Settings
     from medusa.backbone import Loaded
-    from medusa.heads import MedusaHeads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_backbone(parser, required=False, backbone_required=False)
     common.add_prompts(parser)
     common.add_generation(parser, max_new_tokens=128)
+    common.add_drafter(parser, several=True)
     group = parser.add_argument_group("what is measured")
     group.add_argument("--rounds", type=common.positive, default=3, metavar="N", help="default: %(default)s")
     group.add_argument("--prompt-lookup", action="store_true", help="also model.generate with prompt lookup")
@@ -123,9 +124,13 @@ def compare_files(args: argparse.Namespace, earlier: list[tuple[str, dict[str, A
 def run_and_compare(
     args: argparse.Namespace, earlier: list[tuple[str, dict[str, Any]]]
 ) -> tuple[list[Comparison], dict[str, Any]]:
-    for option in ("backbone", "heads"):
+    specs: list[str | None] = args.drafter or [None]
+    for option in ("backbone", "heads") if specs == [None] else ("backbone",):
         if getattr(args, option) is None:
             raise RequestError(f"--{option} is missing; give it, or two files to --compare")
+    if len(set(specs)) < len(specs):
+        raise RequestError(f"--drafter {' --drafter '.join(map(str, specs))}: one is given twice")
+    plans = [common.plan_of(args, spec, alone=len(specs) == 1) for spec in specs]
     settings = common.settings_of(args)
     records = common.read_prompts(args)
     if args.batch_size > 1 and (args.prompt_lookup or args.draft_model):
@@ -133,7 +138,7 @@ def run_and_compare(
             f"transformers' assisted generation takes one prompt at a time, and --batch-size is {args.batch_size}; "
             "leave out --prompt-lookup and --draft-model, or take --batch-size 1"
         )
-    common.check_models(args)
+    common.check_models(args, *plans)
 
     from decode.comparison import compare
     from decode.request import require_fitting
@@ -142,7 +147,6 @@ def run_and_compare(
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
-    heads = common.open_heads(args, loaded)
     common.hint_at_bfloat16(args, loaded)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, Backbone(loaded.model))
@@ -150,30 +154,30 @@ def run_and_compare(
         if content["settings"]["prompts_sha256"] != prompts_hash(prompts):
             raise RequestError(f"{name} was measured on other prompts, so nothing can be paired; give it the same ones")
     others = assisted(args, loaded, settings)
-    tree = common.choose_tree(args, loaded, heads, settings)
+    source, *rest = [common.open_source(args, loaded, plan, settings) for plan in plans]
+    others += [drafting(str(spec), other, loaded, settings) for spec, other in zip(specs[1:], rest, strict=True)]
     outcome = measure(
-        args, loaded, heads, tree, settings, prompts, [record.category for record in records], args.rounds, others
+        args, loaded, source, settings, prompts, [record.category for record in records], args.rounds, others
     )
     if args.temperatures:
         outcome["temperatures"] = [
-            at_temperature(args, loaded, heads, tree, settings, prompts, temperature)
-            for temperature in args.temperatures
+            at_temperature(args, loaded, source, settings, prompts, temperature) for temperature in args.temperatures
         ]
     if args.lossy:
-        outcome["lossy"] = lossy(args, loaded, heads, tree, settings, prompts)
-    if args.report:
-        outcome["methods"]["medusa"] |= looked_into(args, loaded, heads, tree, settings, prompts)
+        outcome["lossy"] = lossy(args, loaded, source, settings, prompts)
+    if args.report and source.heads is not None:
+        outcome["methods"]["medusa"] |= looked_into(args, loaded, source, settings, prompts)
     show(args, outcome)
     figures = outcome["methods"]["medusa"]
-    common.warn_if_useless(figures["new_tokens"], figures["tau"])
+    if source.heads is not None:
+        common.warn_if_useless(figures["new_tokens"], figures["tau"])
     return [compare(content, outcome, (name, "this run")) for name, content in earlier], outcome
 
 
 def measure(
     args: argparse.Namespace,
     loaded: Loaded,
-    heads: MedusaHeads,
-    tree: Layout,
+    source: Source,
     settings: Settings,
     prompts: list[list[int]],
     categories: list[str | None],
@@ -200,11 +204,14 @@ def measure(
         benchmark.Contender("transformers", transformers_method(model, settings, tokenizer)),
         *(others or []),
         benchmark.Contender(
-            "medusa", medusa_method(model, heads, settings, tokenizer, tree, clocks["medusa"]), clocks["medusa"]
+            "medusa",
+            medusa_method(model, source.heads, settings, tokenizer, clock=clocks["medusa"], drafter=source),
+            clocks["medusa"],
         ),
     ]
     take_turns(args, contenders, prompts, rounds, "measuring")
-    memory = {"backbone": bytes_of(model), "heads": bytes_of(heads), "peak": peak_memory()}
+    heads = 0 if source.heads is None else bytes_of(source.heads)
+    memory = {"backbone": bytes_of(model), "heads": heads, "peak": peak_memory()}
     return {
         "machine": benchmark.machine()
         | {"dtype": str(model.dtype).removeprefix("torch."), "memory": memory, "medusa": __version__},
@@ -212,8 +219,7 @@ def measure(
         | {
             "backbone": args.backbone,
             "heads": args.heads,
-            "tree": common.tree_json(tree),
-            "nodes": tree.num_nodes,
+            **common.drafter_json((getattr(args, "drafter", None) or [None])[0], source),
             "prompts": len(prompts),
             "prompts_sha256": prompts_hash(prompts),
             "rounds": rounds,
@@ -299,18 +305,25 @@ def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> li
     return found
 
 
+def drafting(spec: str, source: Source, loaded: Loaded, settings: Settings) -> Contender:
+    """A further drafter that takes part."""
+    from decode.benchmark import Contender
+    from decode.results import medusa_method
+
+    return Contender(spec, medusa_method(loaded.model, source.heads, settings, loaded.tokenizer, drafter=source))
+
+
 def at_temperature(
     args: argparse.Namespace,
     loaded: Loaded,
-    heads: MedusaHeads,
-    tree: Layout,
+    source: Source,
     settings: Settings,
     prompts: list[list[int]],
     temperature: float,
 ) -> dict[str, Any]:
     """tau and speedup of the lossless rule at another temperature."""
     settings = replace(settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
-    figures = measure(args, loaded, heads, tree, settings, prompts, [None] * len(prompts), 1)["methods"]["medusa"]
+    figures = measure(args, loaded, source, settings, prompts, [None] * len(prompts), 1)["methods"]["medusa"]
     kept = ("tau", "tau_interval", "speedup_vs_generate", "speedup_vs_generate_interval")
     return {"temperature": temperature} | {name: figures[name] for name in kept}
 
@@ -321,8 +334,7 @@ LOSSY = ("typical", "typical-sampled")
 def lossy(
     args: argparse.Namespace,
     loaded: Loaded,
-    heads: MedusaHeads,
-    tree: Layout,
+    source: Source,
     settings: Settings,
     prompts: list[list[int]],
 ) -> list[dict[str, Any]]:
@@ -341,7 +353,9 @@ def lossy(
         Contender("plain", plain_method(model, warm, tokenizer)),
         Contender("transformers", transformers_method(model, warm, tokenizer)),
         *(
-            Contender(rule, medusa_method(model, heads, replace(warm, acceptance=rule), tokenizer, tree))
+            Contender(
+                rule, medusa_method(model, source.heads, replace(warm, acceptance=rule), tokenizer, drafter=source)
+            )
             for rule in ("rejection", *LOSSY)
         ),
     ]
@@ -380,8 +394,7 @@ def log_likelihood(backbone: Any, results: list[Any], temperature: float) -> flo
 def looked_into(
     args: argparse.Namespace,
     loaded: Loaded,
-    heads: MedusaHeads,
-    tree: Layout,
+    source: Source,
     settings: Settings,
     prompts: list[list[int]],
 ) -> dict[str, Any]:
@@ -391,7 +404,9 @@ def looked_into(
     from decode.results import medusa_method, prompt_seeds
     from medusa.backbone import Backbone
 
-    decode = medusa_method(loaded.model, heads, settings, loaded.tokenizer, tree)
+    heads = source.heads
+    assert heads is not None, "who else has calibrations"
+    decode = medusa_method(loaded.model, heads, settings, loaded.tokenizer, drafter=source)
     seeds = prompt_seeds(args.seed, range(len(prompts)))
     results = [result for prompt, seed in zip(prompts, seeds, strict=True) for result in decode([prompt], seeds=[seed])]
     recording = calibrate.record(Backbone(loaded.model), heads, [(r.input_ids, r.new_ids) for r in results])
@@ -429,12 +444,14 @@ def show(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     console = common.output_console(args)
     table = Table(
         title=f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, temperature "
-        f"{settings['temperature']:g}, {settings['nodes']}-node tree, acceptance {settings['acceptance']}",
+        f"{settings['temperature']:g}, {settings['drafter']}, {settings['nodes']} nodes, acceptance "
+        f"{settings['acceptance']}",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
     for name in ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        figure = name != "method"
+        table.add_column(name, justify="right" if figure else "left", no_wrap=True, min_width=figure * len(name))
     for name, figures in outcome["methods"].items():
         rate = figures["tokens_per_second"]
         table.add_row(

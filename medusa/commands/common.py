@@ -13,6 +13,7 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from decode.draft import Plan, Source
     from decode.dynamic import Layout
     from decode.settings import Settings
     from medusa.backbone import Loaded
@@ -111,6 +112,16 @@ def add_stop_drafting(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    parser.add_argument(
+        "--drafter",
+        metavar="NAME[:OPTIONS]",
+        action="append" if several else "store",
+        help="who guesses ahead: heads (default), model:NAME, ngram (docs/drafters.md)"
+        + ("; repeatable: the first is `medusa`, the others take part" if several else ""),
+    )
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     try:
@@ -190,8 +201,54 @@ def open_backbone(args: argparse.Namespace) -> Loaded:
     )
 
 
-def check_models(args: argparse.Namespace) -> None:
-    """See that heads, tree and backbone fit before the backbone's weights are loaded: a quick no to a wrong request."""
+def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> Plan:
+    """The drafter asked for, by default the heads; `alone`: no other drafter is, to which --tree could belong.
+
+    Raises:
+        RequestError: no such drafter, no --heads for one that needs them, or a --tree for one that does not."""
+    from decode.drafters import parse, require_no_tree
+
+    plan = parse(spec or "heads")
+    if not plan.needs_heads and alone:
+        require_no_tree(args.tree, args.stop_drafting)
+    if plan.needs_heads and args.heads is None:
+        raise RequestError(f"no heads: drafter {spec or 'heads'} needs --heads H")
+    return plan
+
+
+def open_source(args: argparse.Namespace, loaded: Loaded, plan: Plan, settings: Settings | None = None) -> Source:
+    """The drafter that `plan` stands for, with the models that it takes.
+
+    `settings`: what a tree is calibrated for where none is given; without them none is calibrated.
+
+    Raises:
+        RequestError: something that it needs does not fit the backbone."""
+    from decode.draft import Materials
+    from decode.drafters import source_of
+
+    heads, tree, stop_drafting = None, None, 0.0
+    if plan.needs_heads:
+        stop_drafting = args.stop_drafting
+        heads = open_heads(args, loaded)
+        tree = args.tree if settings is None else choose_tree(args, loaded, heads, settings)
+    materials = Materials(
+        loaded.model, heads, tree, loaded.tokenizer, args.backbone, args.trust_remote_code, stop_drafting
+    )
+    return source_of(plan, materials)
+
+
+def drafter_json(spec: str | None, source: Source) -> dict[str, Any]:
+    """What a result says of its drafter: its name, the heads' tree if it has one, and how many nodes a draft has."""
+    tree = getattr(source, "tree", None)
+    return {
+        "drafter": spec or "heads",
+        "tree": None if tree is None else tree_json(tree),
+        "nodes": source.num_nodes,
+    }
+
+
+def check_models(args: argparse.Namespace, *plans: Plan) -> None:
+    """See that all models and the tree fit before the backbone's weights are loaded: a quick no to a wrong request."""
     from decode.drafters.heads import require_drawable, require_sizes
     from decode.request import resolve_tree
     from medusa.backbone import load_config, require_placement
@@ -199,7 +256,9 @@ def check_models(args: argparse.Namespace) -> None:
 
     require_placement(args.dtype, args.device, args.attention)
     config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
-    if getattr(args, "heads", None) is None:
+    for plan in plans:
+        plan.check(config)
+    if getattr(args, "heads", None) is None or (plans and not any(plan.needs_heads for plan in plans)):
         return
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)

@@ -226,7 +226,8 @@ def measure(
     output: Path,
 ) -> dict[str, Any]:
     """Stage 4: the speedup."""
-    from decode.request import resolve_tree
+    from decode.draft import Materials
+    from decode.drafters import source_of
     from decode.settings import Settings
 
     stage(
@@ -236,9 +237,8 @@ def measure(
         f"medusa benchmark --backbone demo --heads {output / 'heads'} --prompts {args.prompts}",
     )
     args.heads, args.batch_size = str(output / "heads"), 1
-    outcome = benchmark.measure(
-        args, loaded, heads, resolve_tree(None, heads), Settings(max_new_tokens=128), prompts, categories, rounds=3
-    )
+    source = source_of("heads", Materials(loaded.model, heads))
+    outcome = benchmark.measure(args, loaded, source, Settings(max_new_tokens=128), prompts, categories, rounds=3)
     benchmark.show(args, outcome)
     write_json(output / "benchmark.json", outcome)
     return outcome

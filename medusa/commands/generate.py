@@ -1,7 +1,8 @@
-"""Write text with heads: the backbone's own text, sooner.
+"""Write text with heads, or another drafter: the backbone's own text, sooner.
 
 medusa generate --backbone demo --heads demo --prompt "Once upon a time"
 medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
+medusa generate --backbone org/model --drafter ngram --prompts questions.jsonl   # see docs/drafters.md
 medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record used   # to train on later
 """
 
@@ -18,6 +19,7 @@ from medusa.commands import common
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
+    from decode.draft import Source
     from decode.settings import Settings
     from medusa.backbone import Loaded
     from train.features import Recorder
@@ -27,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_backbone(parser, required=False)
     common.add_prompts(parser)
     common.add_generation(parser)
-    parser.add_argument("--plain", action="store_true", help="decode without heads: one token a step")
+    common.add_drafter(parser)
+    parser.add_argument("--plain", action="store_true", help="decode without a drafter: one token a step")
     parser.add_argument(
         "--record",
         metavar="DIR",
@@ -40,11 +43,12 @@ def run(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     settings = common.settings_of(args)
-    if args.heads is None and not args.plain:
-        raise RequestError("no heads: give --heads H, or --plain to decode without them")
+    if args.heads is None and args.drafter is None and not args.plain:
+        raise RequestError("no heads: give --heads H, --drafter ngram, or --plain to decode without any")
+    plan = None if args.plain else common.plan_of(args, args.drafter)
     records = common.read_prompts(args)
     common.check_output(args.json)
-    common.check_models(args)
+    common.check_models(args, *([] if plan is None else [plan]))
 
     from decode.request import require_fitting
     from decode.results import Result, medusa_method, plain_method, prompt_seeds, tau
@@ -54,21 +58,20 @@ def run(args: argparse.Namespace) -> None:
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     model, tokenizer = loaded.model, loaded.tokenizer
-    heads, tree = None, None
-    if not args.plain:
+    if plan is not None:
         require_tree_support(model)
-        heads = common.open_heads(args, loaded)
     if settings.stop and tokenizer is None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     prompts = [prompt_ids(record, tokenizer) for record in records]
     require_fitting(prompts, Backbone(model))
     recorder = _recorder(args, loaded, prompts, settings)
-    if heads is not None:
-        tree = common.choose_tree(args, loaded, heads, settings)
+    source = None if plan is None else common.open_source(args, loaded, plan, settings)
     method = (
         plain_method(model, settings, tokenizer, keep_hidden=args.record is not None)
-        if heads is None
-        else medusa_method(model, heads, settings, tokenizer, tree, keep_hidden=args.record is not None)
+        if source is None
+        else medusa_method(
+            model, source.heads, settings, tokenizer, keep_hidden=args.record is not None, drafter=source
+        )
     )
     streams = tokenizer is not None and args.batch_size == 1 and not settings.stop
     results: list[Result] = []
@@ -88,13 +91,10 @@ def run(args: argparse.Namespace) -> None:
                     assert result.hidden is not None
                     recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
                     result.hidden = None  # the texts themselves stay in memory, these need not
-    _say_how_it_went(args, sum(len(result.new_ids) for result in results), seconds, tau(results))
-    about = settings.to_dict() | {
-        "backbone": args.backbone,
-        "heads": args.heads,
-        "tree": None if tree is None else common.tree_json(tree),
-        "nodes": None if tree is None else tree.num_nodes,
-    }
+    _say_how_it_went(args, source, sum(len(result.new_ids) for result in results), seconds, tau(results))
+    about = settings.to_dict() | {"backbone": args.backbone, "heads": args.heads}
+    nobody: dict[str, None] = {"drafter": None, "tree": None, "nodes": None}
+    about |= nobody if source is None else common.drafter_json(args.drafter, source)
     common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
 
 
@@ -150,9 +150,11 @@ class _Printer:
         self.streamer.end()
 
 
-def _say_how_it_went(args: argparse.Namespace, tokens: int, seconds: float, tokens_per_step: float) -> None:
+def _say_how_it_went(
+    args: argparse.Namespace, source: Source | None, tokens: int, seconds: float, tokens_per_step: float
+) -> None:
     if args.quiet:
         return
     print(f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step", file=sys.stderr)
-    if not args.plain:
+    if source is not None and source.heads is not None:
         common.warn_if_useless(tokens, tokens_per_step)

@@ -1,6 +1,7 @@
 """Evidence that decoding with heads changes nothing: greedy texts compared, and a million draws against the target.
 
   medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
+  medusa verify --backbone demo --drafter ngram --prompts medusa/assets/prompts.jsonl
   medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
 
 Greedy: every prompt with and without heads. Sampling: for the first prompts, a million draws of the tokens after a
@@ -22,6 +23,7 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from decode.draft import Source
     from decode.evidence import Case, Greedy
     from decode.report import Page
 
@@ -30,7 +32,8 @@ INK = {"backbone": "#52606d", "draft": "#f2a541", "topk": "#0b7a75", "sample": "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser)
+    common.add_backbone(parser, required=False)
+    common.add_drafter(parser)
     common.add_prompts(parser)
     group = parser.add_argument_group("what is tried")
     group.add_argument("--max-new-tokens", type=common.positive, default=128, metavar="N", help="greedy (default: 128)")
@@ -58,29 +61,28 @@ def run(args: argparse.Namespace) -> int:
 
     resolve_acceptance("typical", True, args.epsilon, args.delta)
     resolve_acceptance("rejection", True, stop_drafting=args.stop_drafting)
+    plan = common.plan_of(args, args.drafter)
     records = common.read_prompts(args)
     for path in (args.json, args.report):
         common.check_output(path)
     require_absent(Path(args.report), args.overwrite)
-    common.check_models(args)
+    common.check_models(args, plan)
 
     from decode.evidence import require_room
-    from decode.request import require_fitting, resolve_tree
+    from decode.request import require_fitting
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
-    heads = common.open_heads(args, loaded)
-    tree = resolve_tree(args.tree, heads, args.stop_drafting)
-    if tree.max_depth == 0:
+    source = common.open_source(args, loaded, plan)
+    if source.num_nodes == 1:
         raise RequestError("the tree chain:0 drafts nothing, so there is nothing to verify; give a deeper one")
     backbone = Backbone(loaded.model)
-    tree.require_fit(heads.config.num_heads, heads.config.words(backbone.vocab_size))
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, backbone)
     require_room(prompts[: args.sampled_prompts], backbone)
-    greedy, cases = measure(args, loaded, heads, tree, prompts)
+    greedy, cases = measure(args, loaded, source, prompts)
 
     from decode import evidence
 
@@ -89,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "settings": {
             "backbone": args.backbone,
             "heads": args.heads,
-            "tree": common.tree_json(tree),
-            "nodes": tree.num_nodes,
+            **common.drafter_json(args.drafter, source),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def measure(args: argparse.Namespace, loaded: Any, heads: Any, tree: Any, prompts: list[list[int]]) -> Any:
+def measure(args: argparse.Namespace, loaded: Any, source: Source, prompts: list[list[int]]) -> Any:
     """Both experiments, with a bar of progress."""
     import torch
     from rich.progress import Progress
@@ -135,17 +136,20 @@ def measure(args: argparse.Namespace, loaded: Any, heads: Any, tree: Any, prompt
         greedy = evidence.compare_greedy(
             model,
             plain_method(model, settings, loaded.tokenizer),
-            medusa_method(model, heads, replace(settings, compile=args.compile), loaded.tokenizer, tree),
+            medusa_method(
+                model, source.heads, replace(settings, compile=args.compile), loaded.tokenizer, drafter=source
+            ),
             prompts,
             args.batch_size,
             lambda: progress.advance(task),
         )
-        task = progress.add_task("draws", total=len(chosen) * len(targets) * len(evidence.RULES) * args.draws)
+        rules = evidence.rules_for(source)
+        task = progress.add_task("draws", total=len(chosen) * len(targets) * len(rules) * args.draws)
         for number, prompt in chosen:
             for temperature, top_p in targets:
                 sampling = Settings(temperature=temperature, top_p=top_p, epsilon=args.epsilon, delta=args.delta)
-                experiment = evidence.Experiment(model, heads, tree, prompt, sampling, generator)
-                for rule in evidence.RULES:
+                experiment = evidence.Experiment(model, None, None, prompt, sampling, generator, source)
+                for rule in rules:
                     cases.append(experiment.run(rule, number, args.draws, lambda n: progress.advance(task, n)))
     return greedy, cases
 
@@ -168,15 +172,16 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
     from decode import evidence
     from decode.report import Page
 
-    made = Page(f"Do the heads {settings['heads']} change what the backbone {settings['backbone']} says?")
-    verdict = "No evidence that it does." if passed else "Yes: there is evidence against equality."
+    who = f"the heads {settings['heads']}" if settings["heads"] else f"drafts by {settings['drafter']}"
+    made = Page(f"Do {who} change what the backbone {settings['backbone']} says?")
+    verdict = "No evidence that they do." if passed else "Yes: there is evidence against equality."
     made.text(verdict, "good" if passed else "bad")
     made.text(f"{settings['dtype']}, a tree of {settings['nodes']} nodes, seed {settings['seed']}.", "faint")
     made.heading("Greedy")
     made.text(in_words(greedy, settings["dtype"]))
     if greedy.divergences:
         made.table(
-            ["prompt", "at token", "plain", "with heads", "gap of logits", "top-2 gap", "put down to rounding up to"],
+            ["prompt", "at token", "plain", "with drafts", "gap of logits", "top-2 gap", "put down to rounding up to"],
             [
                 [
                     *(str(d.prompt + 1), str(d.position + 1), names(d.plain_token), names(d.medusa_token)),
@@ -203,8 +208,9 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
         made.picture(
             draw(same, names),
             f"Prompt {key[0] + 1}, temperature {key[1]:g}, top-p {key[2]:g}. Above: the most probable first tokens; "
-            "bars are the backbone's probabilities, the line is the first head's, marks are frequencies of what was "
-            "written. Below: (frequency - probability) in standard deviations of a true sample; 95 % lie in the band.",
+            "bars are the backbone's probabilities, the line is the first head's (if heads draft), marks are "
+            "frequencies of what was written. Below: (frequency - probability) in standard deviations of a true "
+            "sample; 95 % lie in the band.",
         )
     made.heading("All figures")
     made.table(*table(cases, evidence.threshold(cases)))
@@ -264,7 +270,8 @@ def draw(cases: list[Case], names: TokenNames) -> Figure:
     figure = Figure(figsize=(11, 4.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
     above.bar(at, target[shown], color=INK["backbone"], alpha=0.35, label="backbone")
-    above.plot(at, judged[0].draft[shown], color=INK["draft"], marker=".", label="draft (head 1)")
+    if judged[0].draft is not None:
+        above.plot(at, judged[0].draft[shown], color=INK["draft"], marker=".", label="draft (head 1)")
     labels = {"topk": "written, --draft topk", "sample": "written, --draft sample"}
     for place, case in enumerate(judged):
         shift = [x + 0.24 * (place - 0.5) for x in at]

@@ -13,8 +13,8 @@ from decode.clock import Clock
 from decode.draft import Draft, Frontier
 from decode.drafters import paths
 from decode.drafters.paths import PathDrafter
+from decode.drafters.trained import heads_drafter
 from decode.dynamic import DynamicTree
-from decode.front import heads_drafter
 from decode.loop import Session
 from decode.request import prepare, resolve_acceptance, resolve_tree
 from decode.results import medusa_method, plain_method

@@ -1,0 +1,67 @@
+"""Drafts from continuations that are known as plain ids: a trie for each row, and the tensors of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.topology import Topology
+
+
+class Trie:
+    """Continuations of one row, shared beginnings once; node 0 is the root, and a parent stands before its children."""
+
+    def __init__(self, num_nodes: int) -> None:
+        """`num_nodes`: at most, root included."""
+        self.num_nodes = num_nodes
+        self.ids, self.parent, self.depth = [-1], [0], [0]  # the root's id is not known here
+        self.child: dict[tuple[int, int], int] = {}
+        self.is_chain = True
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """As much of a continuation as there is room for."""
+        node = 0
+        for token in tokens:
+            child = self.child.get((node, token))
+            if child is None:
+                if len(self.ids) == self.num_nodes:
+                    return
+                child = self.child[node, token] = len(self.ids)
+                self.is_chain &= child == node + 1
+                self.ids.append(token)
+                self.parent.append(node)
+                self.depth.append(self.depth[node] + 1)
+            node = child
+
+    def fill(self, count: int) -> None:
+        """Nodes in a row behind the last one, up to `count`, so that all rows have as many: guesses like any other."""
+        for _ in range(count - len(self.ids)):
+            self.parent.append(len(self.ids) - 1)
+            self.depth.append(self.depth[-1] + 1)
+            self.ids.append(0)
+
+
+def draft_of(tries: list[Trie], root: Tensor) -> Draft:
+    """One trie a row, and the roots [B]."""
+    count = max(len(trie.ids) for trie in tries)
+    for trie in tries:
+        trie.fill(count)
+    drafted = torch.tensor([trie.ids[1:] for trie in tries], dtype=torch.long).view(len(tries), -1).to(root.device)
+    ids = torch.cat([root[:, None], drafted], dim=1)
+    if all(trie.is_chain for trie in tries):
+        return Draft(ids, chain(count, root.device))
+    parent, depth = (torch.tensor([getattr(t, name) for t in tries]) for name in ("parent", "depth"))
+    deepest = int(depth.max())
+    topology = Topology.from_parents(parent.to(root.device), depth.to(root.device), deepest, count - 1)
+    return Draft(ids, topology)
+
+
+@lru_cache(maxsize=256)
+def chain(count: int, device: torch.device) -> Topology:
+    """A root and `count - 1` nodes in a row."""
+    line = torch.arange(count, device=device)
+    return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
