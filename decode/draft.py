@@ -115,6 +115,8 @@ class Plan(ABC):
     """
 
     needs_heads: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
+    """Whether its steps can be compiled whole."""
     first: ClassVar[str | None] = None
     """The option whose name may be left out."""
 

@@ -77,7 +77,7 @@ def medusa_session(
 def _compiled(session: Session, source: Source, acceptor: Acceptor) -> Compiled:
     if not isinstance(source, TrainedHeads):
         raise RequestError(
-            "--compile has steps of heads only, as other drafters work on the host; leave one of them out"
+            "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
         )
     heads, tree = source.heads, source.tree
     require_one_shape(True, tree.least if isinstance(tree, DynamicTree) else 0.0)

@@ -88,6 +88,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a tree of no width": (("--tree", "topk:0"), "width"),
     "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, model, ngram"),
     "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
+    "another drafter, compiled": (("--drafter", "ngram", "--compile"), "cannot be compiled"),
+    "another drafter that stops": (("--drafter", "ngram", "--stop-drafting", "0.1"), "dynamic trees of heads"),
     "a tree for a drafter without heads": (("--drafter", "ngram", "--tree", "chain"), "leave it out"),
     "a tree of words": (("--tree", "topk:many"), "whole numbers"),
 }

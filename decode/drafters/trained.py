@@ -23,6 +23,7 @@ class HeadsPlan(Plan):
     """No options: shape and number of nodes are the tree's."""
 
     needs_heads = True
+    compiles = True
 
     def source(self, materials: Materials) -> Source:
         heads = require_heads(materials)

@@ -205,10 +205,12 @@ def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> P
     """The drafter asked for, by default the heads; `alone`: no other drafter is, to which --tree could belong.
 
     Raises:
-        RequestError: no such drafter, no --heads for one that needs them, or a --tree for one that does not."""
+        RequestError: no such drafter, no --heads where they are needed, or --tree or --compile where they are not."""
     from decode.drafters import parse, require_no_tree
 
     plan = parse(spec or "heads")
+    if args.compile and not plan.compiles:
+        raise RequestError(f"drafter {spec} cannot be compiled: it works on the host; leave out --compile")
     if not plan.needs_heads and alone:
         require_no_tree(args.tree, args.stop_drafting)
     if plan.needs_heads and args.heads is None:
