@@ -87,6 +87,11 @@ class DynamicTree:
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
+    @cached_property
+    def _scale(self) -> Tensor:
+        """[K, 1, 1] temperatures; made once, as every copy to a device is one that a step waits for."""
+        return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
+
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
         """logits [k, B, V] of the heads -> log probabilities at each head's temperature [k, B, V], float32.
 
@@ -95,8 +100,7 @@ class DynamicTree:
         if self.temperatures and head is not None:
             logits = logits.float() / self.temperatures[head]
         elif self.temperatures:
-            scale = torch.tensor(self.temperatures[: len(logits)], device=logits.device)
-            logits = logits.float() / scale[:, None, None]
+            logits = logits.float() / self._scale[: len(logits)].to(logits.device)
         return logits.log_softmax(-1, dtype=torch.float32)
 
     def worth(self, confidences: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class PathDrafter:
         root = frontier.root[:, None]
         state, tokens, above = self._begin(frontier), root, torch.zeros_like(root)
         worth_above = torch.zeros(root.shape, device=root.device)
-        ids, parents, worths, count, size = [root], [above], [worth_above], 1, [1]
+        ids, parents, worths, depths, count = [root], [above], [worth_above], [above], 1
         for head in range(tree.max_depth):
             logits, state = self._step(head, state, tokens, frontier.memory)
             best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
@@ -142,14 +142,13 @@ class PathDrafter:
             ids.append(found)
             parents.append(above.gather(1, under))
             worths.append(keep.values)
+            depths.append(torch.full_like(found, head + 1))
             width = min(self.width, found.shape[1])
             tokens, worth_above = found[:, :width], keep.values[:, :width]
             above = torch.arange(count, count + width, device=root.device).expand(len(root), -1)
             index = under[:, :width, None].to(state[0].device)
             state = tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)
             count += found.shape[1]
-            size.append(found.shape[1])
-        depth = torch.tensor([depth for depth, nodes in enumerate(size) for _ in range(nodes)], device=root.device)
         worth = torch.cat(worths, dim=1)[:, 1:]
         nodes = 1 + min(tree.num_nodes - 1, tree.reached(worth))
         chosen = worth.topk(nodes - 1, dim=-1, sorted=False).indices + 1
@@ -157,7 +156,8 @@ class PathDrafter:
         where = torch.zeros(len(root), count, dtype=torch.long, device=root.device)
         where.scatter_(1, chosen, torch.arange(nodes, device=root.device).expand_as(chosen))
         parent = where.gather(1, torch.cat(parents, dim=1).gather(1, chosen))
-        topology = Topology.from_parents(parent, depth[chosen], tree.max_depth, nodes - 1)
+        depth = torch.cat(depths, dim=1).gather(1, chosen)
+        topology = Topology.from_parents(parent, depth, tree.max_depth, nodes - 1)
         return Draft(torch.cat(ids, dim=1).gather(1, chosen), topology)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:

@@ -53,7 +53,7 @@ class EagleHeads(StepHeads):
         (feature, *path), token = state, normalised(token)
         mixed = self.pair(torch.cat([normalised(feature), token], dim=-1)).unflatten(-1, (3, self.count, -1))
         if memory is None:
-            cos, sin = rotations(torch.tensor(head, device=mixed.device), self.size, mixed.dtype)
+            cos, sin = rotations(torch.full((), head, device=mixed.device), self.size, mixed.dtype)
         else:
             cos, sin = (part[..., None, None, :] for part in memory.turn(head))
         query, key = turned(mixed[..., :2, :, :], (cos, sin)).unbind(-3)
