@@ -6,26 +6,28 @@ what holds no text yet, lengths live on the device, and acceptance walks to the 
 is accepted. So a step is one call of `torch.compile(fullgraph=True)`, replayed as a CUDA graph on a GPU, and one
 transfer of ids to the host. Plain decoding is the same region with a draft of the root alone.
 
-There is one region for each batch size, tree, capacity (powers of two), rule and sampler; the model keeps them.
+There is one region for each batch size, tree, capacity (powers of two), rule, sampler and state of the modules; the
+model keeps them. A region holds the texts of one session: whoever decodes takes it out, and puts it back at the end.
 
 Shapes: B rows, N nodes, D the greatest depth, S slots (the capacity), V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FunctionType
+from threading import Lock
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.accept import Acceptance, accept_greedy, ended_at, typical
-from decode.attention import grouped
+from decode.attention import grouped, implementation
 from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
@@ -104,15 +106,15 @@ class FixedCache(Cache):
         """Take over the committed text of `cache`."""
         count = cache.longest
         for mine, theirs in zip(self.fixed_layers, cache.tree_layers, strict=True):
-            mine.keys[:, :, :count] = theirs.keys[:, :, :count]
-            mine.values[:, :, :count] = theirs.values[:, :, :count]
+            _fill(mine.keys, theirs.keys[:, :, :count])
+            _fill(mine.values, theirs.values[:, :, :count])
         self.lengths.copy_(torch.tensor(cache.lengths))
 
     def take(self, other: FixedCache) -> None:
         """Take over everything from a smaller one."""
         for mine, theirs in zip(self.fixed_layers, other.fixed_layers, strict=True):
-            mine.keys[:, :, : other.capacity] = theirs.keys
-            mine.values[:, :, : other.capacity] = theirs.values
+            _fill(mine.keys, theirs.keys)
+            _fill(mine.values, theirs.values)
         self.lengths.copy_(other.lengths)
 
     def go_behind(self, count: int) -> Tensor:
@@ -138,6 +140,16 @@ def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     else:
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+
+
+def _fill(buffer: Tensor, states: Tensor) -> None:
+    """states [B, heads, T, size] into the first slots of buffer [B, heads, S, size].
+
+    Zeros behind them, not what an earlier text left there: a masked NaN would still reach the output, as 0 x NaN.
+    """
+    count = states.shape[2]
+    buffer[:, :, :count] = states
+    buffer[:, :, count:] = 0
 
 
 def _static(tensor: Tensor) -> Tensor:
@@ -176,8 +188,11 @@ class Sampler:
                     f"--compile has temperature, top-k, top-p, min-p and the like only, no {others[0]}, which looks at "
                     "the text; leave one of them out"
                 )
-        kinds = {repr([(type(p).__name__, sorted(vars(p).items())) for p in row]) for row in target.processors}
-        if len(kinds) > 1:
+        kinds = [
+            [(type(p), {name: v.tolist() if isinstance(v, Tensor) else v for name, v in vars(p).items()}) for p in row]
+            for row in target.processors
+        ]
+        if any(kind != kinds[0] for kind in kinds):
             raise RequestError("--compile takes one set of sampling options for all rows of a batch")
         if target.kept_scores is not None or target.kept_logits is not None:
             raise RequestError(
@@ -185,7 +200,7 @@ class Sampler:
             )
         if acceptor.draft == "sample":
             raise RequestError("--compile verifies drafts that were chosen, not drawn; use draft topk")
-        return (*acceptor, target.truncation, target.do_sample, *kinds)
+        return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
         """logits [B, N, V], numbers u [B, D + 1] and how deep nodes may be accepted [B]."""
@@ -308,7 +323,7 @@ class FixedReader:
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where `allowed`, else the least finite number."""
-    return torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 class Region:
@@ -408,8 +423,9 @@ class Region:
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
     """A bound method, compiled whole and on its own: what was compiled for one object is never tried for another.
 
-    Of the guards only those on tensors stay. All else that a region was compiled for is in its key, and asking a
-    thousand modules in every step whether they have changed takes longer than a small model's step.
+    Of the guards only those on tensors stay. All else that a region was compiled for is in its key: asking a thousand
+    modules in every step whether they have changed takes longer than a small model's step; once a session, nobody
+    notices (`_state`).
     """
     method: Any = step
     function = method.__func__
@@ -422,10 +438,17 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     return torch.compile(own.__get__(method.__self__), fullgraph=True, dynamic=False, options=options)
 
 
-class Regions(OrderedDict[tuple[Any, ...], Region]):
-    """What was compiled for a model. It lives and dies with the model; a copy of the model starts with nothing."""
+class Regions(list[tuple[Any, Region]]):
+    """What was compiled for a model and is not in use, with its key, the last used one at the end.
+
+    It lives and dies with the model; a copy of the model starts with nothing.
+    """
 
     PLACE = "_medusa_regions"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
@@ -437,13 +460,54 @@ class Regions(OrderedDict[tuple[Any, ...], Region]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Regions, ()
 
-    def get_or_make(self, key: tuple[Any, ...], make: Callable[[], Region]) -> Region:
-        if key not in self:
-            self[key] = make()
-            if len(self) > KEPT:
-                self.popitem(last=False)
-        self.move_to_end(key)
-        return self[key]
+    def take(self, key: Any, make: Callable[[], Region]) -> Region:
+        """One for this key that nobody else has."""
+        with self.lock:
+            for place, (held, region) in enumerate(self):
+                if held == key:
+                    del self[place]
+                    return region
+        return make()
+
+    def put_back(self, key: Any, region: Region) -> None:
+        with self.lock:
+            self.append((key, region))
+            del self[:-KEPT]
+
+
+EVERY_MODULES_OWN = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """What the guards on modules would ask in every step, to be asked once a session.
+
+    Of every submodule its hooks, which parameters it has (tied ones are one input of the region), and all settings:
+    training or not, adapters that are on, a `forward` put in place of its own. Values of parameters may change.
+    """
+    return tuple(
+        (
+            type(part),
+            *((id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None),
+            *part._forward_pre_hooks.values(),
+            *part._forward_hooks.values(),
+            *((name, _plain(value)) for name, value in vars(part).items() if name not in EVERY_MODULES_OWN),
+        )
+        for part in module.modules()
+    )
+
+
+def _plain(value: object) -> Any:
+    """A number, a word, a function, or a container of such; of anything else (tensors, modules, caches) nothing."""
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) is dict:
+        value = list(value.items())
+    elif type(value) is set:
+        value = sorted(value, key=repr)
+    if type(value) in (list, tuple):
+        return tuple(part for part in map(_plain, value) if part not in (None, ()))  # type: ignore[call-overload]
+    return None
 
 
 def require_compilable(session: Session) -> None:
@@ -494,9 +558,17 @@ class Compiled:
             RequestError: something that cannot be compiled."""
         require_compilable(session)
         self.session, self.acceptor, self.tree, self.make_drafter = session, acceptor, tree, make_drafter
-        model, rows = session.backbone.model, len(session.sequences)
+        self.regions, self.taken = Regions.of(session.backbone.model), list[tuple[Any, Region]]()
         # The heads themselves, so that none take the place of others that are gone.
-        self.key = (rows, heads, _content(tree), model.dtype, model.training, *Sampler.key(session.target, acceptor))
+        self.key = (
+            len(session.sequences),
+            heads,
+            _content(tree),
+            *Sampler.key(session.target, acceptor),
+            *_surroundings(session.backbone),
+            _state(session.backbone.model),
+            _state(heads) if heads is not None else (),
+        )
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
 
     def region(
@@ -510,11 +582,30 @@ class Compiled:
             fixed = None if reader is None else FixedReader(reader, slots, self.tree.max_depth)
             return Region(backbone, FixedCache(cache, slots), fixed, self.make_drafter(), sampler, hidden)
 
-        return Regions.of(self.session.backbone.model).get_or_make((slots, *self.key), make)
+        key = (slots, *self.key)
+        self.taken.append((key, self.regions.take(key, make)))
+        return self.taken[-1][1]
 
     @torch.inference_mode()
     def run(self, clock: Clock) -> Iterator[Step]:
-        """Decode until every row has ended. A stage of the clock is one region: all of a step counts as `verify`."""
+        """Decode until every row has ended. A stage of the clock is one region: all of a step counts as `verify`.
+
+        Raises:
+            RequestError: torch.compile does not get through this model."""
+        try:
+            yield from self._steps(clock)
+        except TorchDynamoException as error:
+            del self.taken[-1:]
+            name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
+            reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
+            raise RequestError(
+                f"--compile cannot be had: torch.compile fails on {name} ({reason}); leave it out"
+            ) from error
+        finally:
+            for key, region in self.taken:
+                self.regions.put_back(key, region)
+
+    def _steps(self, clock: Clock) -> Iterator[Step]:
         session, sequences, nodes = self.session, self.session.sequences, self.tree.num_nodes
         frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
         first = max(self.lengths) + min(max(sequences.limits), self.ahead) + nodes
@@ -561,6 +652,13 @@ class Compiled:
         if left and len(left) < len(rows):
             region.end_rows([reason is None for reason in reasons])
         return left
+
+
+def _surroundings(backbone: Backbone) -> tuple[Any, ...]:
+    """What machine code depends on, and no module holds."""
+    kind = backbone.device.type
+    precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return implementation(backbone.config), precision, torch.get_num_threads()
 
 
 def _content(tree: Layout) -> tuple[Any, ...]:
