@@ -86,11 +86,16 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
     "a missing tree file": (("--tree", "/no/such/tree.json"), "/no/such/tree.json"),
     "a tree of no width": (("--tree", "topk:0"), "width"),
-    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, model, ngram"),
+    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, blockwise, model, ngram, mix"),
     "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
     "another drafter, compiled": (("--drafter", "ngram", "--compile"), "cannot be compiled"),
     "another drafter that stops": (("--drafter", "ngram", "--stop-drafting", "0.1"), "dynamic trees of heads"),
     "a tree for a drafter without heads": (("--drafter", "ngram", "--tree", "chain"), "leave it out"),
+    "a tree for blockwise": (("--drafter", "blockwise", "--tree", "chain"), "leave it out"),
+    "blockwise beyond the heads": (("--drafter", "blockwise:tokens=99"), "tokens is 99, but there are"),
+    "a mix of one": (("--drafter", "mix:heads"), "join several by +"),
+    "a mix, drawn": (("--drafter", "mix:heads+ngram", "--temperature", "1", "--draft", "sample"), "use --draft topk"),
+    "a mix, compiled": (("--drafter", "mix:heads+ngram", "--compile"), "cannot be compiled"),
     "a tree of words": (("--tree", "topk:many"), "whole numbers"),
 }
 
