@@ -79,7 +79,7 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
         group.add_argument(
             "--acceptance",
             help="greedy (default at temperature 0) and rejection (default above) lose nothing; "
-            "typical and typical-sampled are lossy",
+            "typical and typical-sampled are lossy, and at temperature 0 topk:K and distance:D",
         )
         group.add_argument(
             "--draft", default="topk", help="topk (default), the heads' best guesses, or sample, draws from the heads"
