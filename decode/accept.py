@@ -9,7 +9,6 @@ Shapes: B rows, R of them still walking, N nodes, M distributions that these R r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -22,6 +21,9 @@ Scores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R]) -> the target's scores [M, V], whose softmax it is, and which of them each row takes [R]."""
 Decide = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [R], scores [M, V], index [R]) -> the token that the target decides on in each row [R]."""
+
+Passes = Callable[[Tensor], Tensor]
+"""The target's scores [V] after a text -> which tokens a lossy rule lets stay there [V]."""
 
 
 class Draws(Protocol):
@@ -205,9 +207,17 @@ def accept_typical(
 ) -> Acceptance:
     """Typical acceptance, the paper's deterministic form (section 2.3.1). Lossy: neither greedy nor a sample.
 
-    A token x is accepted after c where p(x | c) > min(epsilon, delta exp(-H(p(. | c)))). The longest accepted path is
-    kept, among equally long ones the most probable, and the next root is the target's most probable token there. As
-    exp(-H) never exceeds max p, that token always passes, and no step is shorter than a greedy one.
+    A token x is accepted after c where p(x | c) > min(epsilon, delta exp(-H(p(. | c)))). As exp(-H) never exceeds max
+    p, the most probable token always passes.
+    """
+    return accept_longest(draft, target, lambda scores: typical(scores.softmax(-1), epsilon, delta), room)
+
+
+def accept_longest(draft: Draft, target: Scores, passes: Passes, room: Tensor | None = None) -> Acceptance:
+    """Keep the longest path of tokens that pass, among equally long ones the most probable; lossy.
+
+    The next root is the target's most probable token behind it. Where that token always passes, no step is shorter
+    than a greedy one.
     """
     topology, end, roots = draft.topology, [], []
     tables = topology.children.tolist()
@@ -219,12 +229,14 @@ def accept_typical(
         while open_nodes:
             node, depth, log_p = open_nodes.pop()
             scores, index = target(draft.ids.new_tensor([row]), draft.ids.new_tensor([node]))
-            p = scores[index[0]].softmax(-1)
-            best, passes = int(p.argmax()), typical(p, epsilon, delta)
-            found.append((depth, log_p, node, best))
-            for child in children[node] if depth < limits[row] else []:
-                if child >= 0 and passes[tokens[child]]:
-                    open_nodes.append((child, depth + 1, log_p + math.log(float(p[tokens[child]]))))
+            here = scores[index[0]]
+            found.append((depth, log_p, node, int(here.argmax())))
+            if depth == limits[row] or children[node][:1] in ([], [-1]):
+                continue
+            fits, log_probabilities = passes(here), here.log_softmax(-1)
+            for child in children[node]:
+                if child >= 0 and fits[tokens[child]]:
+                    open_nodes.append((child, depth + 1, log_p + float(log_probabilities[tokens[child]])))
         _, _, node, root = max(found, key=lambda entry: entry[:2])
         end.append(node)
         roots.append(root)
@@ -240,6 +252,22 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
     threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
     return (p > threshold).scatter(-1, p.argmax(-1, keepdim=True), True)
+
+
+def among_best(scores: Tensor, k: int) -> Tensor:
+    """scores [V] -> which tokens are among the k best [V]: top-k selection (Stern et al. 2018, section 5.1).
+
+    Of what processors forbid (-inf) nothing is."""
+    best = scores.topk(min(k, len(scores))).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True) & (scores > -torch.inf)
+
+
+def near_best(scores: Tensor, distance: int) -> Tensor:
+    """scores [V] -> which ids lie at most `distance` from the best one's [V] (Stern et al. 2018, section 5.2).
+
+    For vocabularies whose order means something, such as pixels or samples of sound. What is forbidden is not near."""
+    ids = torch.arange(len(scores), device=scores.device)
+    return ((ids - scores.argmax()).abs() <= distance) & (scores > -torch.inf)
 
 
 class _Walk:

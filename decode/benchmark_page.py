@@ -7,6 +7,7 @@ from typing import Any
 from decode import pictures
 from decode.comparison import interval_in_words
 from decode.report import Page
+from decode.request import is_lossy
 from medusa.files import readable
 
 INTERVAL = (
@@ -51,7 +52,7 @@ def add_verdict(made: Page, outcome: dict[str, Any]) -> None:
         made.text("Later than model.generate: these heads do not pay here.", "bad")
     else:
         made.text("No difference from model.generate that this measurement can see.", "faint")
-    if settings["acceptance"] in ("typical", "typical-sampled"):
+    if is_lossy(settings["acceptance"]):
         made.text(f"Acceptance {settings['acceptance']} is lossy: this is not the backbone's own text.", "bad")
     same = f"{medusa['equal_to_plain']:.0%}" if settings["temperature"] == 0 else "sampled"
     made.facts(

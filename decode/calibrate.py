@@ -436,7 +436,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "attention": getattr(model.config, "_attn_implementation", None),
         "batch_size": batch_size,
         "temperature": settings.temperature,
-        "acceptance": settings.acceptor.rule,
+        "acceptance": settings.acceptor.name,
         "version": 2,
         "heads": fingerprint(heads),
     }

@@ -114,11 +114,23 @@ class Plan(ABC):
     Plans are dataclasses: their fields are the options, and `__post_init__` refuses what cannot be.
     """
 
-    needs_heads: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     """Whether its steps can be compiled whole."""
+    can_draw: ClassVar[bool] = False
+    """As that of its source."""
     first: ClassVar[str | None] = None
     """The option whose name may be left out."""
+    rest: ClassVar[str | None] = None
+    """The option that takes all behind the last of the others, commas included."""
+
+    @property
+    def needs_heads(self) -> bool:
+        return False
+
+    @property
+    def takes_tree(self) -> bool:
+        """Whether its heads' guesses are laid out on a tree that the user chooses."""
+        return False
 
     def check(self, config: PretrainedConfig) -> None:
         """Look at the backbone's configuration, before its weights are loaded.
@@ -126,6 +138,13 @@ class Plan(ABC):
         Raises:
             RequestError: this drafter cannot draft for it."""
         return
+
+    def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
+        """What the guesses of `heads` will be laid out on; `tree` and `stop_drafting` as in `Materials`.
+
+        Raises:
+            RequestError: these heads have no such tree."""
+        return ()
 
     @abstractmethod
     def source(self, materials: Materials) -> Source:

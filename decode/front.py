@@ -30,6 +30,7 @@ from decode.request import (
     TreeLike,
     prepare,
     requests_of,
+    require_compilable,
     require_one_shape,
     resolve_acceptance,
     with_generators,
@@ -60,8 +61,12 @@ def medusa_session(
             scores asked of a lossy rule, or what cannot be compiled."""
     source = source_of(drafter, Materials(model, heads, tree))
     config = requests[0].config
-    if acceptor.rule == "typical" and (config.output_scores or config.output_logits):
-        raise RequestError("output_scores and output_logits cannot be had with acceptance 'typical'; use 'rejection'")
+    if acceptor.passes is not None and (config.output_scores or config.output_logits):
+        exact = "rejection" if config.do_sample else "greedy"
+        raise RequestError(
+            f"output_scores and output_logits cannot be had with acceptance {acceptor.name!r}; use {exact!r}"
+        )
+    require_compilable(compile, acceptor)
     require_drawable(source, acceptor)
     require_tree_forward(model)
     if source.num_nodes == 1 and acceptor.rule in LOSSLESS:
@@ -151,7 +156,7 @@ def generate(
         inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer gives them.
         tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
         acceptance: `greedy` or `rejection` (lossless, the defaults without and with sampling), `typical` or
-            `typical-sampled` (lossy).
+            `typical-sampled` (lossy); without sampling also `topk:K` and `distance:D` (lossy, `decode.accept`).
         epsilon, delta: constants of typical acceptance (paper section 2.3.1).
         draft: `topk` (the default: the heads' best guesses) or `sample` (draws from the heads' distributions).
         compile: run whole steps as one region of `torch.compile`, a CUDA graph on a GPU (`decode.compiled`): the first

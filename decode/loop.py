@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, accept_greedy, accept_sampled, accept_typical, accept_walk
+from decode.accept import (
+    Acceptance,
+    Passes,
+    accept_greedy,
+    accept_longest,
+    accept_sampled,
+    accept_walk,
+    among_best,
+    near_best,
+    typical,
+)
 from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
@@ -37,13 +47,30 @@ class Step:
 
 
 class Acceptor(NamedTuple):
-    """An acceptance rule, with typical acceptance's constants (paper section 2.3.1) and the kind of draft it judges."""
+    """An acceptance rule, its constants (typical acceptance's: paper section 2.3.1) and the kind of draft it judges."""
 
     rule: str
     epsilon: float = 0.09
     delta: float = 0.3
     draft: str = "topk"
     """topk: the drafter's best guesses; sample: draws from its distributions."""
+    limit: int | None = None
+    """Of the rules topk and distance."""
+
+    @property
+    def name(self) -> str:
+        """As a user writes it."""
+        return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
+
+    @property
+    def passes(self) -> Passes | None:
+        """What a rule lets stay that keeps the longest path of it; `None` for those that walk down one path."""
+        if self.rule == "typical":
+            return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
+        if self.limit is None:
+            return None
+        judge, limit = {"topk": among_best, "distance": near_best}[self.rule], self.limit
+        return lambda scores: judge(scores, limit)
 
     @property
     def truncation(self) -> Truncation | None:
@@ -182,8 +209,8 @@ class Session:
     def _accept(
         self, draft: Draft, readout: Readout, rows: list[int], acceptor: Acceptor, room: Tensor | None
     ) -> Acceptance:
-        logits, target = readout.logits, self.target
-        if target.is_argmax:
+        logits, target, passes = readout.logits, self.target, acceptor.passes
+        if target.is_argmax and passes is None:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), room)
 
         def scores_after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,8 +222,8 @@ class Session:
                 found.append(target.scores(rows[index], prefix, logits[index, node]))
             return torch.cat(found), torch.arange(len(found), device=walking.device)
 
-        if acceptor.rule == "typical":
-            return accept_typical(draft, scores_after, acceptor.epsilon, acceptor.delta, room)
+        if passes is not None:
+            return accept_longest(draft, scores_after, passes, room)
         draws = target.draws.of(rows)
         if draft.proposal is not None:
             return accept_sampled(draft, scores_after, draws, room)

@@ -29,7 +29,10 @@ from medusa.tree import Tree, load_tree
 
 LOSSLESS = ("greedy", "rejection")
 LOSSY = ("typical", "typical-sampled")
-ACCEPTANCES = LOSSLESS + LOSSY
+"""Those above temperature 0."""
+LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
+"""Those of temperature 0, `NAME:NUMBER`: what stands for the number, and the least that it may be."""
+ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{number}" for name, (number, _) in LOSSY_GREEDY.items()))
 DRAFTS = ("topk", "sample")
 TreeLike = Layout | str | Sequence[Sequence[int]] | None
 # What `generate` itself hands over besides ids; anything else would change the text, and is not passed on by us.
@@ -277,15 +280,20 @@ def resolve_acceptance(
         RequestError: no such rule or draft, constants out of range, what does not fit the sampling mode, or drafts that
             may not stop early.
     """
-    if rule not in (None, *ACCEPTANCES):
+    asked = rule
+    rule, limit = _rule_and_limit(rule)
+    if rule not in (None, *LOSSLESS, *LOSSY, *LOSSY_GREEDY):
+        *most, last = [name for name in ACCEPTANCES if is_lossy(name)]
         raise RequestError(
-            f"acceptance is {rule!r}; choose one of {', '.join(ACCEPTANCES)} ({' and '.join(LOSSY)}: lossy)"
+            f"acceptance is {asked!r}; choose one of {', '.join(ACCEPTANCES)} ({', '.join(most)} and {last}: lossy)"
         )
     if draft not in (None, *DRAFTS):
         raise RequestError(f"draft is {draft!r}; choose one of {', '.join(DRAFTS)}")
     rule = rule or ("rejection" if do_sample else "greedy")
     if rule == "greedy" and do_sample:
         raise RequestError("acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'")
+    if rule in LOSSY_GREEDY and do_sample:
+        raise RequestError(f"acceptance {asked!r} draws nothing; use temperature 0 (do_sample=False) or 'rejection'")
     if rule in LOSSY and not do_sample:
         raise RequestError(f"acceptance {rule!r} needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
     if draft == "sample" and rule not in ("rejection", "typical-sampled"):
@@ -297,11 +305,34 @@ def resolve_acceptance(
         raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
     if stop_drafting and draft == "sample":
         raise RequestError("stop-drafting looks at what is drafted, and draws must not be looked at; use draft topk")
-    if stop_drafting and rule == "typical":
+    if stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
+        instead = "typical-sampled" if do_sample else "greedy"
         raise RequestError(
-            "with stop-drafting, what acceptance 'typical' takes would depend on the batch; use typical-sampled"
+            f"with stop-drafting, what acceptance {asked!r} takes would depend on the batch; use {instead}"
         )
     for name, value in (("epsilon", epsilon), ("delta", delta), ("stop-drafting", stop_drafting)):
         if not 0 <= value <= 1:
             raise RequestError(f"{name} is {value}; it must lie between 0 and 1")
-    return Acceptor(rule, epsilon, delta, draft or "topk")
+    return Acceptor(rule, epsilon, delta, draft or "topk", limit)
+
+
+def is_lossy(acceptance: str) -> bool:
+    """Whether this rule, as a user writes it, may change the text."""
+    return acceptance.partition(":")[0] in (*LOSSY, *LOSSY_GREEDY)
+
+
+def _rule_and_limit(rule: str | None) -> tuple[str | None, int | None]:
+    name, _, number = (rule or "").partition(":")
+    if name not in LOSSY_GREEDY:
+        return rule, None
+    least = LOSSY_GREEDY[name][1]
+    if not number.isdecimal() or int(number) < least:
+        raise RequestError(f"acceptance {rule!r} needs a whole number of at least {least}, as in {name}:2")
+    return name, int(number)
+
+
+def require_compilable(compile: bool, acceptor: Acceptor) -> None:
+    """Raises:
+    RequestError: steps are to be compiled whole, by a rule that cannot be."""
+    if compile and acceptor.rule in LOSSY_GREEDY:
+        raise RequestError(f"acceptance {acceptor.name!r} cannot be compiled; leave out --compile")

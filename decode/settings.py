@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decode.loop import Acceptor
-from decode.request import require_one_shape, resolve_acceptance
+from decode.request import require_compilable, require_one_shape, resolve_acceptance
 from medusa.errors import RequestError
 
 
@@ -27,7 +27,8 @@ class Settings:
     """1 is off."""
     stop: tuple[str, ...] = ()
     acceptance: str | None = None
-    """greedy or rejection, or the lossy typical or typical-sampled; `None`: the lossless one for this temperature."""
+    """greedy or rejection, or one of the lossy: typical, typical-sampled, or at temperature 0 topk:K, distance:D;
+    `None`: the lossless one for this temperature."""
     epsilon: float = 0.09
     delta: float = 0.3
     draft: str = "topk"
@@ -48,7 +49,7 @@ class Settings:
         if any(not stop for stop in self.stop):
             raise RequestError("a stop string is empty; give at least one character")
         require_one_shape(self.compile, self.stop_drafting)
-        _ = self.acceptor
+        require_compilable(self.compile, self.acceptor)
 
     @property
     def acceptor(self) -> Acceptor:
@@ -78,7 +79,7 @@ class Settings:
         return kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"acceptance": self.acceptor.rule}
+        return asdict(self) | {"acceptance": self.acceptor.name}
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

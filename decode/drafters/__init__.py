@@ -11,8 +11,10 @@ from medusa.errors import RequestError
 
 DRAFTERS = {
     "heads": "decode.drafters.trained:HeadsPlan",  # Medusa heads of any kind, on a tree
+    "blockwise": "decode.drafters.blockwise:BlockwisePlan",  # heads on a chain
     "model": "decode.drafters.model:ModelPlan",  # a small language model
     "ngram": "decode.drafters.ngram:NgramPlan",  # what followed the last words where they stood before
+    "mix": "decode.drafters.mix:MixPlan",  # several of these
 }
 DrafterLike = Source | Plan | str | None
 
@@ -34,15 +36,21 @@ def _options(name: str, plan: type[Plan], text: str) -> dict[str, Any]:
     known = {field.name: field for field in fields(plan)}  # type: ignore[arg-type]
     allowed = ", ".join(f"{option}=" for option in known) or "none"
     given: dict[str, Any] = {}
-    for place, part in enumerate(text.split(",") if text else ()):
+    parts = text.split(",") if text else []
+    for place, part in enumerate(parts):
         option, equals, value = part.partition("=")
-        if not equals and place == 0 and plan.first is not None:
+        takes_rest = plan.rest is not None and option not in known
+        if takes_rest:
+            option, value = str(plan.rest), ",".join(parts[place:])
+        elif not equals and place == 0 and plan.first is not None:
             option, value = plan.first, part
         elif not equals or option not in known:
             raise RequestError(f"drafter {name} has no option {part!r}; its options: {allowed}")
         if option in given:
             raise RequestError(f"drafter {name}: {option} is given twice")
         given[option] = _value(name, option, value, type(known[option].default))
+        if takes_rest:
+            break
     missing = [option for option, field in known.items() if field.default is MISSING and option not in given]
     if missing:
         raise RequestError(f"drafter {name} needs {' and '.join(missing)}; its options: {allowed}")

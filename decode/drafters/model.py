@@ -56,6 +56,7 @@ class ModelPlan(Plan):
     """A chain ends where it is less probable than this."""
 
     first = "model"
+    can_draw = True
 
     def __post_init__(self) -> None:
         require_at_least(1, "model", tokens=self.tokens)

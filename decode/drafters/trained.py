@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from decode.draft import Drafter, Materials, Plan, Source
 from decode.drafters.heads import HeadsDrafter
@@ -23,11 +24,16 @@ class HeadsPlan(Plan):
     """No options: shape and number of nodes are the tree's."""
 
     needs_heads = True
+    takes_tree = True
     compiles = True
+    can_draw = True
+
+    def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout]:
+        return (resolve_tree(tree, heads, stop_drafting),)
 
     def source(self, materials: Materials) -> Source:
         heads = require_heads(materials)
-        return TrainedHeads(heads, resolve_tree(materials.tree, heads, materials.stop_drafting))
+        return TrainedHeads(heads, *self.layouts(heads, materials.tree, materials.stop_drafting))
 
 
 class TrainedHeads(Source):

@@ -328,9 +328,6 @@ def at_temperature(
     return {"temperature": temperature} | {name: figures[name] for name in kept}
 
 
-LOSSY = ("typical", "typical-sampled")
-
-
 def lossy(
     args: argparse.Namespace,
     loaded: Loaded,
@@ -344,6 +341,7 @@ def lossy(
     backbone's own; text above it is more predictable than the model speaks, text below it less.
     """
     from decode.benchmark import Contender, summarize
+    from decode.request import LOSSY
     from decode.results import medusa_method, plain_method, transformers_method
     from medusa.backbone import Backbone
 
@@ -440,6 +438,8 @@ def show(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from decode.request import is_lossy
+
     settings, machine = outcome["settings"], outcome["machine"]
     console = common.output_console(args)
     table = Table(
@@ -488,7 +488,7 @@ def show(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
         f"{machine['gpu'] or machine['processor']}, {machine['threads']} thread(s), {machine['dtype']}, "
         f"torch {machine['torch']}, transformers {machine['transformers']}"
     )
-    if settings["acceptance"] in LOSSY:
+    if is_lossy(settings["acceptance"]):
         console.print(f"acceptance '{settings['acceptance']}' is lossy: this is not the backbone's own text")
 
 

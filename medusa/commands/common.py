@@ -79,7 +79,7 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
         group.add_argument(
             "--acceptance",
             help="greedy (default at temperature 0) and rejection (default above) lose nothing; "
-            "typical and typical-sampled are lossy",
+            "typical and typical-sampled are lossy, and at temperature 0 topk:K and distance:D",
         )
         group.add_argument(
             "--draft", default="topk", help="topk (default), the heads' best guesses, or sample, draws from the heads"
@@ -117,7 +117,7 @@ def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
         "--drafter",
         metavar="NAME[:OPTIONS]",
         action="append" if several else "store",
-        help="who guesses ahead: heads (default), model:NAME, ngram (docs/drafters.md)"
+        help="who guesses ahead: heads (default), blockwise, model:NAME, ngram, mix:A+B (docs/drafters.md)"
         + ("; repeatable: the first is `medusa`, the others take part" if several else ""),
     )
 
@@ -205,13 +205,16 @@ def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> P
     """The drafter asked for, by default the heads; `alone`: no other drafter is, to which --tree could belong.
 
     Raises:
-        RequestError: no such drafter, no --heads where they are needed, or --tree or --compile where they are not."""
+        RequestError: no such drafter, no --heads where they are needed, or --tree, --compile or drawn drafts where it
+            has none."""
     from decode.drafters import parse, require_no_tree
 
     plan = parse(spec or "heads")
     if args.compile and not plan.compiles:
         raise RequestError(f"drafter {spec} cannot be compiled: it works on the host; leave out --compile")
-    if not plan.needs_heads and alone:
+    if getattr(args, "draft", "topk") == "sample" and not plan.can_draw:
+        raise RequestError(f"drafter {spec} has no distribution to draw its guesses from; use --draft topk")
+    if not plan.takes_tree and alone:
         require_no_tree(args.tree, args.stop_drafting)
     if plan.needs_heads and args.heads is None:
         raise RequestError(f"no heads: drafter {spec or 'heads'} needs --heads H")
@@ -230,8 +233,10 @@ def open_source(args: argparse.Namespace, loaded: Loaded, plan: Plan, settings: 
 
     heads, tree, stop_drafting = None, None, 0.0
     if plan.needs_heads:
-        stop_drafting = args.stop_drafting
         heads = open_heads(args, loaded)
+    if plan.takes_tree:
+        assert heads is not None, "a tree is of heads"
+        stop_drafting = args.stop_drafting
         tree = args.tree if settings is None else choose_tree(args, loaded, heads, settings)
     materials = Materials(
         loaded.model, heads, tree, loaded.tokenizer, args.backbone, args.trust_remote_code, stop_drafting
@@ -252,7 +257,7 @@ def drafter_json(spec: str | None, source: Source) -> dict[str, Any]:
 def check_models(args: argparse.Namespace, *plans: Plan) -> None:
     """See that all models and the tree fit before the backbone's weights are loaded: a quick no to a wrong request."""
     from decode.drafters.heads import require_drawable, require_sizes
-    from decode.request import resolve_tree
+    from decode.drafters.trained import HeadsPlan
     from medusa.backbone import load_config, require_placement
     from medusa.checkpoint import load_heads
 
@@ -264,10 +269,11 @@ def check_models(args: argparse.Namespace, *plans: Plan) -> None:
         return
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
-    tree = resolve_tree(getattr(args, "tree", None), heads, getattr(args, "stop_drafting", 0.0))
-    tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
-    if getattr(args, "draft", None) == "sample":
-        require_drawable(tree)
+    asked = getattr(args, "tree", None), getattr(args, "stop_drafting", 0.0)
+    for tree in [tree for plan in plans or (HeadsPlan(),) for tree in plan.layouts(heads, *asked)]:
+        tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
+        if getattr(args, "draft", None) == "sample":
+            require_drawable(tree)
 
 
 def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:

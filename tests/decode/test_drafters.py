@@ -22,6 +22,8 @@ PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
 GUESSERS = {
     # What each test goes through: the drafter, as a user types it.
     "heads": "heads",
+    "blockwise": "blockwise",
+    "blockwise, short": "blockwise:tokens=2",
     "ngram": "ngram",
     "ngram, short": "ngram:n=2,tokens=3",
     "ngram, trie": "ngram:n=2,tokens=4,matches=3",
@@ -30,6 +32,8 @@ GUESSERS = {
     "model, sure": "model:tokens=6,confidence=0.02",
     "model, tree": "model:widths=3x2x1",
     "model, dynamic": "model:nodes=9,tokens=3",
+    "mix": "mix:heads+ngram",
+    "mix, few nodes": "mix:nodes=6,ngram:n=2,tokens=4,matches=3+blockwise+heads",
 }
 
 
@@ -52,7 +56,7 @@ class Guesser:
     """A drafter as it is typed; a draft model is made from the model that it is to draft for."""
 
     def __init__(self, spec: str) -> None:
-        self.spec, self.needs_heads = spec, spec.startswith("heads")
+        self.spec, self.needs_heads = spec, spec.startswith(("heads", "blockwise"))
 
     def __call__(self, model: Any) -> Any:
         if not self.spec.startswith("model"):
@@ -144,7 +148,7 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("oracle", "there is no drafter 'oracle'; choose one of heads, model, ngram"),
+        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, mix"),
         ("ngram:length=3", "no option 'length=3'; its options: n=, least=, tokens="),
         ("ngram:5", "no option '5'"),
         ("ngram:n=3,n=4", "n is given twice"),
@@ -160,6 +164,16 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
         ("model:x,confidence=2", "confidence is 2.0; it must be from 0 to below 1"),
         ("model:x,nodes=1", "dynamic:1 is no tree"),
         ("heads:fast", "no option 'fast'; its options: none"),
+        ("blockwise:tokens=-1", "tokens is -1; it must be at least 0"),
+        ("mix", "drafter mix needs parts; its options: parts=, nodes="),
+        ("mix:nodes=9", "drafter mix needs parts"),
+        ("mix:nodes=1,heads+ngram", "nodes is 1, the root alone"),
+        ("mix:nodes=few,heads+ngram", "nodes is 'few'; it must be a whole number"),
+        ("mix:ngram", "'ngram' is one drafter; join several by +, as in mix:heads+ngram"),
+        ("mix:ngram+ngram", "one is given twice"),
+        ("mix:heads+oracle", "there is no drafter 'oracle'"),
+        ("mix:heads+ngram:n=0", "drafter ngram: n is 0"),
+        ("mix:heads+mix:ngram", "'ngram' is one drafter"),
     ],
 )
 def test_wrong_words(spec: str, said: str) -> None:
@@ -168,7 +182,7 @@ def test_wrong_words(spec: str, said: str) -> None:
 
 
 def test_what_is_missing_or_too_much(llama: Any) -> None:
-    ids = torch.tensor([PROMPTS[0]])
+    ids, heads = torch.tensor([PROMPTS[0]]), random_heads(llama)
     with pytest.raises(RequestError, match="the heads are None"):
         generate(llama, inputs=ids, max_new_tokens=3)
     with pytest.raises(RequestError, match="the heads are None"):
@@ -179,6 +193,18 @@ def test_what_is_missing_or_too_much(llama: Any) -> None:
         generate(llama, inputs=ids, max_new_tokens=3, drafter=7)
     with pytest.raises(RequestError, match="use draft topk"):
         generate(llama, inputs=ids, max_new_tokens=3, drafter="ngram", draft="sample", do_sample=True)
+    with pytest.raises(RequestError, match="use draft topk"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", draft="sample", do_sample=True)
+    with pytest.raises(RequestError, match="the heads are None"):
+        generate(llama, inputs=ids, max_new_tokens=3, drafter="mix:heads+ngram")
+    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise", tree="chain")
+    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:blockwise+ngram", tree="chain")
+    with pytest.raises(RequestError, match="tokens is 4, but there are 3 heads"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise:tokens=4")
+    with pytest.raises(RequestError, match="only steps of heads can be compiled"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", compile=True)
 
 
 def test_no_heads_are_needed(llama: Any) -> None:
