@@ -13,6 +13,7 @@ DRAFTERS = {
     "heads": "decode.drafters.trained:HeadsPlan",  # Medusa heads of any kind, on a tree
     "model": "decode.drafters.model:ModelPlan",  # a small language model
     "ngram": "decode.drafters.ngram:NgramPlan",  # what followed the last words where they stood before
+    "rest": "decode.drafters.rest:RestPlan",  # what followed them in a datastore of other texts
 }
 DrafterLike = Source | Plan | str | None
 
