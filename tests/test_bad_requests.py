@@ -89,8 +89,9 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
     "a missing tree file": (("--tree", "/no/such/tree.json"), "/no/such/tree.json"),
     "a tree of no width": (("--tree", "topk:0"), "width"),
-    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, blockwise, model, ngram, mix"),
+    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, blockwise, model, ngram, rest, mix"),
     "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
+    "no datastore": (("--drafter", "rest:/no/such/folder"), "no datastore at /no/such/folder"),
     "another drafter, compiled": (("--drafter", "ngram", "--compile"), "cannot be compiled"),
     "another drafter that stops": (("--drafter", "ngram", "--stop-drafting", "0.1"), "dynamic trees of heads"),
     "a tree for a drafter without heads": (("--drafter", "ngram", "--tree", "chain"), "leave it out"),
@@ -507,3 +508,37 @@ def test_usage_errors_end_the_same_and_in_one_line(capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     assert said.startswith("medusa")
     assert said.count("\n") == 1
+
+
+# --- datastores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--data", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
+        (("--data", "tests", "--suffix", ".cobol"), "no file at tests ends in .cobol"),
+        (("--data", "tests", "--max-bytes", "9"), "--max-bytes is for files that --suffix names"),
+        (("--data", "tests", "--suffix", ".py", "--json", "/no/such/folder/x.json"), "/no/such/folder/x.json"),
+        (("--data", "tests", "--suffix", ".py", "--output", "tests"), "tests holds something else than a datastore"),
+        (("--data", "tests", "--suffix", ".py", "--backbone", "/no/such/model"), "no backbone at /no/such/model"),
+    ],
+)
+def test_a_datastore(refused: Any, place: Place, tmp_path: Path, argv: Argv, said: str) -> None:
+    assert said in refused("datastore", "build", "--backbone", place.backbone, "--output", tmp_path / "store", *argv)
+
+
+def test_a_datastore_of_another_tokenizer(refused: Any, place: Place, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(place.backbone, other)
+    changed = (other / "tokenizer.json").read_text(encoding="utf-8").replace('"a": 0', '"~": 0')
+    (other / "tokenizer.json").write_text(changed.replace('"unk_token": "a"', '"unk_token": "~"'), encoding="utf-8")
+    store, text = tmp_path / "store", tmp_path / "text.txt"
+    text.write_text("bcdbcd", encoding="utf-8")
+    assert main(["datastore", "build", "--backbone", place.backbone, "--data", str(text), "--output", str(store)]) == 0
+    said = refused("generate", "--backbone", other, "--drafter", f"rest:{store}", "--prompt", "bcd")
+    assert f"was built with the tokenizer of {place.backbone}" in said
+    assert f"and {other} has another one" in said
+    again = refused("datastore", "build", "--backbone", place.backbone, "--data", text, "--output", store)
+    assert "store exists already; choose another place or add --overwrite" in again

@@ -18,11 +18,14 @@ from transformers import PreTrainedTokenizerFast
 
 from decode import calibrate
 from decode.clock import STAGES
+from decode.datastore import Datastore
 from decode.results import Result, medusa_method
+from decode.suffixes import DEPTH
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone, load_backbone
 from medusa.checkpoint import load_heads
 from medusa.commands import common
+from medusa.commands.datastore import PIECE
 from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
 from train.features import shards
@@ -964,3 +967,65 @@ def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path
     assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
     assert content["settings"]["drafter"] == "ngram"
     assert "ngram:n=1,tokens=2" in report.read_text(encoding="utf-8")
+
+
+# --- datastores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def datastore(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Outcome, Path]]:
+    """`medusa datastore build`, by default of what the backbone itself wrote."""
+
+    def run(*argv: Any, backbone: str = place.backbone, name: str = "store") -> tuple[Outcome, Path]:
+        own = tmp_path / "own.jsonl"
+        texts = zip(PROMPTS, place.texts, strict=True)
+        lines = [{"input_ids": [*map(LETTERS.index, prompt), *text]} for prompt, text in texts]
+        own.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        given = argv if "--data" in argv else ("--data", own, *argv)
+        return medusa(
+            "datastore", "build", "--backbone", backbone, *given, "--output", tmp_path / name
+        ), tmp_path / name
+
+    return run
+
+
+def test_a_datastore_of_the_backbones_own_text(datastore: Any, generate: Any, place: Place, tmp_path: Path) -> None:
+    done, store = datastore("--json", tmp_path / "built.json")
+    assert done.status == 0, done.err
+    tokens = sum(len(prompt) + len(text) + 1 for prompt, text in zip(PROMPTS, place.texts, strict=True))
+    assert f"store: 3 documents, {tokens} tokens" in done.err
+    assert json.loads((tmp_path / "built.json").read_text(encoding="utf-8"))["tokens"] == tokens
+    drafter = f"rest:{store},nodes=8,least=1"
+    content = generate("--drafter", drafter, "--batch-size", "3", heads=False)
+    assert [result["new_ids"] for result in content["results"]] == until_eos(place)
+    assert content["settings"]["nodes"] == 8
+    assert min(len(result["new_ids"]) / result["steps"] for result in content["results"]) > 1.5
+
+
+def test_verify_with_a_datastore(datastore: Any, medusa: Any, place: Place, tmp_path: Path) -> None:
+    _, store = datastore()
+    done = medusa(
+        *("verify", "--backbone", place.backbone, "--drafter", f"rest:{store},least=1", "--prompts", place.prompts),
+        *("--draws", "5000", "--max-new-tokens", str(NEW), "--report", tmp_path / "v.html", "--sampled-prompts", "1"),
+    )
+    assert done.status == 0, done.out + done.err
+    assert "drafts by rest:" in (tmp_path / "v.html").read_text(encoding="utf-8")
+
+
+def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path) -> None:
+    """In the order of their names, whole; what is no UTF-8 is left out, and counted."""
+    sources = tmp_path / "sources"
+    (sources / "b").mkdir(parents=True)
+    long = ("abcdefg\n" * (PIECE // 4))[:-1]
+    (sources / "b" / "one.py").write_text("defg", encoding="utf-8")
+    (sources / "a.py").write_text(long, encoding="utf-8")
+    (sources / "c.py").write_bytes(b"\xff\xfe")
+    (sources / "d.md").write_text("zzz", encoding="utf-8")
+    done, store = datastore("--data", sources, "--suffix", ".py")
+    assert done.status == 0, done.err
+    assert "1 of 3 files are no UTF-8" in done.err
+    opened, end = Datastore(store), [place.eos, VOCAB]
+    spelled = [max(LETTERS.find(letter), 0) for letter in long]  # a new line is an unknown word, and that is token 0
+    assert opened.tokens.tolist() == [*spelled, *end, *map(LETTERS.index, "defg"), *end, *[VOCAB] * DEPTH]
+    assert datastore("--data", sources, "--suffix", ".py", "--max-bytes", "5", name="less")[0].status == 0
+    assert Datastore(tmp_path / "less").about["documents"] == 1

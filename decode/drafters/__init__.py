@@ -14,6 +14,7 @@ DRAFTERS = {
     "blockwise": "decode.drafters.blockwise:BlockwisePlan",  # heads on a chain
     "model": "decode.drafters.model:ModelPlan",  # a small language model
     "ngram": "decode.drafters.ngram:NgramPlan",  # what followed the last words where they stood before
+    "rest": "decode.drafters.rest:RestPlan",  # what followed them in a datastore of other texts
     "mix": "decode.drafters.mix:MixPlan",  # several of these
 }
 DrafterLike = Source | Plan | str | None

@@ -117,7 +117,7 @@ def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
         "--drafter",
         metavar="NAME[:OPTIONS]",
         action="append" if several else "store",
-        help="who guesses ahead: heads (default), blockwise, model:NAME, ngram, mix:A+B (docs/drafters.md)"
+        help="who guesses ahead: heads (default), blockwise, model:NAME, ngram, rest:DIR, mix:A+B (docs/drafters.md)"
         + ("; repeatable: the first is `medusa`, the others take part" if several else ""),
     )
 

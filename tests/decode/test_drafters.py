@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from decode import generate, steps
+from decode.datastore import Piece, build
 from decode.drafters import DRAFTERS, parse
 from decode.drafters.model import DraftModel, ModelPlan
 from decode.results import medusa_method
@@ -28,6 +30,8 @@ GUESSERS = {
     "ngram, short": "ngram:n=2,tokens=3",
     "ngram, trie": "ngram:n=2,tokens=4,matches=3",
     "ngram, small trie": "ngram:n=3,tokens=6,matches=4,nodes=7",
+    "rest": "rest:DIR,least=1",
+    "rest, chain": "rest:DIR,least=1,matches=1,tokens=3",
     "model": "model:",
     "model, sure": "model:tokens=6,confidence=0.02",
     "model, tree": "model:widths=3x2x1",
@@ -53,22 +57,35 @@ def draft_model(model: Any, scale: float = 0.3) -> Any:
 
 
 class Guesser:
-    """A drafter as it is typed; a draft model is made from the model that it is to draft for."""
+    """A drafter as it is typed; a draft model and a datastore are made from the model that they are to draft for."""
 
-    def __init__(self, spec: str) -> None:
-        self.spec, self.needs_heads = spec, spec.startswith(("heads", "blockwise"))
+    def __init__(self, spec: str, folder: Path) -> None:
+        self.spec, self.needs_heads, self.folder = spec, spec.startswith(("heads", "blockwise")), folder
 
     def __call__(self, model: Any) -> Any:
+        if self.spec.startswith("rest"):
+            return self.spec.replace("DIR", str(self.datastore(model)))
         if not self.spec.startswith("model"):
             return self.spec
         plan = parse(self.spec.replace("model:", "model:any,").rstrip(","))
         assert isinstance(plan, ModelPlan)
         return DraftModel(draft_model(model), plan.tree, plan.topk, plan.confidence)
 
+    def datastore(self, model: Any) -> Path:
+        """What the model writes after some of the prompts."""
+        config = model.config.get_text_config(decoder=True)
+        room = config.max_position_embeddings
+        prompts = PROMPTS[1:] if room < 100 else [*PROMPTS[1:], repetitive(model, PROMPTS[0])]
+        texts = [prompt + plain(model, prompt, max_new_tokens=min(NEW, room - len(prompt))) for prompt in prompts]
+        about = {"backbone": "this", "tokenizer": None, "vocab_size": config.vocab_size}
+        pieces = [Piece("here", text) for text in texts]
+        build(self.folder, pieces, lambda piece: list(map(int, piece.content)), about, overwrite=True)
+        return self.folder
+
 
 @pytest.fixture(params=GUESSERS)
-def drafter(request: Any) -> Guesser:
-    return Guesser(GUESSERS[request.param])
+def drafter(request: Any, tmp_path: Path) -> Guesser:
+    return Guesser(GUESSERS[request.param], tmp_path / "datastore")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2", "gemma3_text", "llama4_text"])
@@ -148,7 +165,7 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, mix"),
+        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, rest, mix"),
         ("ngram:length=3", "no option 'length=3'; its options: n=, least=, tokens="),
         ("ngram:5", "no option '5'"),
         ("ngram:n=3,n=4", "n is given twice"),
@@ -163,6 +180,13 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
         ("model:x,widths=wide", "widths is 'wide'; write numbers such as 3x2x1"),
         ("model:x,confidence=2", "confidence is 2.0; it must be from 0 to below 1"),
         ("model:x,nodes=1", "dynamic:1 is no tree"),
+        ("rest", "drafter rest needs datastore; its options: datastore=, nodes="),
+        ("rest:", "drafter rest needs datastore"),
+        ("rest:x,n=17", "n is 17; a datastore is sorted by 16 tokens"),
+        ("rest:x,n=2,least=3", "n is 2; it must be at least 3"),
+        ("rest:x,nodes=1", "nodes is 1; it must be at least 2"),
+        ("rest:x,tokens=0", "tokens is 0; it must be at least 1"),
+        ("rest:x,matches=0", "matches is 0; it must be at least 1"),
         ("heads:fast", "no option 'fast'; its options: none"),
         ("blockwise:tokens=-1", "tokens is -1; it must be at least 0"),
         ("mix", "drafter mix needs parts; its options: parts=, nodes="),

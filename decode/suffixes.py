@@ -1,0 +1,93 @@
+"""Suffixes in order: all places of a text, sorted by the DEPTH tokens that follow, a bounded piece of them at a time.
+
+A suffix array cut off at DEPTH tokens. Places are taken in groups whose first tokens are neighbours; a group small
+enough is sorted at once, by keys of as many tokens as 64 bits hold, and a larger one (the spaces of source code) is
+split by its next token first. A place being sorted takes 4 + 8 bytes for itself, 8 for each of DEPTH / (64 // bits)
+keys, and 16 for their order; one that is split 4 + 4 and 3 for its next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEPTH = 16
+"""Tokens by which suffixes are sorted, and the longest match that can be found; REST takes 16, too."""
+GROUP = 2**20
+"""Places sorted at once, at most."""
+BLOCK = 2**22
+"""Tokens looked through at once."""
+
+
+def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
+    """Ranges of first tokens [low, high) that hold at most `size` places each (GROUP), or are a single token.
+
+    tokens [n + DEPTH] with ids below `end`; `end` itself stands between documents and behind the last, DEPTH times.
+    """
+    return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
+
+
+def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
+    """The places [uint32] whose token is in [low, high), in the order of their suffixes; equal ones as they stand."""
+    size, bits = size or GROUP, end.bit_length()
+    stack = [(_places(tokens, low, high), int(high - low == 1))]
+    while stack:
+        places, depth = stack.pop()
+        if depth == DEPTH:
+            yield places
+        elif len(places) <= size:
+            yield _sorted(tokens, places, depth, bits)
+        else:
+            following = np.empty(len(places), tokens.dtype)
+            for start in range(0, len(places), BLOCK):  # an index is 8 bytes a place
+                at = places[start : start + BLOCK].astype(np.int64)
+                following[start : start + BLOCK] = tokens[at + depth]
+            parts = [
+                (places[(following >= low) & (following < high)], depth + int(high - low == 1))
+                for low, high in _groups(_counts(following, end + 1), size)
+            ]
+            stack += parts[::-1]
+            del places, following, parts
+
+
+def _places(tokens: NDArray, low: int, high: int) -> NDArray:
+    found = []
+    for start in range(0, len(tokens) - DEPTH, BLOCK):
+        block = tokens[start : min(start + BLOCK, len(tokens) - DEPTH)]
+        found.append((np.flatnonzero((block >= low) & (block < high)) + start).astype(np.uint32))
+    return np.concatenate(found)
+
+
+def _counts(tokens: NDArray, vocab_size: int) -> NDArray:
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), BLOCK):
+        counts += np.bincount(tokens[start : start + BLOCK], minlength=vocab_size)
+    return counts
+
+
+def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
+    """Neighbouring tokens together as long as they have at most `size` places."""
+    groups: list[tuple[int, int]] = []
+    held = 0
+    for token in np.flatnonzero(counts).tolist():
+        count = int(counts[token])
+        if groups and held + count <= size:
+            groups[-1], held = (groups[-1][0], token + 1), held + count
+        else:
+            groups.append((token, token + 1))
+            held = count
+    return groups
+
+
+def _sorted(tokens: NDArray, places: NDArray, depth: int, bits: int) -> NDArray:
+    """By tokens `depth` to DEPTH; `bits`: of a token."""
+    at, keys = places.astype(np.int64), []
+    for start in range(depth, DEPTH, 64 // bits):
+        key = np.zeros(len(places), np.uint64)
+        for offset in range(start, min(start + 64 // bits, DEPTH)):
+            key <<= np.uint64(bits)
+            key |= tokens[at + offset]
+        keys.append(key)
+    return places[np.lexsort(keys[::-1])]
