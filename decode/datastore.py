@@ -22,6 +22,7 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from shutil import rmtree
@@ -111,7 +112,7 @@ class Datastore:
         while low <= high:  # where a long end stands, the shorter ones do, too
             size = (low + high) // 2
             wanted = text[-size:]
-            first = bisect_left(range(len(self.order)), wanted, key=lambda at, size=size: self._words(at, size))
+            first = bisect_left(range(len(self.order)), wanted, key=partial(self._words, count=size))
             if first < len(self.order) and self._words(first, size) == wanted:
                 found, low = (wanted, first), size + 1
             else:
@@ -120,7 +121,7 @@ class Datastore:
             return None
         wanted, first = found
         size = len(wanted)
-        last = bisect_right(range(len(self.order)), wanted, lo=first, key=lambda at: self._words(at, size))
+        last = bisect_right(range(len(self.order)), wanted, lo=first, key=partial(self._words, count=size))
         return Match(size, first, last)
 
     def _words(self, at: int, count: int) -> list[int]:
