@@ -57,6 +57,8 @@ class Scale:
     """Training of heads."""
     kinds: dict[str, Any]
     """Training of each kind of heads."""
+    fewer_kinds: tuple[str, ...]
+    """Those that are tried; all, if none are named."""
     prompts: int
     draws: int
     trees: tuple[str, ...]
@@ -88,6 +90,7 @@ FULL = Scale(
     new_tokens=128,
     train={"max_minutes": 0.6, "per_device_train_batch_size": 16},
     kinds={"max_minutes": 0.25, "per_device_train_batch_size": 16},
+    fewer_kinds=(),
     prompts=24,
     draws=200_000,
     trees=("chain", "topk:3,2,1", "mc_sim_7b_63"),
@@ -116,6 +119,7 @@ QUICK = Scale(
     new_tokens=24,
     train={"max_steps": 20, "per_device_train_batch_size": 4},
     kinds={"max_steps": 4, "per_device_train_batch_size": 4},
+    fewer_kinds=("eagle",),
     prompts=3,
     draws=2000,
     trees=("topk:3,2,1",),
@@ -478,7 +482,7 @@ def kinds(run: Run) -> None:
     """Kinds of heads after the same short training, with the same tree: tau and speedup."""
     from medusa.config import KINDS
 
-    for kind, block in [("medusa", "square"), *((kind, "mlp") for kind in KINDS)]:
+    for kind, block in [("medusa", "square"), *((kind, "mlp") for kind in run.scale.fewer_kinds or KINDS)]:
 
         def measure(kind: str = kind, block: str = block) -> dict[str, Any]:
             folder = run.output / f"heads_{kind}_{block}"
