@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from decode import compiled
 from decode.benchmark import machine
 from decode.capability import require_tree_forward
 from decode.clock import stopwatch
@@ -123,6 +124,7 @@ def measure(
     args: argparse.Namespace,
 ) -> None:
     """Put tau and rates into `rows`."""
+    compiled.KEPT = max(compiled.KEPT, len(methods))  # in turns, all of them are needed again and again
     clock, rates = stopwatch(loaded.model.device), {name: list[float]() for name in methods}
     taus: dict[str, float] = {}
     for method in methods.values():
