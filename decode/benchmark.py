@@ -61,10 +61,13 @@ def run_rounds(
     rounds: int,
     on_progress: Callable[[], None] = lambda: None,
     seed: int = 0,
+    clock: Callable[[], float] | None = None,
 ) -> None:
     """Decode `batches` of prompts with every contender, `rounds` times after a warm-up of one batch each.
 
-    A prompt's samples come from one seed, whoever draws them and in whatever batch."""
+    A prompt's samples come from one seed, whoever draws them and in whatever batch. `clock`: what tells the seconds,
+    for differences; by default results bring theirs, by the clock on the wall.
+    """
     for contender in contenders:
         contender.method(batches[0])
         if contender.clock is not None:
@@ -78,9 +81,11 @@ def run_rounds(
             # Whoever goes first may find colder caches, so turns rotate.
             turn = (number + index) % len(contenders)
             for contender in [*contenders[turn:], *contenders[:turn]]:
+                start = clock() if clock else 0.0
                 results = contender.method(batch, seeds=seeds)
+                taken = clock() - start if clock else None
                 for result in results:
-                    result.seconds /= len(batch)
+                    result.seconds = (result.seconds if taken is None else taken) / len(batch)
                 finished[contender.name] += results
             on_progress()
         for contender in contenders:

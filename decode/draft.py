@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from decode.topology import Topology
+from medusa.heads import bytes_of
 from medusa.memory import Memory
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ class Source(ABC):
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         """A drafter for the texts of `session`; `drawn`: its guesses are to be drawn."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what it keeps beside the backbone, weights and tables; not of what grows with a text."""
+        return 0 if self.heads is None else bytes_of(self.heads)
+
     def reshaped(self, change: Callable[[Layout], Layout]) -> Source:
         """The same with another tree, where it has one."""
         return self
@@ -126,6 +132,11 @@ class Plan(ABC):
     @property
     def needs_heads(self) -> bool:
         return False
+
+    @property
+    def needs(self) -> str:
+        """In words: what must be there before."""
+        return "trained heads" if self.needs_heads else "nothing"
 
     @property
     def takes_tree(self) -> bool:

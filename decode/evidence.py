@@ -213,15 +213,16 @@ class Case:
 
 def passes(cases: Sequence[Case]) -> bool:
     """No test of a rule that claims to be exact is below its share of the family-wise false-alarm rate."""
-    return all(value >= threshold(cases) for value in _p_values(cases))
+    return all(value >= threshold(cases) for value in p_values(cases))
 
 
 def threshold(cases: Sequence[Case]) -> float:
     """FALSE_ALARM shared out evenly among the tests (Bonferroni), with room for what the chi-square law leaves out."""
-    return FALSE_ALARM / CAUTION / max(len(_p_values(cases)), 1)
+    return FALSE_ALARM / CAUTION / max(len(p_values(cases)), 1)
 
 
-def _p_values(cases: Sequence[Case]) -> list[float]:
+def p_values(cases: Sequence[Case]) -> list[float]:
+    """Of all tests that are judged."""
     judged = [case for case in cases if case.rule.is_judged]
     return [found.p_value for case in judged for found in (case.first, case.joint)]
 

@@ -215,3 +215,8 @@ class MedusaHeads(nn.Module):
         from medusa.checkpoint import save_heads
 
         save_heads(self, folder, **kwargs)
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Of its parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

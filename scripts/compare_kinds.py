@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from decode import compiled
-from decode.benchmark import machine
+from decode import benchmark, compiled
 from decode.capability import require_tree_forward
 from decode.clock import stopwatch
 from decode.drafters.trained import heads_drafter
@@ -90,7 +91,7 @@ def main() -> None:
     measure(loaded, methods, rows, prompts, args)
     show(args, rows)
     about = {"backbone": args.backbone, "compile": args.compile, "prompts": len(prompts), "rounds": args.rounds}
-    common.write_results(args, {"machine": machine(), "settings": about, "rows": list(rows.values())})
+    common.write_results(args, {"machine": benchmark.machine(), "settings": about, "rows": list(rows.values())})
 
 
 @torch.inference_mode()
@@ -125,31 +126,20 @@ def measure(
 ) -> None:
     """Put tau and rates into `rows`."""
     compiled.KEPT = max(compiled.KEPT, len(methods))  # in turns, all of them are needed again and again
-    clock, rates = stopwatch(loaded.model.device), {name: list[float]() for name in methods}
-    taus: dict[str, float] = {}
-    for method in methods.values():
-        method(prompts[:1])  # warms up, and compiles
-    for number in range(args.rounds):
-        seconds, tokens = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
-        results: dict[str, list[Any]] = {name: [] for name in methods}
-        for index, prompt in enumerate(prompts):
-            names, turn = list(methods), (number + index) % len(methods)
-            for name in [*names[turn:], *names[:turn]]:
-                start = clock()
-                found = methods[name]([prompt])
-                seconds[name] += clock() - start
-                tokens[name] += len(found[0].new_ids)
-                results[name] += found
-        for name in methods:
-            rates[name].append(tokens[name] / seconds[name])
-            taus[name] = tau(results[name])
-            same = [a.new_ids == b.new_ids for a, b in zip(results[name], results["plain"], strict=True)]
-            if name in rows:
-                rows[name]["equal_to_plain"] = sum(same) / len(same)
-        common.console(args).print(f"round {number + 1} of {args.rounds}")
-    for name, row in rows.items():
-        row["tau"], row["tokens_per_second"] = taus[name], statistics.median(rates[name])
-        row["speedup"] = statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
+    contenders = [benchmark.Contender(name, method) for name, method in methods.items()]
+    with Progress(console=common.console(args), disable=args.quiet, transient=True) as progress:
+        task = progress.add_task("measuring", total=args.rounds * len(prompts))
+        turn = partial(progress.advance, task)
+        batches = [[prompt] for prompt in prompts]
+        benchmark.run_rounds(contenders, batches, args.rounds, turn, args.seed, stopwatch(loaded.model.device))
+    plain = contenders[0]
+    rates = {contender.name: contender.tokens_per_second() for contender in contenders}
+    for contender in contenders[1:]:
+        row, results = rows[contender.name], contender.rounds[0]
+        same = [a.new_ids == b.new_ids for a, b in zip(results, plain.rounds[0], strict=True)]
+        row |= {"equal_to_plain": sum(same) / len(same), "tau": tau(results)}
+        row["tokens_per_second"] = statistics.median(rates[contender.name])
+        row["speedup"] = statistics.median(a / b for a, b in zip(rates[contender.name], rates["plain"], strict=True))
         row["plain_tokens_per_second"] = statistics.median(rates["plain"])
 
 

@@ -23,7 +23,7 @@ from decode.dynamic import Layout
 from decode.loop import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads import MedusaHeads, bytes_of
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class MixPlan(Plan):
     def takes_tree(self) -> bool:
         return any(plan.takes_tree for plan in self.plans)
 
+    @property
+    def needs(self) -> str:
+        found = dict.fromkeys(plan.needs for plan in self.plans)
+        return " and ".join([name for name in found if name != "nothing"]) or "nothing"
+
     def check(self, config: PretrainedConfig) -> None:
         for plan in self.plans:
             plan.check(config)
@@ -93,6 +98,11 @@ class Mix(Source):
     def num_nodes(self) -> int:
         everything = 1 + sum(part.num_nodes - 1 for part in self.parts)
         return min(self.budget or everything, everything)
+
+    @property
+    def num_bytes(self) -> int:
+        own = sum(part.num_bytes for part in self.parts if part.heads is None)
+        return own + (0 if self.heads is None else bytes_of(self.heads))  # one set, whoever asks it
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         """

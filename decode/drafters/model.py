@@ -33,6 +33,7 @@ from decode.topology import Topology
 from decode.verify import Verifier, layer_kinds
 from medusa.backbone import Backbone, load_backbone, load_config, require_tree_support
 from medusa.errors import RequestError
+from medusa.heads import bytes_of
 from medusa.memory import Memory
 from medusa.steps import State
 from medusa.tree import Tree
@@ -57,6 +58,7 @@ class ModelPlan(Plan):
 
     first = "model"
     can_draw = True
+    needs = "a small model"
 
     def __post_init__(self) -> None:
         require_at_least(1, "model", tokens=self.tokens)
@@ -110,6 +112,10 @@ class DraftModel(Source):
         require_tree_forward(model)
         self.model, self.tree, self.topk, self.confidence = model, tree, topk, confidence
         tree.require_fit(tree.max_depth, Backbone(model).vocab_size)
+
+    @property
+    def num_bytes(self) -> int:
+        return bytes_of(self.model)
 
     @property
     def num_nodes(self) -> int:

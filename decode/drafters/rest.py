@@ -42,6 +42,7 @@ class RestPlan(Plan):
     """Places of it whose continuations are counted; of more, an even choice."""
 
     first = "datastore"
+    needs = "a datastore"
 
     def __post_init__(self) -> None:
         if not self.datastore:
@@ -76,6 +77,11 @@ class Retrieval(Source):
     @property
     def num_nodes(self) -> int:
         return self.plan.nodes
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk, mapped into memory; of that a text's lookups read a few pages."""
+        return self.plan.opened.tokens.nbytes + self.plan.opened.order.nbytes
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         return RestDrafter(self.plan, session.sequences)

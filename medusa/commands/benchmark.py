@@ -191,6 +191,7 @@ def measure(
     from decode.clock import StageClock
     from decode.results import medusa_method, plain_method, transformers_method
     from medusa.backbone import require_tree_support
+    from medusa.heads import bytes_of
     from train.footprint import peak_memory
 
     require_tree_support(loaded.model)
@@ -210,8 +211,7 @@ def measure(
         ),
     ]
     take_turns(args, contenders, prompts, rounds, "measuring")
-    heads = 0 if source.heads is None else bytes_of(source.heads)
-    memory = {"backbone": bytes_of(model), "heads": heads, "peak": peak_memory()}
+    memory = {"backbone": bytes_of(model), "heads": source.num_bytes, "peak": peak_memory()}
     return {
         "machine": benchmark.machine()
         | {"dtype": str(model.dtype).removeprefix("torch."), "memory": memory, "medusa": __version__},
@@ -245,10 +245,6 @@ def take_turns(
     with Progress(console=common.console(args), disable=args.quiet, transient=True) as progress:
         task = progress.add_task(what, total=rounds * len(batches))
         benchmark.run_rounds(contenders, batches, rounds, lambda: progress.advance(task), args.seed)
-
-
-def bytes_of(module: Any) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def prompts_hash(prompts: list[list[int]]) -> str:
