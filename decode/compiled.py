@@ -432,8 +432,8 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     options: dict[str, Any] = {
         "guard_filter_fn": partial(torch.compiler.keep_tensor_guards_unsafe, keep_parameters=True),
-        # Torch 2.13 writes the result of an operation into a part of a finished `cat`, and gives the whole of it away for
-        # reuse all the same: a recurrent head then read the next token's embedding where its state had been.
+        # Torch 2.13 writes the result of an operation into a part of a finished `cat`, and gives the whole of it away
+        # for reuse all the same: a recurrent head then read the next token's embedding where its state had been.
         "inplace_buffers": False,
     }
     if device.type == "cuda":

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from decode import benchmark, compiled
+from decode import benchmark, calibrate, compiled
 from decode.capability import require_tree_forward
 from decode.clock import stopwatch
 from decode.drafters.trained import heads_drafter
@@ -36,9 +37,13 @@ from decode.settings import Settings
 from decode.verify import Verifier
 from medusa.backbone import Loaded
 from medusa.commands import common
+from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from medusa.records import prompt_ids
+from medusa.tree import Tree
 
+TREES = """as for medusa generate, or calibrated:N, the static tree of N nodes that `medusa calibrate` has found and
+kept beside the heads (default: dynamic:64)"""
 PATH = 4
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 
@@ -63,7 +68,7 @@ def main() -> None:
     common.add_backbone(parser, heads=False)
     common.add_prompts(parser)
     parser.add_argument("--heads", nargs="+", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--trees", nargs="+", default=["dynamic:64"], metavar="TREE", help="(default: dynamic:64)")
+    parser.add_argument("--trees", nargs="+", default=["dynamic:64"], metavar="TREE", help=TREES)
     parser.add_argument("--max-new-tokens", type=common.positive, default=128)
     parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
     parser.add_argument("--compile", action="store_true", help="compiled steps, plain decoding's too")
@@ -83,7 +88,7 @@ def main() -> None:
         for asked in args.trees:
             own = argparse.Namespace(**vars(args) | {"heads": folder, "tree": asked, "batch_size": 1})
             heads = common.open_heads(own, loaded)
-            tree = common.choose_tree(own, loaded, heads, Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True))
+            tree = tree_for(own, loaded, heads)
             key = f"{name} {asked}"
             methods[key] = medusa_method(loaded.model, heads, settings, tree=tree)
             about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
@@ -92,6 +97,24 @@ def main() -> None:
     show(args, rows)
     about = {"backbone": args.backbone, "compile": args.compile, "prompts": len(prompts), "rounds": args.rounds}
     common.write_results(args, {"machine": benchmark.machine(), "settings": about, "rows": list(rows.values())})
+
+
+def tree_for(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads) -> Layout:
+    """As for `medusa generate`, and `calibrated:N`.
+
+    Raises:
+        RequestError: no such tree, or the heads cannot fill it."""
+    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
+    if not args.tree.startswith("calibrated:"):
+        return common.choose_tree(args, loaded, heads, settings)
+    files = calibrate.files_for(common.heads_folder(args.heads))
+    found = calibrate.stored(files, calibrate.situation(loaded.model, heads, settings, args.batch_size))
+    if found is None:
+        raise RequestError(f"{args.heads} has no calibration for this situation; run `medusa calibrate` on it")
+    paths = {str(point.nodes): point.paths for point in found.points if not point.dynamic}
+    if (nodes := args.tree.partition(":")[2]) not in paths:
+        raise RequestError(f"tree {args.tree}: {args.heads} was calibrated with {', '.join(paths)} nodes")
+    return Tree.from_paths(paths[nodes])
 
 
 @torch.inference_mode()
@@ -144,7 +167,10 @@ def measure(
 
 
 def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
-    table = Table("heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in ("heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"):
+        figure = head not in ("heads", "tree")
+        table.add_column(head, justify="right" if figure else "left", no_wrap=not figure)
     for row in rows.values():
         table.add_row(
             row["heads"],

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from decode import calibrate
+from decode.settings import Settings
+from medusa import Tree
 from medusa.backbone import Backbone, load_backbone
 from medusa.checkpoint import save_heads
+from medusa.errors import RequestError
 from tests.helpers import load_script, random_heads
 
 script = load_script("compare_kinds")
@@ -48,3 +53,25 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path, monkeypatch: pytest.
     assert rows[0]["draft_mflop"] == pytest.approx(2 * 2 * (size * size + size * words) / 1e6)
     assert rows[1]["draft_mflop"] == rows[0]["draft_mflop"]
     assert rows[3]["draft_mflop"] > rows[2]["draft_mflop"]  # grown level by level
+
+
+def test_the_calibrated_tree_of_a_size_is_each_heads_own(tmp_path: Path) -> None:
+    loaded = load_backbone("demo")
+    heads = random_heads(loaded.model, 2, lm_head="shared")
+    save_heads(heads, tmp_path)
+    settings = Settings(max_new_tokens=6, ignore_eos=True)
+    points = [calibrate.Point(3, [[0], [0, 1]], 1.5, 2.0), calibrate.Point(3, [], 1.6, 2.0, dynamic=True)]
+    found = calibrate.Calibration(
+        points, 0, [1.0, 1.0], calibrate.situation(loaded.model, heads, settings, 1), {"texts": 1}
+    )
+    calibrate.store([tmp_path / calibrate.FILE], found)
+    args = argparse.Namespace(heads=str(tmp_path), tree="calibrated:3", batch_size=1, max_new_tokens=6, quiet=True)
+    tree = script.tree_for(args, loaded, heads)
+    assert isinstance(tree, Tree)
+    assert tree.rank_paths == [(0,), (0, 1)]
+    args.tree = "calibrated:4"
+    with pytest.raises(RequestError, match="calibrated with 3 nodes"):
+        script.tree_for(args, loaded, heads)
+    args.heads, args.tree = str(tmp_path / "elsewhere"), "calibrated:3"
+    with pytest.raises(RequestError, match="no calibration for this situation"):
+        script.tree_for(args, loaded, heads)
