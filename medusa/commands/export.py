@@ -38,10 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from medusa.backbone import DEMO as DEMO_BACKBONE
-    from medusa.backbone import DTYPES, load_backbone, require_placement
+    from medusa.backbone import DTYPES, require_placement
     from medusa.checkpoint import find_folder, load_heads
     from medusa.files import replacing_folder
     from medusa.formats import Export, writer
+    from medusa.formats.own import read_lm_head
 
     common.check_output(args.json)
     write = writer(args.to)
@@ -56,11 +57,10 @@ def run(args: argparse.Namespace) -> None:
 
     @cache
     def lm_head() -> Tensor:
-        loaded = load_backbone(backbone, device="cpu", revision=args.revision, trust_remote_code=args.trust_remote_code)
-        weight = loaded.model.get_output_embeddings().weight
-        return weight.detach()
+        return read_lm_head(backbone, args.revision, args.trust_remote_code)
 
-    name = str(DEMO_BACKBONE) if backbone == "demo" else backbone
+    local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
+    name = str(local.resolve()) if local.is_dir() else backbone  # who serves it stands elsewhere
     heads.config.base_model_name_or_path = name
     with replacing_folder(output) as folder:
         written = write(Export(heads, source, name, folder, output, lm_head))

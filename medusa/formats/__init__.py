@@ -6,12 +6,14 @@ it reads or writes anything.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from medusa.config import PUBLISHED_KEYS
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 FORMATS = {
     "original-v1": "medusa.formats.original:write",  # FasterDecoding's medusa_lm_head.pt
+    "tgi": "medusa.formats.tgi:write",  # Text Generation Inference, LoRAX
+    "vllm": "medusa.formats.vllm:write",  # vLLM up to 0.32
+    "tensorrt-llm": "medusa.formats.tensorrt_llm:write",  # heads beside the backbone
+    "modelopt": "medusa.formats.modelopt:write",  # heads and backbone in one folder, as TensorRT-LLM takes them
 }
 
 
@@ -81,6 +87,16 @@ def require_square(config: MedusaConfig, name: str) -> None:
     }.items():
         if way_out:
             raise RequestError(f"{name} cannot hold heads with {wrong}; train them with {way_out}")
+
+
+def published_config(config: MedusaConfig) -> dict[str, Any]:
+    """The keys that FasterDecoding, TGI, LoRAX and TensorRT-LLM read, and no others."""
+    return {theirs: getattr(config, ours) for ours, theirs in PUBLISHED_KEYS.items()}
+
+
+def quoted(word: str | Path) -> str:
+    """A word of a shell command."""
+    return shlex.quote(str(word))
 
 
 def sample_logits(heads: MedusaHeads) -> Tensor:

@@ -2,19 +2,17 @@
 
     {h}.{l}.linear.weight [H, H]   {h}.{l}.linear.bias [H]   {h}.{L}.weight [V, H]
 
-Its code loads as many heads as it is told, five by default, and fills in random ones where the file has fewer.
+Its code puts one block L times into a head, so that of several blocks the last one's weights stand for all.
 """
 
 from __future__ import annotations
 
-import shlex
-
 import torch
 
 from medusa.checkpoint import CONFIG, LEGACY_WEIGHTS, to_published
-from medusa.config import PUBLISHED_KEYS
+from medusa.errors import RequestError
 from medusa.files import write_json
-from medusa.formats import Export, Written, require_square
+from medusa.formats import Export, Written, published_config, quoted, require_square
 from medusa.formats.own import with_own_lm_heads
 
 NAME = "original-v1"
@@ -22,18 +20,25 @@ NAME = "original-v1"
 
 def write(export: Export) -> Written:
     require_square(export.heads.config, NAME)
+    state = export.heads.state_dict()
+    for name, tensor in state.items():
+        if name.startswith("blocks.") and not torch.equal(tensor, state[f"blocks.0.{name.split('.')[2]}"]):
+            raise RequestError(
+                f"{NAME} cannot hold heads of {export.heads.config.num_layers} different blocks: its loader would take "
+                "one for all; train them with heads.layers=1"
+            )
     heads = with_own_lm_heads(export)
-    # Each tensor by itself: views of the stacked weights would all be saved with their whole storage.
-    tensors = {
-        name: tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in to_published(heads).items()
-    }
-    torch.save(tensors, export.folder / LEGACY_WEIGHTS)
-    config = {theirs: getattr(heads.config, ours) for ours, theirs in PUBLISHED_KEYS.items()}
-    write_json(export.folder / CONFIG, config)
+    # Copies: a view of the stacked weights would be saved with the storage of all heads.
+    copies = {name: tensor.detach().contiguous().clone() for name, tensor in to_published(heads).items()}
+    torch.save(copies, export.folder / LEGACY_WEIGHTS)
+    write_json(export.folder / CONFIG, published_config(heads.config))
     return Written(
-        serve=f"python -m medusa.inference.cli --model {shlex.quote(str(export.place))}",
-        lost="its sampling is lossy, and one text is decoded at a time",
+        serve=f"python -m medusa.inference.cli --model {quoted(export.place)}",
+        lost="samples are not the model's (typical acceptance at every temperature above 0), one text at a time, "
+        "Llama backbones only",
         heads=heads,
-        notes=[] if heads.config.num_heads == 5 else ["its loader makes five heads unless it is told another number"],
+        notes=[
+            "the command is that of FasterDecoding's package medusa-llm, in an environment without this one",
+            "its last sources make five heads whatever the config says, and fill up with untrained ones",
+        ],
     )
