@@ -25,7 +25,8 @@ from torch import Tensor
 from medusa.config import OUR_KEYS, PUBLISHED_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, require_absent, write_json
-from medusa.formats.names import PUBLISHED, TENSORRT_LLM, Found, find, is_inside_a_model, is_of_heads
+from medusa.formats.eagle3 import from_eagle3, is_eagle3
+from medusa.formats.names import PUBLISHED, Found, find, is_inside_a_model, is_of_heads
 from medusa.formats.stored import INDICES, Stored, read_index
 from medusa.heads import MedusaHeads, MLPBlock, SquareBlock
 from medusa.kinds import build
@@ -99,6 +100,8 @@ def load_heads(
         heads = _filled(*from_original(dict(stored), published, source), source)
     elif "kind" in published:  # ours
         heads = from_published(dict(stored), published, source)
+    elif is_eagle3(stored):
+        heads = _filled(*from_eagle3(stored, published, source), source)
     else:
         heads = _of_others(stored, published, source)
     return heads.to(device=device, dtype=dtype).eval()
@@ -107,8 +110,6 @@ def load_heads(
 def _of_others(stored: Stored, published: dict[str, Any], source: str) -> MedusaHeads:
     """Heads by whoever's names, alone or inside a model; `published` is the config beside them."""
     found = find(stored, published, source)
-    if found.names is TENSORRT_LLM and len(stored.paths) > 1:
-        raise RequestError(f"{source}: its heads are split for several GPUs; convert them for one")
     if found.names is not PUBLISHED or found.prefix:  # a config of other things, where a name may mean another
         published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
     if found.prefix and len(found.tensors) < len(stored):  # the backbone that they belong to is around them
@@ -160,7 +161,7 @@ def _stored(folder: Path) -> Stored:
     if path is not None:
         return Stored.of_files(folder, [path])
     stored = Stored.of_model(folder)
-    if not any(map(is_of_heads, stored)):
+    if not is_eagle3(stored) and not any(map(is_of_heads, stored)):
         raise RequestError(
             f"no heads in {folder}: it holds neither {', '.join(HEADS_FILES)} nor a model with heads inside"
         )
@@ -180,7 +181,7 @@ def from_published(tensors: Tensors, published: dict[str, Any], source: str, fou
     if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers") or published.get("vocabulary"):
         return _from_own_names(tensors, published, source)
     found = found or Found(tensors, PUBLISHED, "")
-    config = _config_of(tensors, published, source)
+    config = _config_of(found, published, source)
     wanted = _published_shapes(config)
     for name, shape in wanted.items():
         if name not in tensors:
@@ -247,18 +248,20 @@ def _require_words(words: Tensor, config: MedusaConfig, source: str) -> None:
         raise RequestError(f"{source}: vocabulary must name tokens below {config.vocab_size}, each once")
 
 
-def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaConfig:
+def _config_of(found: Found, published: dict[str, Any], source: str) -> MedusaConfig:
     """Count heads, blocks and sizes from the tensors; take the rest from the config."""
+    tensors = found.tensors
     matches = {name: TENSOR_NAME.fullmatch(name) for name in tensors}
     for name, tensor in tensors.items():
         if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
             raise RequestError(
-                f"{source}: {name} is {list(tensor.shape)} of {tensor.dtype}; heads are matrices and vectors of floats"
+                f"{source}: {found.called(name)} is {list(tensor.shape)} of {tensor.dtype}; heads are matrices and "
+                "vectors of floats"
             )
     unknown = sorted(name for name, match in matches.items() if match is None)
     if unknown or not tensors:
-        held = f"holds the tensor {unknown[0]}" if unknown else "holds no tensor"
-        raise RequestError(f"{source} {held}; Medusa heads are named as in 0.0.linear.weight")
+        held = f"holds the tensor {found.called(unknown[0])}" if unknown else "holds no tensor"
+        raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
     parts = {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
     count = 1 + max(head for head, _, _ in parts)
     if count > len(tensors):  # an absurd index, before as many tensors are asked for

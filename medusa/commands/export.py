@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     from medusa.backbone import DEMO as DEMO_BACKBONE
     from medusa.backbone import DTYPES, require_placement
     from medusa.checkpoint import find_folder, load_heads
-    from medusa.files import replacing_folder
+    from medusa.files import replacing_folder, require_absent
     from medusa.formats import Export, writer
     from medusa.formats.own import read_lm_head
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     require_placement(args.dtype, None)
     source = find_folder(args.heads)
     output = Path(args.output)
-    require_free(output, args.overwrite, keep=[source, *([Path(args.backbone)] if args.backbone else [])])
+    require_absent(output, args.overwrite)
     heads = load_heads(source, dtype=DTYPES[args.dtype] if args.dtype else None)
     backbone = args.backbone or heads.config.base_model_name_or_path
     if backbone is None:
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
     name = str(local.resolve()) if local.is_dir() else backbone  # who serves it stands elsewhere
+    require_replaceable(output, keep=[source, local])
     heads.config.base_model_name_or_path = name
     with replacing_folder(output) as folder:
         written = write(Export(heads, source, name, folder, output, lm_head))
@@ -80,12 +81,9 @@ def run(args: argparse.Namespace) -> None:
     _show(args, about)
 
 
-def require_free(output: Path, overwrite: bool, keep: list[Path]) -> None:
+def require_replaceable(output: Path, keep: list[Path]) -> None:
     """Raises:
-    RequestError: the output is there and may not be replaced, or replacing it would remove what is read."""
-    from medusa.files import require_absent
-
-    require_absent(output, overwrite)
+    RequestError: replacing the output would remove what is read, or something that is no export."""
     place = output.resolve()
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 FORMATS = {
     "original-v1": "medusa.formats.original:write",  # FasterDecoding's medusa_lm_head.pt
     "tgi": "medusa.formats.tgi:write",  # Text Generation Inference, LoRAX
-    "vllm": "medusa.formats.vllm:write",  # vLLM up to 0.32
+    "vllm": "medusa.formats.vllm:write",  # vLLM: Medusa heads up to 0.32, EAGLE-3's layer
+    "sglang": "medusa.formats.eagle3:write_sglang",  # SGLang: EAGLE-3's layer
     "tensorrt-llm": "medusa.formats.tensorrt_llm:write",  # heads beside the backbone
     "modelopt": "medusa.formats.modelopt:write",  # heads and backbone in one folder, as TensorRT-LLM takes them
 }

@@ -15,6 +15,8 @@ from medusa.formats import Export
 from medusa.formats.stored import Stored
 from medusa.heads import MedusaHeads
 
+FORMER_NAMES = ("embed_out.weight",)  # under which transformers still saves an LM head
+
 
 def with_own_lm_heads(export: Export) -> MedusaHeads:
     """`export.heads`, with copies of the backbone's LM head where they share it, in the heads' dtype.
@@ -56,7 +58,7 @@ def read_lm_head(name: str, revision: str | None = None, trust_remote_code: bool
             key for key, value in model.named_parameters(remove_duplicate=False) if value is weight or value is tied
         ]
         stored = Stored.of_model(folder)
-        for key in (*names, *(key.removeprefix(f"{model.base_model_prefix}.") for key in names)):
+        for key in (*names, *(key.removeprefix(f"{model.base_model_prefix}.") for key in names), *FORMER_NAMES):
             if key in stored and stored[key].shape == weight.shape:
                 return stored[key]
     model = load_backbone(name, device="cpu", revision=revision, trust_remote_code=trust_remote_code).model

@@ -31,11 +31,16 @@ class Stored(Mapping[str, Tensor]):
     @classmethod
     def of_files(cls, folder: Path, paths: list[Path]) -> Stored:
         """Raises:
-        RequestError: a file is damaged, or is none of tensors."""
+        RequestError: a file is damaged, is none of tensors, or holds what another one holds."""
         pickled: dict[Path, dict[str, Tensor]] = {}
         places: dict[str, Path] = {}
         for path in paths:
-            places |= dict.fromkeys(_names(path, pickled), path)
+            names = _names(path, pickled)
+            if twice := next((name for name in names if name in places), None):
+                raise RequestError(
+                    f"{places[twice]} and {path.name} both hold {twice}, as files for several GPUs do; convert for one"
+                )
+            places |= dict.fromkeys(names, path)
         return cls(folder, places, pickled)
 
     @classmethod

@@ -31,7 +31,7 @@ def write(export: Export) -> Written:
         f"--fixed_num_medusa_heads {heads.config.num_heads} --max_medusa_token_len {len(choices)} && "
         f"trtllm-build --checkpoint_dir checkpoint --output_dir engine --speculative_decoding_mode medusa && "
         f"python examples/run.py --engine_dir engine --tokenizer_dir {quoted(export.backbone)} "
-        f'--medusa_choices "$(cat {quoted(export.place / CHOICES)})" --temperature 1.0 --max_output_len 256 '
+        f'--medusa_choices "$(cat {quoted(export.place / CHOICES)})" --temperature 0.0 --max_output_len 256 '
         '--input_text "Once upon a time"',
         lost=LOST,
         heads=heads,

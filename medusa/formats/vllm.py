@@ -1,10 +1,12 @@
-"""vLLM up to 0.32: `config.json` and `model.safetensors` by its own names of the tensors.
+"""Medusa heads as vLLM up to 0.32 loads them: `config.json`, and `model.safetensors` by its own names of the tensors.
 
     blocks.{h}.layers.{l}.weight [H, H]   blocks.{h}.layers.{l}.bias [H]   lm_heads.{h}.weight [V, H]
 
 or one `lm_head.weight` for all heads that share the backbone's, which it does not borrow: it comes along as a copy.
 vLLM passes over tensors that it does not know, and drops biases unless `medusa_fc_bias` is set, so that wrong names
 would show in nothing but guesses that are never right. Of keys with "num" and "heads" in them the last one counts.
+
+Heads of kind `eagle` are for any vLLM (`medusa.formats.eagle3`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 from medusa.checkpoint import CONFIG, save_tensors, to_published
 from medusa.files import write_json
 from medusa.formats import Export, Written, quoted, require_square
+from medusa.formats.eagle3 import write_vllm
 from medusa.formats.names import SHARED, VLLM
 from medusa.formats.own import with_own_lm_heads
 
@@ -21,6 +24,8 @@ NAME, WEIGHTS = "vllm", "model.safetensors"
 
 
 def write(export: Export) -> Written:
+    if export.heads.config.kind == "eagle":
+        return write_vllm(export)
     require_square(export.heads.config, NAME)
     heads = with_own_lm_heads(export)
     config, dtype = heads.config, next(heads.parameters()).dtype
