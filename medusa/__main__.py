@@ -21,6 +21,7 @@ COMMANDS = {
     "benchmark": "speedup, tokens per step, and where the time goes",
     "verify": "evidence that decoding with heads changes nothing",
     "distill": "training data in the backbone's own words",
+    "export": "heads in the form that a server or another toolkit loads",
     "datastore": "text to look up what comes next, for --drafter rest:DIR",
 }
 

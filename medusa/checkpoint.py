@@ -14,16 +14,20 @@ attention and heads with a vocabulary of their own, which no server knows, keep 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa.config import OUR_KEYS, PUBLISHED_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, require_absent, write_json
+from medusa.formats.eagle3 import from_eagle3, is_eagle3
+from medusa.formats.names import PUBLISHED, Found, find, is_inside_a_model, is_of_heads
+from medusa.formats.stored import INDICES, Stored, read_index
 from medusa.heads import MedusaHeads, MLPBlock, SquareBlock
 from medusa.kinds import build
 from medusa.original_hydra import WEIGHTS as HYDRA_WEIGHTS
@@ -43,6 +47,7 @@ PARTS = {
     "mlp": {"up": "up.weight", "up_bias": "up.bias", "down": "down.weight", "down_bias": "down.bias"},
 }
 TENSOR_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?P<part>(?:linear\.|up\.|down\.)?(?:weight|bias))")
+HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 Tensors = dict[str, Tensor]
@@ -58,12 +63,17 @@ def save_heads(
     """
     folder = Path(folder)
     require_absent(folder / WEIGHTS, overwrite)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in to_published(heads).items()}
-    with replacing(folder / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+    save_tensors(to_published(heads), folder / WEIGHTS)
     write_json(folder / CONFIG, heads.config.to_dict())
     if provenance is not None:
         write_json(folder / PROVENANCE, provenance)
+
+
+def save_tensors(tensors: Tensors, path: Path) -> None:
+    """As safetensors, the file whole or not at all."""
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(ready, temporary, metadata={"format": "pt"})
 
 
 def load_heads(
@@ -81,15 +91,30 @@ def load_heads(
         RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
     """
     folder = find_folder(name_or_path, revision, token, cache_dir)
-    tensors, source = _read_tensors(folder)
+    stored = _stored(folder)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict):
         raise RequestError(f"{folder / CONFIG} holds no JSON object")
-    if source.name == HYDRA_WEIGHTS:
-        heads = _filled(*from_original(tensors, published, str(source)), str(source))
+    source = str(stored.paths[0] if len(stored.paths) == 1 else folder)
+    if stored.paths and stored.paths[0].name == HYDRA_WEIGHTS:
+        heads = _filled(*from_original(dict(stored), published, source), source)
+    elif "kind" in published:  # ours
+        heads = from_published(dict(stored), published, source)
+    elif is_eagle3(stored):
+        heads = _filled(*from_eagle3(stored, published, source), source)
     else:
-        heads = from_published(tensors, published, str(source))
+        heads = _of_others(stored, published, source)
     return heads.to(device=device, dtype=dtype).eval()
+
+
+def _of_others(stored: Stored, published: dict[str, Any], source: str) -> MedusaHeads:
+    """Heads by whoever's names, alone or inside a model; `published` is the config beside them."""
+    found = find(stored, published, source)
+    if found.names is not PUBLISHED or found.prefix:  # a config of other things, where a name may mean another
+        published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
+    if found.prefix and len(found.tensors) < len(stored):  # the backbone that they belong to is around them
+        published["base_model_name_or_path"] = str(stored.folder)
+    return from_published(found.tensors, published, source, found)
 
 
 def find_folder(
@@ -108,60 +133,75 @@ def find_folder(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    def fetch(*patterns: str) -> Path:
+        where: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        return Path(snapshot_download(str(name_or_path), allow_patterns=[*patterns], **where))
+
     try:
-        return Path(
-            snapshot_download(
-                str(name_or_path),
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                allow_patterns=[CONFIG, PROVENANCE, "*.safetensors", LEGACY_WEIGHTS, HYDRA_WEIGHTS],
-            )
-        )
+        folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, *INDICES)
+        if any((folder / name).is_file() for name in HEADS_FILES):
+            return folder
+        for index in (folder / name for name in INDICES if (folder / name).is_file()):
+            places = read_index(index)
+            inside = {place for name, place in places.items() if is_inside_a_model(name)}
+            return fetch(*sorted(inside or set(places.values())))  # of a whole model the files with heads in them
+        return fetch("*.safetensors")
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RequestError(f"no heads at {name_or_path}: neither a local folder nor on the Hub ({reason})") from None
 
 
-def _read_tensors(folder: Path) -> tuple[Tensors, Path]:
-    names = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
-        raise RequestError(f"no heads in {folder}: it holds neither {WEIGHTS} nor {LEGACY_WEIGHTS} nor {HYDRA_WEIGHTS}")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path), path
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling a damaged file raises what it likes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RequestError(f"{path} is damaged or no file of tensors ({reason}); fetch it again") from None
-    pairs = tensors.items() if isinstance(tensors, dict) else [(None, None)]
-    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in pairs):
-        raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
-    return tensors, path
+def _stored(folder: Path) -> Stored:
+    """What holds heads in a folder: a file of heads, or a model's files.
+
+    Raises:
+        RequestError: nothing does.
+    """
+    path = next((folder / name for name in HEADS_FILES if (folder / name).is_file()), None)
+    if path is not None:
+        return Stored.of_files(folder, [path])
+    stored = Stored.of_model(folder)
+    if not is_eagle3(stored) and not any(map(is_of_heads, stored)):
+        raise RequestError(
+            f"no heads in {folder}: it holds neither {', '.join(HEADS_FILES)} nor a model with heads inside"
+        )
+    return stored
 
 
-def from_published(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaHeads:
+def from_published(tensors: Tensors, published: dict[str, Any], source: str, found: Found | None = None) -> MedusaHeads:
     """Heads from tensors of the published names; `published` is the config that came with them.
+
+    Args:
+        source: of the tensors, for messages.
+        found: what they are called there, where that is not their published names, and which tokens they are for.
 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape; all named with `source`.
     """
     if published.get("kind", "medusa") != "medusa" or published.get("prefix_layers") or published.get("vocabulary"):
         return _from_own_names(tensors, published, source)
-    config = _config_of(tensors, published, source)
+    found = found or Found(tensors, PUBLISHED, "")
+    config = _config_of(found, published, source)
     wanted = _published_shapes(config)
     for name, shape in wanted.items():
         if name not in tensors:
-            raise RequestError(f"{source} misses the tensor {name}; its heads are not complete")
+            raise RequestError(f"{source} misses the tensor {found.called(name)}; its heads are not complete")
         if tuple(tensors[name].shape) != shape:
-            raise RequestError(f"{source}: {name} has the shape {list(tensors[name].shape)}, not {list(shape)}")
+            size = list(tensors[name].shape)
+            raise RequestError(f"{source}: {found.called(name)} has the shape {size}, not {list(shape)}")
     unknown = sorted(set(tensors) - set(wanted))
     if unknown:
-        raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")
+        name = found.called(unknown[0])
+        raise RequestError(f"{source} holds the tensor {name}, which belongs to no head; remove it")
+    stacked = _stacked(tensors, config)
+    if found.words is not None:
+        vocab_size = published.get("vocab_size") or 1 + int(found.words.max())
+        config = replace(config, vocabulary=len(found.words), vocab_size=vocab_size)
+        _require_words(found.words, config, source)
+        stacked["vocabulary"] = found.words
     with torch.device("meta"):
         heads = MedusaHeads(config)
-    heads.load_state_dict(_stacked(tensors, config), assign=True)
+    heads.load_state_dict(stacked, assign=True)
     return heads
 
 
@@ -208,18 +248,20 @@ def _require_words(words: Tensor, config: MedusaConfig, source: str) -> None:
         raise RequestError(f"{source}: vocabulary must name tokens below {config.vocab_size}, each once")
 
 
-def _config_of(tensors: Tensors, published: dict[str, Any], source: str) -> MedusaConfig:
+def _config_of(found: Found, published: dict[str, Any], source: str) -> MedusaConfig:
     """Count heads, blocks and sizes from the tensors; take the rest from the config."""
+    tensors = found.tensors
     matches = {name: TENSOR_NAME.fullmatch(name) for name in tensors}
     for name, tensor in tensors.items():
         if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
             raise RequestError(
-                f"{source}: {name} is {list(tensor.shape)} of {tensor.dtype}; heads are matrices and vectors of floats"
+                f"{source}: {found.called(name)} is {list(tensor.shape)} of {tensor.dtype}; heads are matrices and "
+                "vectors of floats"
             )
     unknown = sorted(name for name, match in matches.items() if match is None)
     if unknown or not tensors:
-        held = f"holds the tensor {unknown[0]}" if unknown else "holds no tensor"
-        raise RequestError(f"{source} {held}; Medusa heads are named as in 0.0.linear.weight")
+        held = f"holds the tensor {found.called(unknown[0])}" if unknown else "holds no tensor"
+        raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
     parts = {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
     count = 1 + max(head for head, _, _ in parts)
     if count > len(tensors):  # an absurd index, before as many tensors are asked for

@@ -9,7 +9,8 @@ from medusa.errors import RequestError
 from medusa.kinds import KINDS
 from medusa.tree import Tree
 
-BLOCKS = ("square", "mlp")
+GATED = "gated"  # the block of EAGLE-3
+BLOCKS = ("square", "mlp", GATED)
 ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's checkpoints: to be decoded with, not trained
 LM_HEADS = ("own", "shared")
 PREFIX_KEYS = {"heads", "key_value_heads", "width", "eps", "base", "norm"}
@@ -33,7 +34,8 @@ class MedusaConfig:
 
     `num_heads` heads of `num_layers` residual blocks each, on hidden states of `hidden_size`, guessing among
     `vocab_size` tokens. `block` is the paper's square one (section 2.1) or an MLP that is `expansion` times as
-    wide as the hidden state; `lm_head` says whether each head owns an LM head or borrows the backbone's.
+    wide as the hidden state (`gated`: of three matrices, in heads of kind `eagle`); `lm_head` says whether each head
+    owns an LM head or borrows the backbone's.
     """
 
     hidden_size: int
@@ -62,6 +64,8 @@ class MedusaConfig:
         _one_of("heads.block", self.block, (*BLOCKS, ORIGINAL_HYDRA))
         if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
             raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
+        if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
+            raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
         _one_of("heads.lm_head", self.lm_head, LM_HEADS)
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
             value = getattr(self, name)
@@ -96,7 +100,7 @@ class MedusaConfig:
 
     @property
     def inner_size(self) -> int:
-        """Width of an MLP block's hidden layer."""
+        """Width of an MLP's hidden layer."""
         return max(1, round(self.expansion * self.hidden_size))
 
     def words(self, vocab_size: int) -> int:
@@ -105,7 +109,9 @@ class MedusaConfig:
 
     @property
     def servable(self) -> bool:
-        """Whether a published format can hold these heads: they all know square blocks only."""
+        """Whether a server's format can hold these heads: independent square blocks, or EAGLE-3's layer."""
+        if self.kind == "eagle":
+            return self.block == GATED and self.lm_head == "shared" and not self.prefix_layers
         return self.is_published and self.block == "square"
 
     @property

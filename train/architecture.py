@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from medusa.config import GATED
 from train.config import HeadsConfig
 
 TREE = 1.6  # T(n) / T(1) for the tree sizes that pay: eight nodes on a CPU, some dozens on a GPU
@@ -46,6 +47,11 @@ def choose(hidden_size: int, vocab_size: int, backbone_parameters: int, asked: H
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         layers, lm_head = asked.layers or 1, asked.lm_head or "own"
         return {"block": "square", "num_layers": layers, "expansion": 1.0, "lm_head": lm_head}
+    if asked.block == GATED:  # three matrices in the place of two; servers lend it the backbone's LM head
+        best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)
+        expansion = asked.expansion or 2 / 3 * best.inner / hidden_size
+        lm_head = asked.lm_head or "shared"
+        return {"block": GATED, "num_layers": 1, "expansion": expansion, "lm_head": lm_head}
     best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)
     # Two blocks guess a little better than one of twice the width, as long as neither is narrower than the state.
     layers = asked.layers or (2 if best.inner >= 2 * hidden_size else 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medusa.config import BLOCKS, KINDS, LEAST_WORDS, LM_HEADS
+from medusa.config import BLOCKS, GATED, KINDS, LEAST_WORDS, LM_HEADS
 from medusa.errors import RequestError
 from train.data import DataConfig
 
@@ -31,7 +31,8 @@ class HeadsConfig:
     prefix_layers: int = 0
     """Decoder layers of the heads' own over the hidden states (prefix attention); 1 is usual, 0 none."""
     block: str | None = None
-    """square (the paper's; the only one that servers load) or mlp."""
+    """square (the paper's; the only one of independent heads that servers load), mlp, or gated (kind eagle only: the
+    layer of EAGLE-3, which servers load)."""
     layers: int | None = None
     """Residual blocks per head."""
     expansion: float | None = None
@@ -247,6 +248,8 @@ def _check_heads(heads: HeadsConfig) -> None:
         value = getattr(heads, name)
         if value is not None and value not in allowed:
             raise RequestError(f"heads.{name} is {value!r}; choose one of {', '.join(allowed)}")
+    if heads.block == GATED and (heads.kind != "eagle" or heads.layers not in (None, 1)):
+        raise RequestError(f"heads.block {GATED} belongs to heads.kind eagle with heads.layers 1; take square or mlp")
     for name in ("num", "layers"):
         value = getattr(heads, name)
         if value is not None and value < 1:

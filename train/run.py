@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, Loaded, fingerprint
 from medusa.checkpoint import WEIGHTS, load_heads
-from medusa.config import ORIGINAL_HYDRA, MedusaConfig
+from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
@@ -362,14 +362,16 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     """One line about heads that are to be trained, and who will be able to load them."""
-    width = f" of width {config.inner_size}" if config.block == "mlp" else ""
+    width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     line = (
         f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "
         + (f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else "")
         + f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
     )
     if not config.servable:
-        line += "; published formats (TGI, vLLM, ...) hold square blocks only: these heads run here, not in a server"
+        line += (
+            "; servers load square blocks of kind medusa, and kind eagle with block gated: these heads run here only"
+        )
     return line
 
 

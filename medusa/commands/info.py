@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     from medusa.checkpoint import PROVENANCE, find_folder, load_heads
+    from medusa.config import GATED
     from medusa.files import read_json
     from medusa.tree import Tree
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
         "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
         "heads": config.num_heads,
         "blocks per head": f"{config.num_layers} {config.block}"
-        + (f", {config.inner_size} wide" if config.block == "mlp" else ""),
+        + (f", {config.inner_size} wide" if config.block in ("mlp", GATED) else ""),
         "LM head": config.lm_head,
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size or "the backbone's",
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         "backbone": config.base_model_name_or_path or "not said",
         "loadable by servers": "yes"
         if config.servable
-        else "no: published formats hold independent heads of square blocks only",
+        else "no: they load independent heads of square blocks, and kind eagle with block gated",
     }
     if config.tree:
         tree = Tree.from_paths(config.tree)

@@ -6,6 +6,12 @@
 
 Each step's output is the next one's f, and goes through the LM head. A pair's key depends on the pair alone, so the
 text's accepted pairs are remembered without running the layer over them.
+
+With `block: gated` it is the layer of EAGLE-3 (arXiv 2503.01840) to the letter, as servers run it on the last hidden
+state: norms with weights, a Llama's gated MLP after attention that does not see the token, and a norm before the LM
+head.
+
+    f' = f + attention(norm z)    f' = f' + D (SiLU(G norm f') * U norm f')    the LM head reads norm f'
 """
 
 from __future__ import annotations
@@ -14,12 +20,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa.config import GATED, MedusaConfig
 from medusa.errors import RequestError
 from medusa.memory import Memory
 from medusa.rotations import rotations, turned
 from medusa.steps import Stack, State, StepHeads, normalised
 
 HEAD_SIZE = 64
+EPS = 1e-6
+
+
+class GatedStack(nn.Module):
+    """A Llama's MLP and the norm before it: x + (SiLU(n G) * n U) D with n = norm(x), and D = 0 at the start."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.inner_size
+        self.norm = nn.RMSNorm(size, EPS)
+        self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, size, bias=False)
+        nn.init.zeros_(self.down.weight)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        del z  # the token is known from attention alone
+        inner = self.norm(x)
+        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
 
 
 class EagleHeads(StepHeads):
@@ -39,10 +65,19 @@ class EagleHeads(StepHeads):
         self.out = nn.Linear(size, size, bias=False)
         nn.init.zeros_(self.out.weight)
         self.dropout = nn.Dropout(0.0)
-        self.stack = Stack(self.config, 2 * size)
+        self.gated = self.config.block == GATED
+        self.stack = GatedStack(self.config) if self.gated else Stack(self.config, 2 * size)
+        if self.gated:
+            self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, EPS) for _ in range(3))
+
+    def sides(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention sees of a pair."""
+        if self.gated:
+            return self.feature_norm(feature), self.token_norm(token)
+        return normalised(feature), normalised(token)
 
     def remember(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        pair = torch.cat([normalised(hidden), normalised(token)], dim=-1)
+        pair = torch.cat(self.sides(hidden, token), dim=-1)
         both = F.linear(pair, self.pair.weight[self.config.hidden_size :]).unflatten(-1, (2, self.count, -1))
         keys, values = both.transpose(1, 3).unbind(2)  # [B, A, T, D]
         cos, sin = rotations(position_ids, self.size, keys.dtype)
@@ -50,8 +85,9 @@ class EagleHeads(StepHeads):
 
     def step(self, head: int, state: State, token: Tensor | None, memory: Memory | None) -> tuple[Tensor, State]:
         assert token is not None
-        (feature, *path), token = state, normalised(token)
-        mixed = self.pair(torch.cat([normalised(feature), token], dim=-1)).unflatten(-1, (3, self.count, -1))
+        feature, *path = state
+        seen_feature, token = self.sides(feature, token)
+        mixed = self.pair(torch.cat([seen_feature, token], dim=-1)).unflatten(-1, (3, self.count, -1))
         if memory is None:
             cos, sin = rotations(torch.full((), head, device=mixed.device), self.size, mixed.dtype)
         else:
@@ -67,4 +103,4 @@ class EagleHeads(StepHeads):
         seen = seen + (weights.transpose(-1, -2)[..., None] * values).sum(-3)
         feature = feature + self.dropout(self.out(seen.flatten(-2)))
         feature = self.stack(feature, torch.cat([feature, token], dim=-1))
-        return feature, (feature, *path)
+        return self.norm(feature) if self.gated else feature, (feature, *path)

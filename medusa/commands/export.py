@@ -1,0 +1,121 @@
+"""Heads in the form that a server or another toolkit loads, read again and compared before they are given out.
+
+  medusa export --heads runs/heads --to original-v1 --output exported
+
+Servers know independent heads of square blocks (train with `heads.block=square`). What a server loses against decoding
+here is printed, with the command that serves the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa.commands import common
+from medusa.errors import RequestError
+from medusa.formats import FORMATS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from medusa.heads import MedusaHeads
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", required=True, metavar="H", help="a local folder, a Hub id, or demo (shipped)")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help=", ".join(FORMATS))
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--backbone", metavar="B", help="the backbone's folder or Hub id (default: as the heads say)")
+    parser.add_argument("--revision", help="of the backbone on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as the heads are)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output")
+    parser.add_argument("--json", metavar="FILE", help="write machine-readable results")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+
+
+def run(args: argparse.Namespace) -> None:
+    from medusa.backbone import DEMO as DEMO_BACKBONE
+    from medusa.backbone import DTYPES, require_placement
+    from medusa.checkpoint import find_folder, load_heads
+    from medusa.files import replacing_folder, require_absent
+    from medusa.formats import Export, writer
+    from medusa.formats.own import read_lm_head
+
+    common.check_output(args.json)
+    write = writer(args.to)
+    require_placement(args.dtype, None)
+    source = find_folder(args.heads)
+    output = Path(args.output)
+    require_absent(output, args.overwrite)
+    heads = load_heads(source, dtype=DTYPES[args.dtype] if args.dtype else None)
+    backbone = args.backbone or heads.config.base_model_name_or_path
+    if backbone is None:
+        raise RequestError(f"{args.heads} does not say which backbone it belongs to; add --backbone")
+
+    @cache
+    def lm_head() -> Tensor:
+        return read_lm_head(backbone, args.revision, args.trust_remote_code)
+
+    local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
+    name = str(local.resolve()) if local.is_dir() else backbone  # who serves it stands elsewhere
+    require_replaceable(output, keep=[source, local])
+    heads.config.base_model_name_or_path = name
+    with replacing_folder(output) as folder:
+        written = write(Export(heads, source, name, folder, output, lm_head))
+        require_same(written.heads, load_heads(folder))
+        files = {
+            str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+        }
+    about = {
+        "format": args.to,
+        "folder": str(output),
+        "files": files,
+        "serve": written.serve,
+        "lost": written.lost,
+        "notes": written.notes,
+    }
+    common.write_results(args, about)
+    _show(args, about)
+
+
+def require_replaceable(output: Path, keep: list[Path]) -> None:
+    """Raises:
+    RequestError: replacing the output would remove what is read, or something that is no export."""
+    place = output.resolve()
+    for path in keep:
+        if path.exists() and path.resolve().is_relative_to(place):
+            raise RequestError(f"--output {output} would replace {path}, which is read from; choose another folder")
+    if output.exists() and not (output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir()))):
+        raise RequestError(f"--output {output} is no export that could be replaced; choose another folder")
+
+
+def require_same(expected: MedusaHeads, again: MedusaHeads) -> None:
+    """That heads read from the new folder give the logits of those that were written, bit for bit.
+
+    Raises:
+        RunError: they do not.
+    """
+    import torch
+
+    from medusa.errors import RunError
+    from medusa.formats import sample_logits
+
+    if not torch.equal(sample_logits(expected), sample_logits(again)):
+        raise RunError("what was written gives other logits when it is read again; nothing was kept")
+
+
+def _show(args: argparse.Namespace, about: dict) -> None:
+    from medusa.files import readable
+
+    out = common.output_console(args)
+    out.print(f"{about['folder']}:", highlight=False)
+    for name, size in about["files"].items():
+        out.print(f"  {name}  {readable(size)}", highlight=False)
+    out.print("read again: the same logits, bit for bit", highlight=False)
+    out.print(f"serve:  {about['serve']}", highlight=False, soft_wrap=True, markup=False)
+    out.print(f"lost there:  {about['lost']}", highlight=False)
+    for note in about["notes"]:
+        out.print(f"note:  {note}", highlight=False)
