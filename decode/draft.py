@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from decode.topology import Topology
@@ -48,6 +49,20 @@ class Proposal(NamedTuple):
     """[B, N] which of them the children of each node were drawn from; anything for leaves."""
 
 
+class Aside(NamedTuple):
+    """Nodes under the root that are read along in the forward that verifies a draft, and never accepted.
+
+    For drafters that want to know what the backbone says behind texts of their own making (`lookahead`).
+    """
+
+    ids: Tensor
+    """[B, M] the token of each node, without the root."""
+    topology: Topology
+    """How the root and the M nodes hang together."""
+    tell: Callable[[Tensor], None]
+    """Called with the backbone's logits [B, M, V] behind them, in every forward that reads them."""
+
+
 class Draft(NamedTuple):
     """Candidates of one step, node 0 being the root."""
 
@@ -57,6 +72,16 @@ class Draft(NamedTuple):
     """How the N nodes hang together, on the device of `ids`: in each row, or in all of them alike."""
     proposal: Proposal | None = None
     """What the ids were drawn from; `None` where they were chosen and not drawn, as the heads' best guesses are."""
+    asides: tuple[Aside, ...] = ()
+    """What else is to be read: the verifier's business alone, acceptance never sees it."""
+
+    @property
+    def whole(self) -> Draft:
+        """The candidates, and behind them what stands aside, as one tree: what a forward reads."""
+        ids, topology = self.ids, self.topology
+        for aside in self.asides:
+            ids, topology = torch.cat([ids, aside.ids], dim=1), topology.beside(aside.topology)
+        return Draft(ids, topology)
 
 
 class Drafter(Protocol):
@@ -78,11 +103,13 @@ class Source(ABC):
     """Those that draft, whose layers may read the text along."""
     can_draw: bool = False
     """Whether guesses can be drawn from distributions of its own (`draft sample`)."""
+    warm_up: int = 0
+    """Steps that it has to see before it has much to say, for whoever wants to try it."""
 
     @property
     @abstractmethod
     def num_nodes(self) -> int:
-        """Of the largest draft, root included."""
+        """Of the largest draft, root included, and of what stands aside."""
 
     @abstractmethod
     def start(self, session: Session, drawn: bool = False) -> Drafter:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, typical
+from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, ended_at, typical
 from decode.draft import Draft, Materials, Source
 from decode.drafters import DrafterLike, source_of
 from decode.drafters.heads import HeadsDrafter, head_logits
@@ -45,6 +45,7 @@ TIE = 1e-5
 """In float32, a gap between logits below which their order is a matter of the order of additions."""
 FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second is tested
 ROWS = 50_000  # draws that walk at a time, fewer where the vocabulary is large
+PATIENCE = 4  # times as many steps as a drafter wants to see, at most, before it is tried as it is
 WIDEST = 2  # children that a node of a sampled tree keeps: each more multiplies the pasts that rows can have
 
 
@@ -239,7 +240,8 @@ def require_room(prompts: Sequence[Sequence[int]], backbone: Backbone) -> None:
 
 
 class Experiment:
-    """Draws from one context: a prompt and a fixed root, the backbone's most probable token after it.
+    """Draws from one context: a prompt and a fixed root, the backbone's most probable token after it. (Where a drafter
+    learns from steps: a prompt with what the backbone says next, up to a root behind which it drafts.)
 
     In Medusa the root comes from the backbone's own logits and proves nothing; what the heads could spoil are the
     tokens after it. Everything that is drawn goes through production code: prefill, heads, verification of the tree,
@@ -270,9 +272,10 @@ class Experiment:
         self.session = Session(model, requests, slack=max(source.num_nodes, STAR), heads=source.heads)
         self.drafter = self.source.start(self.session)
         self.frontier = self.session.prefill(most_probable_first=True)
+        self.session.sequences.extend(0, self.frontier.root.tolist())
+        self._warm_up()
         self.root = int(self.frontier.root)
-        self.session.sequences.extend(0, [self.root])
-        self.text = [*prompt, self.root]
+        self.text = self.session.sequences.tail(0, 0)
         self.processors: LogitsProcessorList = requests[0].processors
         self.vocab = backbone.vocab_size
         self.q = self._first_head(source.heads)
@@ -289,6 +292,23 @@ class Experiment:
         self._known: dict[int, Tensor] = (
             {} if self.is_independent else dict(zip(self.firsts, self.after_firsts, strict=True))
         )
+
+    def _warm_up(self) -> None:
+        """Drafters that learn from steps are shown some: greedy ones, without what they draft, until they draft."""
+        session, sequences = self.session, self.session.sequences
+        verifier = Verifier(session.backbone, session.cache, sequences)
+        room = (session.backbone.context or 1 << 30) - 2
+        steps = self.source.warm_up
+        for step in range(steps * PATIENCE):
+            draft = self.drafter.propose(self.frontier)
+            ready = step >= steps and draft.topology.num_nodes > 1
+            if ready or sequences.finish_reason[0] is not None or sequences.lengths[0] > room:
+                return
+            readout = verifier(draft)
+            root = session.target.next([0], sequences, readout.logits[:, 0], most_probable_only=True)
+            accepted = ended_at(draft, draft.ids.new_zeros(1), root.to(draft.ids.device))
+            self.frontier = session.move_on(self.frontier, draft, readout, accepted, [1])
+            sequences.extend(0, self.frontier.root.tolist())
 
     def _first_head(self, heads: MedusaHeads | None) -> Tensor | None:
         """[V] the distribution of the first head, if heads draft."""

@@ -141,7 +141,7 @@ class Session:
     @torch.inference_mode()
     def run(self, drafter: Drafter, verifier: Verifier, acceptor: Acceptor, clock: Clock) -> Iterator[Step]:
         """Decode until every row has ended; one `Step` per step, the prefill not counted."""
-        sequences, cache = self.sequences, self.cache
+        sequences = self.sequences
         # Typical acceptance decides on every root by argmax, so on the first one too.
         frontier = self.prefill(most_probable_first=acceptor.rule == "typical")
         roots = dict(zip(frontier.rows, frontier.root.tolist(), strict=True))
@@ -166,10 +166,7 @@ class Session:
             accepted = self._accept(draft, readout, rows, acceptor, verifier.room(draft))
             lengths, next_roots, written_ids = unpack(pack(draft, accepted).tolist())
             clock.lap("accept")
-            cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
-            self.keep(readout.hidden, accepted.path, lengths, rows)
-            read_on = self._heads_read(frontier.hidden, draft, readout.hidden, accepted, lengths)
-            frontier = self._frontier(accepted.next_root, read_on, rows)
+            frontier = self.move_on(frontier, draft, readout, accepted, lengths)
             clock.lap("compact")
             roots = dict(zip(rows, next_roots, strict=True))
             for row, ids, length in zip(rows, written_ids, lengths, strict=True):
@@ -179,6 +176,15 @@ class Session:
             clock.lap("other")
             yield step
             clock.start()
+
+    def move_on(
+        self, frontier: Frontier, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]
+    ) -> Frontier:
+        """Keep what was accepted, `lengths` nodes of each path; where the next step starts."""
+        self.cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
+        self.keep(readout.hidden, accepted.path, lengths, frontier.rows)
+        read_on = self._heads_read(frontier.hidden, draft, readout.hidden, accepted, lengths)
+        return self._frontier(accepted.next_root, read_on, frontier.rows)
 
     def _heads_read(
         self, before: Tensor, draft: Draft, hidden: Tensor, accepted: Acceptance, lengths: list[int]

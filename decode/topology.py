@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from medusa.tree import Tree
 
@@ -56,6 +57,28 @@ class Topology:
                 ancestors = ancestors | itself.gather(1, above[:, :, None].expand(-1, -1, nodes))
                 line, above = above, parent.gather(1, above)
         return cls(parent, depth, ancestors, paths, max_children)
+
+    def beside(self, other: Topology) -> Topology:
+        """Both under one root, the nodes of `other` behind these."""
+        rows, mine, theirs = max(len(self.parent), len(other.parent)), self.num_nodes, other.num_nodes - 1
+        most = max(self.max_depth, other.max_depth)
+
+        def joined(first: Tensor, second: Tensor) -> Tensor:
+            return torch.cat([first.expand(rows, *first.shape[1:]), second.expand(rows, *second.shape[1:])], dim=1)
+
+        def moved(nodes: Tensor) -> Tensor:
+            return torch.where(nodes > 0, nodes + (mine - 1), nodes)[:, 1:]
+
+        below = F.pad(other.ancestors[:, 1:, 1:], (mine, 0))
+        below[:, :, 0] = True
+        paths = (F.pad(t.paths, (0, most - t.max_depth), value=-1) for t in (self, other))
+        return Topology(
+            parent=joined(self.parent, moved(other.parent)),
+            depth=joined(self.depth, other.depth[:, 1:]),
+            ancestors=joined(F.pad(self.ancestors, (0, theirs)), below),
+            paths=joined(next(paths), moved(next(paths))),
+            max_children=self.max_children + other.max_children,
+        )
 
     @property
     def is_shared(self) -> bool:

@@ -124,33 +124,42 @@ class Verifier:
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
 
     def __call__(self, draft: Draft) -> Readout:
-        """Hidden states [B, N, H] and logits [B, N, V] of all nodes; the cache then holds them, uncommitted."""
+        """Hidden states [B, N, H] and logits [B, N, V] of all nodes; the cache then holds them, uncommitted.
+
+        What stands aside is read in the same forward, and told to whoever asked.
+        """
         if self.sequences is not None:
             reread(self.backbone, self.cache, self.sequences)
-        lengths = self.cache.lengths
+        lengths, (ids, topology, *_) = self.cache.lengths, draft.whole
         if self.cache.is_even:
-            positions = (draft.topology.depth + lengths[0]).expand(len(lengths), -1)
+            positions = (topology.depth + lengths[0]).expand(len(lengths), -1)
         else:
-            positions = torch.tensor(lengths, device=draft.ids.device)[:, None] + draft.topology.depth
-        end = self._end(draft)
+            positions = torch.tensor(lengths, device=ids.device)[:, None] + topology.depth
+        end = self._end(topology)
         if end is not None:
             # Nodes beyond the end are never accepted (`room`), and only nodes like them are below them; all that
             # matters is that they ask for no position there.
             positions = positions.clamp(max=end - 1)
         # A root alone, in rows of one length, sees all that is in the cache.
-        alone = self.cache.is_even and draft.topology.num_nodes == 1
-        masks = None if alone else self.masks(lengths, draft.topology)
+        alone = self.cache.is_even and topology.num_nodes == 1
+        masks = None if alone else self.masks(lengths, topology)
         with grouped(self.backbone.config):
-            return self.backbone.forward(draft.ids, self.cache, position_ids=positions, attention_mask=masks)
+            readout = self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
+        start = draft.topology.num_nodes
+        for aside in draft.asides:
+            end_of = start + aside.topology.num_nodes - 1
+            aside.tell(readout.logits[:, start:end_of])
+            start = end_of
+        return Readout(*(part[:, : draft.topology.num_nodes] for part in readout)) if draft.asides else readout
 
     def room(self, draft: Draft) -> Tensor | None:
         """[B] how deep each row's nodes may be accepted in this step; `None` where nothing limits them."""
-        end = self._end(draft)
+        end = self._end(draft.topology)
         if end is None:
             return None
         return end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
 
-    def _end(self, draft: Draft) -> int | None:
+    def _end(self, topology: Topology) -> int | None:
         """The first position that no node of this step may take, if the tree reaches it.
 
         That is the end of the context, and before it the length at which longrope changes its rotations: they follow
@@ -159,7 +168,7 @@ class Verifier:
         """
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
-        return min((end for end in ends if end is not None and longest + draft.topology.max_depth >= end), default=None)
+        return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
 
 
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:

@@ -89,7 +89,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
     "a missing tree file": (("--tree", "/no/such/tree.json"), "/no/such/tree.json"),
     "a tree of no width": (("--tree", "topk:0"), "width"),
-    "an unknown drafter": (("--drafter", "oracle"), "choose one of heads, blockwise, model, ngram, rest, mix"),
+    "an unknown drafter": (
+        ("--drafter", "oracle"),
+        "choose one of heads, blockwise, model, ngram, rest, lookahead, mix",
+    ),
     "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
     "no datastore": (("--drafter", "rest:/no/such/folder"), "no datastore at /no/such/folder"),
     "another drafter, compiled": (("--drafter", "ngram", "--compile"), "cannot be compiled"),

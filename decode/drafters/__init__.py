@@ -15,6 +15,7 @@ DRAFTERS = {
     "model": "decode.drafters.model:ModelPlan",  # a small language model
     "ngram": "decode.drafters.ngram:NgramPlan",  # what followed the last words where they stood before
     "rest": "decode.drafters.rest:RestPlan",  # what followed them in a datastore of other texts
+    "lookahead": "decode.drafters.lookahead:LookaheadPlan",  # n-grams of its own Jacobi iteration
     "mix": "decode.drafters.mix:MixPlan",  # several of these
 }
 DrafterLike = Source | Plan | str | None

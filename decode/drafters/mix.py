@@ -93,6 +93,7 @@ class Mix(Source):
         if len(several) > 1:
             raise RequestError("a mix holds two sets of heads; the text is read along for one only")
         self.heads = next(iter(several.values()), None)
+        self.warm_up = max(part.warm_up for part in parts)
 
     @property
     def num_nodes(self) -> int:
@@ -126,10 +127,13 @@ class MixDrafter:
         drafts = [part.propose(frontier) for part in self.parts]
         speaking = [draft for draft in drafts if draft.topology.num_nodes > 1]
         if not speaking:
-            return drafts[0]
-        if len(speaking) == 1 and speaking[0].topology.num_nodes <= self.num_nodes:
-            return speaking[0]
-        return union(speaking, self.num_nodes)
+            draft = drafts[0]
+        elif len(speaking) == 1 and speaking[0].topology.num_nodes <= self.num_nodes:
+            draft = speaking[0]
+        else:
+            draft = union(speaking, self.num_nodes)
+        asides = tuple(aside for part in drafts for aside in part.asides)
+        return draft._replace(asides=asides) if asides else draft
 
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:

@@ -36,7 +36,9 @@ GUESSERS = {
     "model, sure": "model:tokens=6,confidence=0.02",
     "model, tree": "model:widths=3x2x1",
     "model, dynamic": "model:nodes=9,tokens=3",
+    "lookahead": "lookahead:window=6,n=3,guesses=4",
     "mix": "mix:heads+ngram",
+    "mix, window": "mix:lookahead:window=4,guesses=3+ngram:n=2,tokens=3",
     "mix, few nodes": "mix:nodes=6,ngram:n=2,tokens=4,matches=3+blockwise+heads",
 }
 
@@ -165,7 +167,7 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, rest, mix"),
+        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, rest, lookahead, mix"),
         ("ngram:length=3", "no option 'length=3'; its options: n=, least=, tokens="),
         ("ngram:5", "no option '5'"),
         ("ngram:n=3,n=4", "n is given twice"),
@@ -187,6 +189,10 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
         ("rest:x,nodes=1", "nodes is 1; it must be at least 2"),
         ("rest:x,tokens=0", "tokens is 0; it must be at least 1"),
         ("rest:x,matches=0", "matches is 0; it must be at least 1"),
+        ("lookahead:n=2", "drafter lookahead: n is 2; it must be at least 3"),
+        ("lookahead:window=0", "drafter lookahead: window is 0; it must be at least 1"),
+        ("lookahead:guesses=0", "drafter lookahead: guesses is 0; it must be at least 1"),
+        ("lookahead:w=5", "no option 'w=5'; its options: window=, n=, guesses="),
         ("heads:fast", "no option 'fast'; its options: none"),
         ("blockwise:tokens=-1", "tokens is -1; it must be at least 0"),
         ("mix", "drafter mix needs parts; its options: parts=, nodes="),
