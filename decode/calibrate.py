@@ -416,7 +416,7 @@ def _times_of_steps(
     requests = prepare(model, batch, list(range(len(batch))), **kwargs)
     clock = stopwatch(model.device)
     times, last = [], clock()
-    for step in medusa_session(model, heads, requests, tree, settings.acceptor)[1]:
+    for step in medusa_session(model, heads, requests, tree, settings.acceptor, amateur=settings.amateur)[1]:
         now = clock()
         if len(step.ids) == len(batch):  # rows that have ended would make it cheaper
             times.append(now - last)
@@ -439,6 +439,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "acceptance": settings.acceptor.name,
         "version": 2,
         "heads": fingerprint(heads),
+        **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
     }
 
 

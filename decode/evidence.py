@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, ended_at, typical
+from decode.contrast import Amateur, Contrast
 from decode.draft import Draft, Materials, Source
 from decode.drafters import DrafterLike, source_of
 from decode.drafters.heads import HeadsDrafter, head_logits
 from decode.drafters.paths import PathDrafter
 from decode.dynamic import DynamicTree, Layout
 from decode.loop import Session
-from decode.request import prepare
+from decode.request import prepare, require_amateur
 from decode.results import Method
 from decode.sampling import SharedDraws, Truncation
 from decode.settings import Settings
 from decode.stats import Comparison, compare, together
 from decode.topology import Topology
-from decode.verify import Verifier
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
@@ -110,31 +110,63 @@ def compare_greedy(
     prompts: Sequence[list[int]],
     batch_size: int = 1,
     on_progress: Callable[[], None] = lambda: None,
+    amateur: Amateur | None = None,
 ) -> Greedy:
-    """Decode `prompts` one by one without heads, and in batches of `batch_size` with them."""
+    """Decode `prompts` one by one without heads, and in batches of `batch_size` with them.
+
+    `amateur`: whom both methods contrast the backbone with."""
     divergences = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         for offset, (prompt, found) in enumerate(zip(batch, medusa(batch), strict=True)):
             expected = plain([prompt])[0].new_ids
             if found.new_ids != expected:
-                divergences.append(_divergence(model, start + offset, prompt, expected, found.new_ids))
+                divergences.append(_divergence(model, start + offset, prompt, expected, found.new_ids, amateur))
             on_progress()
     return Greedy(len(prompts), len(prompts) - len(divergences), divergences)
 
 
 @torch.inference_mode()
 def _divergence(
-    model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int]
+    model: PreTrainedModel,
+    number: int,
+    prompt: list[int],
+    plain: list[int],
+    medusa: list[int],
+    amateur: Amateur | None = None,
 ) -> Divergence:
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
     ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
     token, other = (text[at] if at < len(text) else None for text in (plain, medusa))
+    if amateur is not None:
+        theirs = amateur.model(input_ids=ids, use_cache=False).logits[0, -1].double()
+        gap, top2_gap = _contrast_gaps(amateur.contrast, logits, theirs, token, other)
+        parts = zip(amateur.contrast.weights, (logits, theirs), strict=True)
+        bound = sum(weight * tie_bound(model.dtype, float(some.max())) for weight, some in parts)
+        return Divergence(number, at, token, other, gap, top2_gap, bound)
     best = logits.topk(2).values
     gap = None if token is None or other is None else float(logits[token] - logits[other])
     bound = tie_bound(model.dtype, float(best[0]))
     return Divergence(number, at, token, other, gap, float(best[0] - best[1]), bound)
+
+
+def _contrast_gaps(
+    contrast: Contrast, expert: Tensor, amateur: Tensor, token: int | None, other: int | None
+) -> tuple[float | None, float]:
+    """Logits [V] of both models -> the gap of scores between two tokens, and of the two best words.
+
+    Rounding can also move a word over the edge of plausibility, where its score is not small: the gap is then how far
+    the word is from that edge."""
+    scores, edge = contrast(expert, amateur), contrast.margin(expert)
+    known = [word for word in (token, other) if word is not None]
+    nearest = min((float(edge[word].abs()) for word in known), default=float("inf"))
+    best = scores.topk(2).values
+    gap = None
+    if len(known) == 2:
+        gap = float(scores[known[0]] - scores[known[1]])  # nan where neither is plausible
+        gap = nearest if not abs(gap) <= nearest else gap
+    return gap, min(float(best[0] - best[1]), nearest)
 
 
 class Rule(NamedTuple):
@@ -228,13 +260,13 @@ def p_values(cases: Sequence[Case]) -> list[float]:
     return [found.p_value for case in judged for found in (case.first, case.joint)]
 
 
-def require_room(prompts: Sequence[Sequence[int]], backbone: Backbone) -> None:
+def require_room(prompts: Sequence[Sequence[int]], backbone: Backbone, who: str = "backbone") -> None:
     """Raises:
     RequestError: behind a prompt the context has no room for a root and a token after which the second is drawn."""
     longest, context = max(map(len, prompts)), backbone.context
     if context is not None and longest > context - 2:
         raise RequestError(
-            f"a prompt to draw from has {longest} tokens, but may have {context - 2}: the backbone's context ends at "
+            f"a prompt to draw from has {longest} tokens, but may have {context - 2}: the {who}'s context ends at "
             f"{context}; shorten it, or put shorter ones first and choose with --sampled-prompts"
         )
 
@@ -266,10 +298,16 @@ class Experiment:
         self.model, self.settings, self.draws = model, settings, SharedDraws(generator)
         backbone = Backbone(model)
         require_room([prompt], backbone)
+        self.amateur = settings.amateur
+        if self.amateur is not None:
+            require_room([prompt], Backbone(self.amateur.model), "amateur")
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
+        if self.amateur is not None:
+            require_amateur(self.amateur, model, requests)
         source = source_of(drafter, Materials(model, heads, tree))
         self.source = source.reshaped(_two_deep)  # what is deeper decides on later tokens
-        self.session = Session(model, requests, slack=max(source.num_nodes, STAR), heads=source.heads)
+        slack = max(source.num_nodes, STAR)
+        self.session = Session(model, requests, slack=slack, heads=source.heads, amateur=self.amateur)
         self.drafter = self.source.start(self.session)
         self.frontier = self.session.prefill(most_probable_first=True)
         self.session.sequences.extend(0, self.frontier.root.tolist())
@@ -296,7 +334,7 @@ class Experiment:
     def _warm_up(self) -> None:
         """Drafters that learn from steps are shown some: greedy ones, without what they draft, until they draft."""
         session, sequences = self.session, self.session.sequences
-        verifier = Verifier(session.backbone, session.cache, sequences)
+        verifier = session.verifier()
         room = (session.backbone.context or 1 << 30) - 2
         steps = self.source.warm_up
         for step in range(steps * PATIENCE):
@@ -323,9 +361,16 @@ class Experiment:
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
         """The target's scores [len(texts), V] after texts of one length: plain forwards, transformers' warpers."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
-        logits = torch.cat([self.model(input_ids=part, use_cache=False).logits[:, -1] for part in ids.split(8)])
+        logits = torch.cat([self._plain_logits(part) for part in ids.split(8)])
         rows = range(len(ids))
         return torch.cat([self.processors(ids[i : i + 1], logits[i : i + 1].float()) for i in rows])  # type: ignore[arg-type]
+
+    def _plain_logits(self, ids: Tensor) -> Tensor:
+        """Texts [R, T] -> [R, V] what follows them, before the warpers."""
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, -1]
+        if self.amateur is None:
+            return logits
+        return self.amateur.contrast(logits, self.amateur.model(input_ids=ids, use_cache=False).logits[:, -1])
 
     def verified(self, paths: Sequence[list[int]]) -> Tensor:
         """Scores [len(paths), V] after the root and `paths` of at most one token, by the tree's own forward."""
@@ -342,8 +387,8 @@ class Experiment:
     def _scores_of_nodes(self, draft: Draft) -> list[Tensor]:
         """Scores [1, V] after every node of a draft of one row, which is then forgotten by the cache."""
         session = self.session
-        logits = Verifier(session.backbone, session.cache, session.sequences)(draft).logits[0]
-        session.cache.commit(draft.ids.new_zeros(1, 1), [0])
+        logits = session.verifier()(draft).logits[0]
+        session.commit(draft.ids.new_zeros(1, 1), [0])
         scores = []
         for node, path in enumerate(draft.topology.paths[0, :, 1:]):
             prefix = session.sequences.prefix(0, draft.ids[0, path[path >= 0]])

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decode.capability import require_tree_forward
 from decode.clock import Clock
 from decode.compiled import Compiled
+from decode.contrast import Amateur, AmateurLike
 from decode.draft import Materials, Source
 from decode.drafters import DrafterLike, source_of
 from decode.drafters.trained import TrainedHeads, heads_drafter
@@ -30,13 +31,13 @@ from decode.request import (
     TreeLike,
     prepare,
     requests_of,
+    require_amateur,
     require_compilable,
     require_one_shape,
     resolve_acceptance,
     with_generators,
 )
 from decode.sequences import Request
-from decode.verify import Verifier
 from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 
@@ -51,14 +52,15 @@ def medusa_session(
     keep_hidden: bool = False,
     compile: bool = False,
     drafter: DrafterLike = None,
+    amateur: Amateur | None = None,
 ) -> tuple[Session, Iterator[Step]]:
     """A session that decodes with a drafter, the heads by default; with `keep_hidden` it keeps what the LM head read.
 
-    `compile`: steps as one compiled region (`decode.compiled`).
+    `compile`: steps as one compiled region (`decode.compiled`); `amateur`: whom the backbone is contrasted with.
 
     Raises:
         RequestError: heads of another shape, a tree that they cannot fill, a drafter that is none or lacks something,
-            scores asked of a lossy rule, or what cannot be compiled."""
+            scores asked of a lossy rule, an amateur that does not fit, or what cannot be compiled."""
     source = source_of(drafter, Materials(model, heads, tree))
     config = requests[0].config
     if acceptor.passes is not None and (config.output_scores or config.output_logits):
@@ -70,13 +72,15 @@ def medusa_session(
     require_drawable(source, acceptor)
     require_tree_forward(model)
     if source.num_nodes == 1 and acceptor.rule in LOSSLESS:
-        return plain_session(model, requests, clock, keep_hidden, compile)  # the same text, without the price of a tree
-    session = Session(model, requests, source.num_nodes, acceptor.truncation, keep_hidden, source.heads)
+        # the same text, without the price of a tree
+        return plain_session(model, requests, clock, keep_hidden, compile, amateur)
+    if amateur is not None:
+        require_amateur(amateur, model, requests, compile)
+    session = Session(model, requests, source.num_nodes, acceptor.truncation, keep_hidden, source.heads, amateur)
     if compile:
         return session, _compiled(session, source, acceptor).run(clock or Clock())
-    verifier = Verifier(session.backbone, session.cache, session.sequences)
     started = source.start(session, drawn=acceptor.draft == "sample")
-    return session, session.run(started, verifier, acceptor, clock or Clock())
+    return session, session.run(started, session.verifier(), acceptor, clock or Clock())
 
 
 def _compiled(session: Session, source: Source, acceptor: Acceptor) -> Compiled:
@@ -116,6 +120,7 @@ def steps(
     draft: str | None = None,
     stop_drafting: float = 0.0,
     drafter: DrafterLike = None,
+    amateur: AmateurLike = None,
     clock: Clock | None = None,
     compile: bool = False,
     **kwargs: Any,
@@ -127,7 +132,11 @@ def steps(
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
     source = source_of(drafter, Materials(model, heads, tree, stop_drafting=stop_drafting))
-    yield from medusa_session(model, heads, requests, None, acceptor, clock, compile=compile, drafter=source)[1]
+    beside = Amateur.of(amateur)
+    session = medusa_session(
+        model, heads, requests, None, acceptor, clock, compile=compile, drafter=source, amateur=beside
+    )
+    yield from session[1]
 
 
 def generate(
@@ -145,6 +154,7 @@ def generate(
     stop_drafting: float = 0.0,
     compile: bool = False,
     drafter: DrafterLike = None,
+    amateur: AmateurLike = None,
     streamer: Any = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -165,14 +175,16 @@ def generate(
             always all nodes. Steps are then as large as the heads are sure, and the text is the same.
         drafter: who guesses ahead, `heads` by default: `NAME[:options]` (docs/drafters.md), a plan such as
             `NgramPlan(tokens=5)`, or a source, which keeps what it has loaded from call to call.
+        amateur: a small model of the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
+            with constants of its own (`decode.contrast`); whoever drafts, the text then follows the contrast of both.
         seeds (in `kwargs`): one a row, copies by `num_return_sequences` counted; a row's text then depends on its
             prompt and seed alone. Without them one row draws from PyTorch's generator as `model.generate` does, and the
             rows of a batch are seeded from it.
         streamer, and all others (tokenizer, stop_strings, ...): as in `model.generate`.
 
     Raises:
-        RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, or an
-            option that trees cannot honour.
+        RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, an amateur
+            that does not fit, or an option that trees cannot honour.
     """
     ids = inputs if inputs is not None else input_ids
     if ids is None:
@@ -180,7 +192,7 @@ def generate(
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
     source = source_of(drafter, Materials(model, heads, tree, stop_drafting=stop_drafting))
-    session = _run(model, source, requests, acceptor, streamer, compile)
+    session = _run(model, source, requests, acceptor, streamer, compile, Amateur.of(amateur))
     return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
@@ -199,6 +211,7 @@ def medusa_generate(
     medusa_stop_drafting: float = 0.0,
     medusa_compile: bool = False,
     medusa_drafter: DrafterLike = None,
+    medusa_amateur: AmateurLike = None,
     medusa_streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -213,7 +226,8 @@ def medusa_generate(
         medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft, medusa_stop_drafting
     )
     materials = Materials(model, medusa_heads, medusa_tree, stop_drafting=medusa_stop_drafting)
-    session = _run(model, source_of(medusa_drafter, materials), requests, acceptor, medusa_streamer, medusa_compile)
+    source, amateur = source_of(medusa_drafter, materials), Amateur.of(medusa_amateur)
+    session = _run(model, source, requests, acceptor, medusa_streamer, medusa_compile, amateur)
     return _output(session, input_ids, generation_config)
 
 
@@ -224,11 +238,14 @@ def _run(
     acceptor: Acceptor,
     streamer: Any,
     compile: bool,
+    amateur: Amateur | None,
 ) -> Session:
     """Decode to the end, feeding `streamer` the prompt and then the tokens of every step."""
     if streamer is not None and len(requests) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
-    session, iterator = medusa_session(model, None, requests, None, acceptor, compile=compile, drafter=source)
+    session, iterator = medusa_session(
+        model, None, requests, None, acceptor, compile=compile, drafter=source, amateur=amateur
+    )
     if streamer is not None:
         streamer.put(torch.tensor([requests[0].prompt]))
     for step in iterator:

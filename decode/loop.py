@@ -26,6 +26,7 @@ from decode.accept import (
 )
 from decode.cache import TreeCache
 from decode.clock import Clock
+from decode.contrast import Amateur, Beside, ContrastVerifier
 from decode.draft import Draft, Drafter, Frontier
 from decode.prefill import read
 from decode.reader import Reader
@@ -88,6 +89,7 @@ class Session:
         truncation: Truncation | None = None,
         keep_hidden: bool = False,
         heads: MedusaHeads | None = None,
+        amateur: Amateur | None = None,
     ) -> None:
         """
         Args:
@@ -95,13 +97,16 @@ class Session:
             truncation: of the target, if any.
             keep_hidden: keep the hidden states that are read, too.
             heads: those that draft, if they are to read along (prefix attention, or a memory of their own).
+            amateur: whom the backbone is contrasted with (`decode.contrast`); texts end where its context does, too.
         """
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
-        self.sequences = Sequences(requests, self.backbone.context, self.backbone.device, slack)
+        contexts = [b.context for b in (self.backbone, amateur and Backbone(amateur.model)) if b and b.context]
+        self.sequences = Sequences(requests, min(contexts, default=None), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         ahead = min(max(request.max_new_tokens for request in requests), 1024)  # more is added as the text grows
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
+        self.beside = None if amateur is None else Beside(amateur, len(requests), self.cache.capacity)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
         self.reader = Reader.of(heads, self.backbone, len(requests), self.cache.capacity)
@@ -117,9 +122,32 @@ class Session:
         hidden, logits = read(self.backbone, self.cache, ids, lengths, watch)
         if self.reader is not None:
             self.reader.cut(lengths)
+        if self.beside is not None:
+            logits = self.beside.prefill(ids, lengths, logits)
         rows = list(range(len(prompts)))
         root = self.target.next(rows, self.sequences, logits, most_probable_first).to(device)
         return self._frontier(root, hidden, rows)
+
+    def verifier(self) -> Verifier:
+        """What runs the backbone, and an amateur beside it, over drafts on top of the text."""
+        if self.beside is None:
+            return Verifier(self.backbone, self.cache, self.sequences)
+        return ContrastVerifier(self.backbone, self.cache, self.sequences, self.beside)
+
+    @property
+    def caches(self) -> list[TreeCache]:
+        """Of all models that verify; they hold the same nodes."""
+        return [self.cache] if self.beside is None else [self.cache, self.beside.cache]
+
+    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
+        """Keep accepted nodes in the caches (`TreeCache.commit`)."""
+        for cache in self.caches:
+            cache.commit(path, counts, in_place)
+
+    def select(self, left: list[int]) -> None:
+        """Keep these rows of the caches (`TreeCache.select`)."""
+        for cache in self.caches:
+            cache.select(left)
 
     def _frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
         return Frontier(root, hidden, rows, None if self.reader is None else self.reader.memory())
@@ -181,7 +209,7 @@ class Session:
         self, frontier: Frontier, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]
     ) -> Frontier:
         """Keep what was accepted, `lengths` nodes of each path; where the next step starts."""
-        self.cache.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
+        self.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
         self.keep(readout.hidden, accepted.path, lengths, frontier.rows)
         read_on = self._heads_read(frontier.hidden, draft, readout.hidden, accepted, lengths)
         return self._frontier(accepted.next_root, read_on, frontier.rows)
@@ -204,7 +232,7 @@ class Session:
         root, hidden, rows, _ = frontier
         left = [index for index, row in enumerate(rows) if self.sequences.finish_reason[row] is None]
         if left and len(left) < len(rows):
-            self.cache.select(left)
+            self.select(left)
             if self.reader is not None:
                 self.reader.select(left)
             index = torch.tensor(left, device=root.device)

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.compiled import Compiled, Root
+from decode.contrast import Amateur
 from decode.loop import Acceptor, Session, Step
-from decode.sequences import Request
+from decode.request import require_amateur
+from decode.sequences import Request, Sequences
 from decode.topology import Topology
 from decode.verify import TreeMasks, reread
 from medusa.backbone import Backbone, Readout
@@ -28,9 +31,15 @@ def plain_session(
     clock: Clock | None = None,
     keep_hidden: bool = False,
     compile: bool = False,
+    amateur: Amateur | None = None,
 ) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes without heads, and its steps; with `compile` compiled ones (`decode.compiled`)."""
-    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden)
+    """A session that decodes without heads, and its steps; with `compile` compiled ones (`decode.compiled`).
+
+    Raises:
+        RequestError: an amateur that does not fit."""
+    if amateur is not None:
+        require_amateur(amateur, model, requests, compile)
+    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, amateur=amateur)
     if compile:
         device = session.backbone.device
         rule = Acceptor("rejection" if requests[0].do_sample else "greedy")
@@ -40,11 +49,11 @@ def plain_session(
 
 @torch.inference_mode()
 def _run(session: Session, clock: Clock) -> Iterator[Step]:
-    backbone, cache, sequences = session.backbone, session.cache, session.sequences
+    backbone, sequences, beside = session.backbone, session.sequences, session.beside
     tokens = session.prefill().root
     rows = list(range(len(sequences)))
-    masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
-    alone = Topology.of(Tree.chain(0).to(backbone.device))
+    alone = Alone(backbone, session.cache, sequences)
+    amateur = None if beside is None else Alone(beside.backbone, beside.cache, sequences)
     root_only = torch.zeros(len(rows), 1, dtype=torch.long, device=backbone.device)
     clock.start()
     while rows:
@@ -55,16 +64,19 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
                 step.ids[row], step.lengths[row] = written, 1
         left = [index for index, row in enumerate(rows) if sequences.finish_reason[row] is None]
         if left and len(left) < len(rows):
-            cache.select(left)
+            session.select(left)
             tokens = tokens[left]
         rows = [rows[index] for index in left]
         if rows:
             clock.lap("other")
-            readout = _forward(backbone, session, tokens[:, None], masks, alone)
+            readout = alone(tokens[:, None])
+            logits = readout.logits[:, -1]
+            if beside is not None and amateur is not None:
+                logits = beside.contrast(logits, amateur(tokens[:, None]).logits[:, -1])
             clock.lap("verify")
-            tokens = session.target.next(rows, sequences, readout.logits[:, -1]).to(backbone.device)
+            tokens = session.target.next(rows, sequences, logits).to(backbone.device)
             clock.lap("accept")
-            cache.commit(root_only[: len(rows)], [1] * len(rows))
+            session.commit(root_only[: len(rows)], [1] * len(rows))
             session.keep(readout.hidden, root_only[: len(rows)], [1] * len(rows), rows)
             clock.lap("compact")
         if step.ids:
@@ -72,11 +84,19 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
         clock.start()
 
 
-def _forward(backbone: Backbone, session: Session, ids: Tensor, masks: TreeMasks, alone: Topology) -> Readout:
-    """ids [B, 1] -> hidden [B, 1, H] and logits [B, 1, V]."""
-    reread(backbone, session.cache, session.sequences)
-    lengths = session.cache.lengths
-    positions = torch.tensor(lengths, device=ids.device)[:, None]
-    # One row needs no mask: everything in the cache is before it. Rows of different length do.
-    mask = None if session.cache.is_even else masks(lengths, alone)
-    return backbone.forward(ids, session.cache, position_ids=positions, attention_mask=mask)
+class Alone:
+    """One model, one token a row, on top of its cache."""
+
+    def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
+        self.backbone, self.cache, self.sequences = backbone, cache, sequences
+        self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
+        self.topology = Topology.of(Tree.chain(0).to(backbone.device))
+
+    def __call__(self, ids: Tensor) -> Readout:
+        """ids [B, 1] -> hidden [B, 1, H] and logits [B, 1, V]."""
+        reread(self.backbone, self.cache, self.sequences)
+        lengths = self.cache.lengths
+        positions = torch.tensor(lengths, device=ids.device)[:, None]
+        # One row needs no mask: everything in the cache is before it. Rows of different length do.
+        mask = None if self.cache.is_even else self.masks(lengths, self.topology)
+        return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=mask)

@@ -18,6 +18,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from decode.capability import require_tree_forward
+from decode.companion import require_same_vocabulary
+from decode.contrast import Amateur
 from decode.dynamic import DynamicTree, Layout
 from decode.loop import Acceptor
 from decode.sampling import POSITION_FREE
@@ -194,19 +197,39 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     return kwargs
 
 
-def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone) -> None:
+def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, who: str = "backbone") -> None:
     """Raises:
     RequestError: a prompt is longer than the backbone's context, or holds an id that it does not know."""
     context = backbone.context
     for prompt in prompts:
         if context is not None and len(prompt) > context:
-            raise RequestError(f"the prompt has {len(prompt)} tokens, but the backbone's context ends at {context}")
+            raise RequestError(f"the prompt has {len(prompt)} tokens, but the {who}'s context ends at {context}")
         if min(prompt) < 0:
             raise RequestError(f"the prompt holds the id {min(prompt)}; ids start at 0")
         if max(prompt) >= backbone.vocab_size:
             raise RequestError(
                 f"the prompt holds the id {max(prompt)}, but the backbone's vocabulary has {backbone.vocab_size}"
             )
+
+
+def require_amateur(
+    amateur: Amateur, model: PreTrainedModel, requests: Sequence[Request], compile: bool = False
+) -> None:
+    """Raises:
+    RequestError: an amateur of another vocabulary, that cannot hold a tree, or has no room for a prompt; or steps are
+        to be compiled."""
+    require_uncontrasted(compile, amateur.name)
+    require_same_vocabulary(amateur.name, amateur.model.config, model.config, "amateur")
+    require_tree_forward(amateur.model)
+    require_fitting([request.prompt for request in requests], Backbone(amateur.model), "amateur")
+    _require_longrope_alone(amateur.model, requests)
+
+
+def require_uncontrasted(compile: bool, amateur: object) -> None:
+    """Raises:
+    RequestError: steps of two models are to be compiled."""
+    if compile and amateur is not None:
+        raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
 
 
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:

@@ -9,9 +9,16 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
+)
 
 from decode.clock import Clock
+from decode.contrast import Amateur, ContrastProcessor
 from decode.draft import Materials, Source
 from decode.drafters import DrafterLike, source_of
 from decode.front import medusa_session
@@ -109,7 +116,8 @@ def plain_method(
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        return _collect(plain_session(model, requests, clock, keep_hidden, settings.compile), start, on_step)
+        session = plain_session(model, requests, clock, keep_hidden, settings.compile, settings.amateur)
+        return _collect(session, start, on_step)
 
     return decode
 
@@ -134,7 +142,16 @@ def medusa_method(
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
         session = medusa_session(
-            model, heads, requests, None, settings.acceptor, clock, keep_hidden, settings.compile, source
+            model,
+            heads,
+            requests,
+            None,
+            settings.acceptor,
+            clock,
+            keep_hidden,
+            settings.compile,
+            source,
+            settings.amateur,
         )
         return _collect(session, start, on_step)
 
@@ -166,7 +183,9 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
 
     `assistance`: of its assisted generation, `prompt_lookup_num_tokens` or `assistant_model`; it does not tell its
     steps, so such results have none."""
-    backbone = Backbone(model)
+    backbone, amateur = Backbone(model), settings.amateur
+    contexts = [backbone.context, None if amateur is None else Backbone(amateur.model).context]
+    context = min((end for end in contexts if end is not None), default=None)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop else None
 
     def decode(
@@ -178,7 +197,7 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
         results = [Result(list(prompt)) for prompt in prompts]
         groups: dict[int, list[Result]] = {}
         for result in results:  # like ours, a text ends where the context does; one batch has one length
-            room = settings.max_new_tokens if backbone.context is None else backbone.context - len(result.input_ids)
+            room = settings.max_new_tokens if context is None else context - len(result.input_ids)
             groups.setdefault(min(settings.max_new_tokens, room), []).append(result)
         for limit, group in groups.items():
             if limit > 0:
@@ -191,6 +210,8 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
         kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit} | assistance
         inputs = left_padded([result.input_ids for result in group], backbone.device)
         longest = inputs["input_ids"].shape[1]
+        if amateur is not None:
+            kwargs |= _contrasted(amateur, settings, inputs["attention_mask"])
         out = model.generate(**inputs, **kwargs)[:, longest:].tolist()  # type: ignore[operator]
         eos = None if settings.ignore_eos else model.generation_config.eos_token_id
         ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -201,6 +222,14 @@ def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: A
                 result.step_lengths, result.uncut_lengths = [], []
 
     return decode
+
+
+def _contrasted(amateur: Amateur, settings: Settings, attention_mask: torch.Tensor) -> dict[str, Any]:
+    """The contrast as `generate` can have it, and behind it the penalty, which `generate` would put before it."""
+    processors = LogitsProcessorList([ContrastProcessor(amateur, attention_mask)])
+    if settings.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+    return {"logits_processor": processors, "repetition_penalty": None}
 
 
 def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from decode.contrast import Amateur
 from decode.loop import Acceptor
-from decode.request import require_compilable, require_one_shape, resolve_acceptance
+from decode.request import require_compilable, require_one_shape, require_uncontrasted, resolve_acceptance
 from medusa.errors import RequestError
 
 
@@ -38,6 +39,8 @@ class Settings:
     ignore_eos: bool = False
     compile: bool = False
     """Whole steps as one compiled region (`decode.compiled`)."""
+    amateur: Amateur | None = None
+    """Whom the backbone is contrasted with."""
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "a whole number of at least 1")
@@ -50,6 +53,7 @@ class Settings:
             raise RequestError("a stop string is empty; give at least one character")
         require_one_shape(self.compile, self.stop_drafting)
         require_compilable(self.compile, self.acceptor)
+        require_uncontrasted(self.compile, self.amateur)
 
     @property
     def acceptor(self) -> Acceptor:
@@ -79,7 +83,11 @@ class Settings:
         return kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"acceptance": self.acceptor.name}
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return told | {
+            "acceptance": self.acceptor.name,
+            "amateur": None if self.amateur is None else self.amateur.to_dict(),
+        }
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -19,7 +19,6 @@ from decode.front import unpadded
 from decode.loop import Session, Step
 from decode.request import prepare, resolve_acceptance
 from decode.topology import Topology
-from decode.verify import Verifier
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
 from medusa.kinds import build
@@ -150,16 +149,20 @@ class ScriptedDrafter:
 
 
 def decode_with(
-    model: PreTrainedModel, drafter: ScriptedDrafter, input_ids: Any, acceptance: str | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    drafter: ScriptedDrafter,
+    input_ids: Any,
+    acceptance: str | None = None,
+    amateur: Any = None,
+    **kwargs: Any,
 ) -> tuple[Session, list[Step]]:
     """Run the loop with a drafter of the test's own; returns the finished session and its steps."""
     input_ids = torch.as_tensor(input_ids)
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
-    session = Session(model, requests, slack=drafter.tree.num_nodes)
+    session = Session(model, requests, slack=drafter.tree.num_nodes, amateur=amateur)
     drafter.sequences = session.sequences
-    verifier = Verifier(session.backbone, session.cache, session.sequences)
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample)
-    return session, list(session.run(drafter, verifier, acceptor, Clock()))
+    return session, list(session.run(drafter, session.verifier(), acceptor, Clock()))
 
 
 @torch.no_grad()

@@ -104,6 +104,13 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a mix, drawn": (("--drafter", "mix:heads+ngram", "--temperature", "1", "--draft", "sample"), "use --draft topk"),
     "a mix, compiled": (("--drafter", "mix:heads+ngram", "--compile"), "cannot be compiled"),
     "a tree of words": (("--tree", "topk:many"), "whole numbers"),
+    "no such amateur": (("--amateur", "/no/such/folder"), "/no/such/folder"),
+    "an amateur of another vocabulary": (("--amateur", "demo"), "the amateur demo has 4096 tokens and the backbone 61"),
+    "nobody to contrast with": (("--contrast-alpha", "0.2"), "--contrast-alpha belongs to contrastive decoding"),
+    "implausible": (("--amateur", "demo", "--contrast-alpha", "2"), "contrast-alpha is 2.0; it must lie between 0"),
+    "a contrast upside down": (("--amateur", "demo", "--contrast-beta", "-1"), "contrast-beta is -1.0"),
+    "an amateur of ice": (("--amateur", "demo", "--amateur-temperature", "0"), "amateur-temperature is 0.0"),
+    "a contrast, compiled": (("--amateur", "demo", "--compile"), "leave out --compile"),
 }
 
 
@@ -148,6 +155,18 @@ def test_evidence_that_cannot_be_had(
         status = int(exit.code or 0)
     assert status == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(place.backbone, other)
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    (other / "tokenizer.json").write_text(text.replace('"c": 2', '"ß": 2'), encoding="utf-8")
+    said = refused(*generate(place, "--amateur", other))
+    assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
+    measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    assert "knows no --amateur" in refused(*measure, "--amateur", place.backbone, "--prompt-lookup")
 
 
 @pytest.mark.usefixtures("no_loading")

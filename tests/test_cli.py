@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from decode import calibrate
 from decode.clock import STAGES
@@ -967,6 +967,38 @@ def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path
     assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
     assert content["settings"]["drafter"] == "ngram"
     assert "ngram:n=1,tokens=2" in report.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def amateur(place: Place, tmp_path: Path) -> str:
+    """A smaller model with the backbone's tokenizer."""
+    tiny_model("llama", seed=7, num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(place.backbone).save_pretrained(tmp_path / "small")
+    return str(tmp_path / "small")
+
+
+def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
+    """With heads as without, and `verify` and `benchmark` of it."""
+    asked = ("--amateur", amateur, "--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")
+    said = {"model": amateur, "alpha": 0.05, "beta": 2.0, "temperature": 0.7}
+    plain_text = generate("--plain", *asked)
+    assert plain_text["settings"]["amateur"] == said
+    texts = [result["new_ids"] for result in plain_text["results"]]
+    assert texts != until_eos(place)
+    with_heads = generate("--tree", "topk:4,2", "--batch-size", "3", *asked)
+    assert [result["new_ids"] for result in with_heads["results"]] == texts
+
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *asked, *GENERATION)
+    report, path = tmp_path / "verify.html", tmp_path / "out.json"
+    done = medusa("verify", *models, "--draws", "5000", "--report", report, "--json", path)
+    assert done.status == 0, done.err
+    assert json.loads(path.read_text(encoding="utf-8"))["settings"]["amateur"] == said
+    assert "contrasted with an amateur" in report.read_text(encoding="utf-8")
+    done = medusa("benchmark", *models, "--rounds", "1", "--drafter", "ngram", "--drafter", "heads", "--json", path)
+    assert done.status == 0, done.err
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["settings"]["amateur"] == said
+    assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
 
 
 # --- datastores ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decode.attention import grouped
 from decode.cache import TreeCache
 from decode.capability import require_tree_forward
+from decode.companion import companion_path, load_companion, require_same_vocabulary
 from decode.draft import Draft, Drafter, Frontier, Materials, Plan, Source
 from decode.drafters import require_at_least, require_no_tree
 from decode.drafters.paths import PathDrafter, levels_of, width_of
@@ -31,7 +31,7 @@ from decode.prefill import read
 from decode.sampling import Target
 from decode.topology import Topology
 from decode.verify import Verifier, layer_kinds
-from medusa.backbone import Backbone, load_backbone, load_config, require_tree_support
+from medusa.backbone import Backbone, load_config, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads import bytes_of
 from medusa.memory import Memory
@@ -83,21 +83,11 @@ class ModelPlan(Plan):
             raise RequestError(f"drafter model: widths is {self.widths!r}; write numbers such as 3x2x1") from None
 
     def check(self, config: PretrainedConfig) -> None:
-        theirs = load_config(draft_model_path(self.model))
-        require_same_vocabulary(self.model, theirs, config)
+        require_same_vocabulary(self.model, load_config(companion_path(self.model)), config)
 
     def source(self, materials: Materials) -> Source:
         require_no_tree(materials.tree, materials.stop_drafting)
-        backbone = Backbone(materials.model)
-        loaded = load_backbone(
-            draft_model_path(self.model),
-            dtype=str(backbone.dtype).removeprefix("torch."),
-            device=str(backbone.device),
-            trust_remote_code=materials.trust_remote_code,
-        )
-        require_same_vocabulary(self.model, loaded.model.config, materials.model.config)
-        require_same_tokenizer(self.model, loaded.tokenizer, materials)
-        return DraftModel(loaded.model, self.tree, self.topk, self.confidence)
+        return DraftModel(load_companion(self.model, materials), self.tree, self.topk, self.confidence)
 
 
 class DraftModel(Source):
@@ -128,39 +118,6 @@ class DraftModel(Source):
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DraftModel:
         return DraftModel(self.model, change(self.tree), self.topk)
-
-
-def draft_model_path(name: str) -> str:
-    """Where a draft model is; `demo` is the one that comes along."""
-    return str(resources.files("medusa").joinpath("assets", "draft")) if name == "demo" else name
-
-
-def require_same_vocabulary(name: str, theirs: PretrainedConfig, ours: PretrainedConfig) -> None:
-    """Raises:
-    RequestError: the draft model has another number of tokens."""
-    draft, backbone = (config.get_text_config(decoder=True).vocab_size for config in (theirs, ours))
-    if draft != backbone:
-        raise RequestError(
-            f"the draft model {name} has {draft} tokens and the backbone {backbone}; give one of the same vocabulary"
-        )
-
-
-def require_same_tokenizer(name: str, theirs: Any, materials: Materials) -> None:
-    """Raises:
-    RequestError: both have a tokenizer, and one word is not the same id in both."""
-    if theirs is None or materials.tokenizer is None:
-        return
-    draft, backbone = theirs.get_vocab(), materials.tokenizer.get_vocab()
-    for word in sorted(backbone.keys() | draft.keys()):
-        if draft.get(word) != backbone.get(word):
-            raise RequestError(
-                f"the draft model {name} has another tokenizer: {word!r} is {_number(backbone, word)} in "
-                f"{materials.name} and {_number(draft, word)} in {name}"
-            )
-
-
-def _number(vocabulary: dict[str, int], word: str) -> str:
-    return str(vocabulary[word]) if word in vocabulary else "nothing"
 
 
 class Grown(NamedTuple):

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_prompts(parser)
     common.add_generation(parser, max_new_tokens=128)
     common.add_drafter(parser, several=True)
+    common.add_amateur(parser)
     group = parser.add_argument_group("what is measured")
     group.add_argument("--rounds", type=common.positive, default=3, metavar="N", help="default: %(default)s")
     group.add_argument("--prompt-lookup", action="store_true", help="also model.generate with prompt lookup")
@@ -132,6 +133,11 @@ def run_and_compare(
         raise RequestError(f"--drafter {' --drafter '.join(map(str, specs))}: one is given twice")
     plans = [common.plan_of(args, spec, alone=len(specs) == 1) for spec in specs]
     settings = common.settings_of(args)
+    common.contrast_of(args)
+    if args.amateur and (args.prompt_lookup or args.draft_model):
+        raise RequestError(
+            "transformers' assisted generation knows no --amateur; leave out --prompt-lookup and --draft-model"
+        )
     records = common.read_prompts(args)
     if args.batch_size > 1 and (args.prompt_lookup or args.draft_model):
         raise RequestError(
@@ -141,15 +147,14 @@ def run_and_compare(
     common.check_models(args, *plans)
 
     from decode.comparison import compare
-    from decode.request import require_fitting
-    from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)
     common.hint_at_bfloat16(args, loaded)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    require_fitting(prompts, Backbone(loaded.model))
+    settings = common.with_amateur(args, loaded, settings)
+    common.require_fitting(prompts, loaded, settings.amateur)
     for name, content in earlier:
         if content["settings"]["prompts_sha256"] != prompts_hash(prompts):
             raise RequestError(f"{name} was measured on other prompts, so nothing can be paired; give it the same ones")

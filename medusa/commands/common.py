@@ -13,6 +13,7 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from decode.contrast import Amateur, Contrast
     from decode.draft import Plan, Source
     from decode.dynamic import Layout
     from decode.settings import Settings
@@ -122,6 +123,30 @@ def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
     )
 
 
+def add_amateur(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("contrastive decoding (docs/strategies.md)")
+    group.add_argument(
+        "--amateur",
+        metavar="B",
+        help="a small model of the same tokenizer, or demo: the text follows what the backbone says more than it does",
+    )
+    group.add_argument(
+        "--contrast-alpha",
+        type=float,
+        metavar="A",
+        help="leave out words less probable than A times the most probable one (default: 0.1)",
+    )
+    group.add_argument(
+        "--contrast-beta",
+        type=float,
+        metavar="B",
+        help="(1 + B) times the backbone's log-probability less B times the amateur's (default: just their difference)",
+    )
+    group.add_argument(
+        "--amateur-temperature", type=float, metavar="T", help="of the amateur's own distribution (default: 1)"
+    )
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     try:
@@ -201,6 +226,55 @@ def open_backbone(args: argparse.Namespace) -> Loaded:
     )
 
 
+def contrast_of(args: argparse.Namespace) -> Contrast | None:
+    """How the backbone is to be contrasted; `None` without an amateur. Called before any model is loaded.
+
+    Raises:
+        RequestError: a constant out of range, or without an amateur to belong to; or steps are to be compiled."""
+    from decode.contrast import Contrast
+    from decode.request import require_uncontrasted
+
+    named = {"contrast-alpha": "alpha", "contrast-beta": "beta", "amateur-temperature": "temperature"}
+    given = {name: getattr(args, name.replace("-", "_")) for name in named}
+    asked = {named[name]: value for name, value in given.items() if value is not None}
+    if args.amateur is None:
+        if asked:
+            name = next(name for name, value in given.items() if value is not None)
+            raise RequestError(f"--{name} belongs to contrastive decoding; give --amateur B, or leave it out")
+        return None
+    require_uncontrasted(args.compile, args.amateur)
+    return Contrast(**asked)
+
+
+def with_amateur(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> Settings:
+    """The settings with the amateur asked for, loaded.
+
+    Raises:
+        RequestError: an amateur that is none, or of another tokenizer."""
+    from decode.companion import load_companion
+    from decode.contrast import Amateur
+    from decode.draft import Materials
+
+    contrast = contrast_of(args)
+    if contrast is None:
+        return settings
+    trusts = args.trust_remote_code
+    materials = Materials(loaded.model, tokenizer=loaded.tokenizer, name=args.backbone, trust_remote_code=trusts)
+    model = load_companion(args.amateur, materials, "amateur")
+    return replace(settings, amateur=Amateur(model, contrast, args.amateur))
+
+
+def require_fitting(prompts: list[list[int]], loaded: Loaded, amateur: Amateur | None) -> None:
+    """Raises:
+    RequestError: a prompt that has no room in a model's context, or holds an id that none of them knows."""
+    from decode.request import require_fitting
+    from medusa.backbone import Backbone
+
+    require_fitting(prompts, Backbone(loaded.model))
+    if amateur is not None:
+        require_fitting(prompts, Backbone(amateur.model), "amateur")
+
+
 def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> Plan:
     """The drafter asked for, by default the heads; `alone`: no other drafter is, to which --tree could belong.
 
@@ -265,6 +339,8 @@ def check_models(args: argparse.Namespace, *plans: Plan) -> None:
     config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
     for plan in plans:
         plan.check(config)
+    if getattr(args, "amateur", None) is not None:
+        _check_amateur(args, config)
     if getattr(args, "heads", None) is None or (plans and not any(plan.needs_heads for plan in plans)):
         return
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
@@ -274,6 +350,19 @@ def check_models(args: argparse.Namespace, *plans: Plan) -> None:
         tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
         if getattr(args, "draft", None) == "sample":
             require_drawable(tree)
+
+
+def _check_amateur(args: argparse.Namespace, config: Any) -> None:
+    """Raises:
+    RequestError: it is no model, or its vocabulary or tokenizer is not that of the backbone, whose `config` this is."""
+    from decode.companion import companion_path, require_same_tokenizer, require_same_vocabulary
+    from medusa.backbone import load_config, load_tokenizer
+
+    path, trusts = companion_path(args.amateur), args.trust_remote_code
+    require_same_vocabulary(args.amateur, load_config(path, trust_remote_code=trusts), config, "amateur")
+    theirs = load_tokenizer(path, trust_remote_code=trusts)
+    ours = load_tokenizer(args.backbone, revision=args.revision, trust_remote_code=trusts)
+    require_same_tokenizer(args.amateur, theirs, ours, args.backbone, "amateur")
 
 
 def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:

@@ -3,6 +3,7 @@
 medusa generate --backbone demo --heads demo --prompt "Once upon a time"
 medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
 medusa generate --backbone org/model --drafter ngram --prompts questions.jsonl   # see docs/drafters.md
+medusa generate --backbone org/model --heads org/heads --amateur org/small --prompts questions.jsonl   # contrastive
 medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record used   # to train on later
 """
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_prompts(parser)
     common.add_generation(parser)
     common.add_drafter(parser)
+    common.add_amateur(parser)
     parser.add_argument("--plain", action="store_true", help="decode without a drafter: one token a step")
     parser.add_argument(
         "--record",
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     settings = common.settings_of(args)
+    common.contrast_of(args)
     if args.heads is None and args.drafter is None and not args.plain:
         raise RequestError("no heads: give --heads H, --drafter ngram, or --plain to decode without any")
     plan = None if args.plain else common.plan_of(args, args.drafter)
@@ -50,9 +53,8 @@ def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     common.check_models(args, *([] if plan is None else [plan]))
 
-    from decode.request import require_fitting
     from decode.results import Result, medusa_method, plain_method, prompt_seeds, tau
-    from medusa.backbone import Backbone, require_tree_support
+    from medusa.backbone import require_tree_support
     from medusa.records import prompt_ids
 
     common.prepare_machine(args)
@@ -63,7 +65,8 @@ def run(args: argparse.Namespace) -> None:
     if settings.stop and tokenizer is None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     prompts = [prompt_ids(record, tokenizer) for record in records]
-    require_fitting(prompts, Backbone(model))
+    settings = common.with_amateur(args, loaded, settings)
+    common.require_fitting(prompts, loaded, settings.amateur)
     recorder = _recorder(args, loaded, prompts, settings)
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
     method = (

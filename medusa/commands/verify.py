@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from decode.draft import Source
     from decode.evidence import Case, Greedy
     from decode.report import Page
+    from decode.settings import Settings
 
 TOKENS_SHOWN = 24
 INK = {"backbone": "#52606d", "draft": "#f2a541", "topk": "#0b7a75", "sample": "#7a3e9d"}
@@ -34,6 +35,7 @@ INK = {"backbone": "#52606d", "draft": "#f2a541", "topk": "#0b7a75", "sample": "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_backbone(parser, required=False)
     common.add_drafter(parser)
+    common.add_amateur(parser)
     common.add_prompts(parser)
     group = parser.add_argument_group("what is tried")
     group.add_argument("--max-new-tokens", type=common.positive, default=128, metavar="N", help="greedy (default: 128)")
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     resolve_acceptance("typical", True, args.epsilon, args.delta)
     resolve_acceptance("rejection", True, stop_drafting=args.stop_drafting)
     plan = common.plan_of(args, args.drafter)
+    common.contrast_of(args)
     records = common.read_prompts(args)
     for path in (args.json, args.report):
         common.check_output(path)
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     common.check_models(args, plan)
 
     from decode.evidence import require_room
-    from decode.request import require_fitting
+    from decode.settings import Settings
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 
@@ -78,11 +81,13 @@ def run(args: argparse.Namespace) -> int:
     source = common.open_source(args, loaded, plan)
     if source.num_nodes == 1:
         raise RequestError("the tree chain:0 drafts nothing, so there is nothing to verify; give a deeper one")
-    backbone = Backbone(loaded.model)
+    settings = common.with_amateur(args, loaded, Settings(max_new_tokens=args.max_new_tokens))
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    require_fitting(prompts, backbone)
-    require_room(prompts[: args.sampled_prompts], backbone)
-    greedy, cases = measure(args, loaded, source, prompts)
+    common.require_fitting(prompts, loaded, settings.amateur)
+    require_room(prompts[: args.sampled_prompts], Backbone(loaded.model))
+    if settings.amateur is not None:
+        require_room(prompts[: args.sampled_prompts], Backbone(settings.amateur.model), "amateur")
+    greedy, cases = measure(args, loaded, source, prompts, settings)
 
     from decode import evidence
 
@@ -92,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             "backbone": args.backbone,
             "heads": args.heads,
             **common.drafter_json(args.drafter, source),
+            "amateur": None if settings.amateur is None else settings.amateur.to_dict(),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
@@ -115,17 +121,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def measure(args: argparse.Namespace, loaded: Any, source: Source, prompts: list[list[int]]) -> Any:
-    """Both experiments, with a bar of progress."""
+def measure(args: argparse.Namespace, loaded: Any, source: Source, prompts: list[list[int]], settings: Settings) -> Any:
+    """Both experiments, with a bar of progress; `settings`: of greedy decoding."""
     import torch
     from rich.progress import Progress
 
     from decode import evidence
     from decode.results import medusa_method, plain_method
-    from decode.settings import Settings
 
     model = loaded.model
-    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=False)
     temperatures = (0.5, 1.0, 1.5) if args.full else (1.0,)
     targets = [(t, p) for t in temperatures for p in ((1.0, 0.9) if args.full else (1.0,))]
     chosen = list(enumerate(prompts))[: args.sampled_prompts]
@@ -142,12 +146,15 @@ def measure(args: argparse.Namespace, loaded: Any, source: Source, prompts: list
             prompts,
             args.batch_size,
             lambda: progress.advance(task),
+            settings.amateur,
         )
         rules = evidence.rules_for(source)
         task = progress.add_task("draws", total=len(chosen) * len(targets) * len(rules) * args.draws)
         for number, prompt in chosen:
             for temperature, top_p in targets:
-                sampling = Settings(temperature=temperature, top_p=top_p, epsilon=args.epsilon, delta=args.delta)
+                sampling = replace(
+                    settings, temperature=temperature, top_p=top_p, epsilon=args.epsilon, delta=args.delta
+                )
                 experiment = evidence.Experiment(model, None, None, prompt, sampling, generator, source)
                 for rule in rules:
                     cases.append(experiment.run(rule, number, args.draws, lambda n: progress.advance(task, n)))
@@ -177,6 +184,9 @@ def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bo
     verdict = "No evidence that they do." if passed else "Yes: there is evidence against equality."
     made.text(verdict, "good" if passed else "bad")
     made.text(f"{settings['dtype']}, a tree of {settings['nodes']} nodes, seed {settings['seed']}.", "faint")
+    if settings["amateur"]:
+        told = ", ".join(f"{name} {value}" for name, value in settings["amateur"].items() if value is not None)
+        made.text(f"What the backbone says is contrasted with an amateur throughout: {told}.", "faint")
     made.heading("Greedy")
     made.text(in_words(greedy, settings["dtype"]))
     if greedy.divergences:

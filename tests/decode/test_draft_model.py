@@ -10,8 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import generate
 from decode.clock import Clock
+from decode.companion import require_same_tokenizer
 from decode.draft import Draft, Frontier, Materials
-from decode.drafters.model import DraftModel, ModelPlan, require_same_tokenizer
+from decode.drafters.model import DraftModel, ModelPlan
 from decode.dynamic import DynamicTree
 from decode.evidence import RULES, Experiment, passes
 from decode.loop import Session
@@ -154,4 +155,4 @@ def test_who_is_refused(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
     other = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     other.add_tokens(["zebra"])
     with pytest.raises(RequestError, match="draft model x has another tokenizer: 'zebra' is nothing in y and"):
-        require_same_tokenizer("x", other, Materials(llama, tokenizer=tokenizer, name="y"))
+        require_same_tokenizer("x", other, tokenizer, "y")
