@@ -4,12 +4,13 @@ whether its texts and draws are the backbone's own.
     python scripts/compare_drafters.py --prompts medusa/assets/prompts.jsonl --text stories.txt --threads 1 \\
         --on demo demo --on stories260K stories260K-heads --json drafters.json
 
-`--on BACKBONE HEADS` is repeated for every backbone. Every round decodes all prompts plainly, by `model.generate` and
-with each drafter, in turns, greedily; speedups are medians of the ratios within a round, and on one thread CPU time
-counts, so that a busy machine does little harm. Exact: texts equal to plain decoding's, and draws by both forms of
-rejection that chi-square tests let pass (as `medusa verify`). `rest` looks things up in a datastore made here of
-`--text`, which must not hold the prompts' own continuations; a drafter that does not fit a backbone (a draft model of
-another vocabulary) is left out there, and said so.
+`--on BACKBONE HEADS` is repeated for every backbone. Every round decodes all prompts plainly, by `model.generate`, by
+its prompt lookup and assisted generation where ours take part, and with each drafter, in turns, greedily; speedups are
+medians of the ratios within a round, and on one thread CPU time counts, so that a busy machine does little harm. Exact:
+texts equal to plain decoding's, and draws by both forms of rejection that chi-square tests let pass (as
+`medusa verify`). `rest` looks things up in a datastore made here of `--text`, which must not hold the prompts' own
+continuations; a drafter that does not fit a backbone (a draft model of another vocabulary) is left out there, and said
+so.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from decode import benchmark, evidence
 from decode.clock import stopwatch
 from decode.draft import Plan, Source
 from decode.drafters import parse
+from decode.drafters.model import DraftModel
+from decode.drafters.ngram import NgramPlan
 from decode.results import medusa_method, plain_method, transformers_method
 from decode.settings import Settings
 from medusa.backbone import Loaded
 from medusa.commands import common, datastore
 from medusa.errors import RequestError
 from medusa.records import Record, prompt_ids
+from medusa.tree import Tree
 
 DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]
 
@@ -125,7 +129,7 @@ def measured(
     prompts = [[prompt_ids(record, tokenizer)] for record in records]
     contenders = [
         benchmark.Contender("plain", plain_method(model, settings, tokenizer)),
-        benchmark.Contender("transformers", transformers_method(model, settings, tokenizer)),
+        *theirs(loaded, entries, settings),
         *(
             benchmark.Contender(
                 entry.name, medusa_method(model, entry.source.heads, settings, tokenizer, drafter=entry.source)
@@ -145,6 +149,24 @@ def measured(
         | {"by_category": {kind: {k: of[k] for k in ("tau", "speedup")} for kind, of in found["by_category"].items()}}
         for name, found in figures.items()
     }
+
+
+def theirs(loaded: Loaded, entries: list[Entry], settings: Settings) -> list[benchmark.Contender]:
+    """`model.generate`, and its own version of each drafter that it has: as many tokens ahead, and no heuristics."""
+    model, found = loaded.model, dict[str, dict[str, Any]](transformers={})
+    for entry in entries:
+        if isinstance(entry.plan, NgramPlan):
+            ahead = {"prompt_lookup_num_tokens": entry.plan.tokens, "max_matching_ngram_size": entry.plan.n}
+            found[f"transformers, {entry.name}"] = ahead
+        if isinstance(entry.source, DraftModel) and isinstance(entry.source.tree, Tree):
+            chosen = entry.source.model.generation_config
+            chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = entry.source.tree.max_depth, "constant"
+            chosen.assistant_confidence_threshold = 0
+            found[f"transformers, {entry.name}"] = {"assistant_model": entry.source.model}
+    return [
+        benchmark.Contender(name, transformers_method(model, settings, loaded.tokenizer, **assistance))
+        for name, assistance in found.items()
+    ]
 
 
 def verified(args: argparse.Namespace, loaded: Loaded, entry: Entry, records: list[Record]) -> dict[str, Any]:
@@ -174,8 +196,8 @@ def show(args: argparse.Namespace, table: dict[str, Any]) -> None:
     for name, row in rows.items():
         speed.add_row(
             name,
-            *(f"{row['by_category'][kind]['tau']:.2f}" for kind in kinds),
-            f"{row['tau']:.2f}",
+            *("" if is_theirs(name) else f"{row['by_category'][kind]['tau']:.2f}" for kind in kinds),
+            "" if is_theirs(name) else f"{row['tau']:.2f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['speedup']:.2f}",
             f"{row['speedup_vs_generate']:.2f}",
@@ -185,6 +207,11 @@ def show(args: argparse.Namespace, table: dict[str, Any]) -> None:
     console.print(speed, price)
     for name, why in table["left_out"].items():
         console.print(f"{name} left out: {why}", highlight=False)
+
+
+def is_theirs(name: str) -> bool:
+    """Transformers does not tell its steps."""
+    return name.startswith("transformers,")
 
 
 def plain_table(title: str, first: str) -> Table:

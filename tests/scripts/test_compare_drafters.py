@@ -27,25 +27,35 @@ def test_all_kinds_of_rows_on_the_embedded_backbone(
     words = ["compare_drafters", "--on", "demo", str(tmp_path / "heads"), "--prompts", str(tmp_path / "prompts.jsonl")]
     words += ["--text", str(tmp_path / "text.txt"), "--tree", "topk:2,1", "--threads", "1", "--max-new-tokens", "6"]
     words += ["--rounds", "1", "--draws", "300", "--sampled-prompts", "1", "--json", str(tmp_path / "out.json")]
-    words += ["--drafters", "heads", "model:demo", "rest", f"model:{wrong_vocabulary(tmp_path)}", "mix:heads+ngram"]
+    words += [
+        "--drafters",
+        "heads",
+        "model:demo",
+        "rest",
+        f"model:{wrong_vocabulary(tmp_path)}",
+        "ngram",
+        "mix:heads+ngram",
+    ]
     monkeypatch.setattr("sys.argv", words)
     script.main()
     (table,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["tables"]
     rows = table["rows"]
-    assert list(rows) == ["plain", "transformers", "heads", "model:demo", "rest", "mix:heads+ngram"]
-    for name in list(rows)[2:]:
+    ours = ["heads", "model:demo", "rest", "ngram", "mix:heads+ngram"]
+    assert list(rows) == ["plain", "transformers", "transformers, model:demo", "transformers, ngram", *ours]
+    assert all(row["equal_to_plain"] == 1 for row in rows.values())
+    for name in ours:
         row = rows[name]
-        assert row["equal_to_plain"] == 1
         assert row["draws_pass"]
         assert set(row["by_category"]) == {"a", "b"}
         assert row["tokens_per_second"] > 0
     assert rows["heads"]["megabytes"] == pytest.approx(4 * heads.num_parameters / 1e6)
     assert rows["mix:heads+ngram"]["megabytes"] == rows["heads"]["megabytes"]
     assert 0 < rows["rest"]["megabytes"] < 0.01
-    assert [rows[name]["needs"] for name in list(rows)[2:]] == [
+    assert [rows[name]["needs"] for name in ours] == [
         "trained heads",
         "a small model",
         "a datastore",
+        "nothing",
         "trained heads",
     ]
     (why,) = table["left_out"].values()
