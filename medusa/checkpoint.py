@@ -56,7 +56,7 @@ Tensors = dict[str, Tensor]
 def save_heads(
     heads: MedusaHeads, folder: str | Path, provenance: dict[str, Any] | None = None, overwrite: bool = True
 ) -> None:
-    """Write `heads` into `folder`, each file whole or not at all.
+    """Write `heads` into `folder`, each file whole or not at all; with `provenance`, by default what they came with.
 
     Raises:
         RequestError: heads lie there already and `overwrite` is off.
@@ -65,6 +65,7 @@ def save_heads(
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(heads), folder / WEIGHTS)
     write_json(folder / CONFIG, heads.config.to_dict())
+    provenance = heads.provenance if provenance is None else provenance
     if provenance is not None:
         write_json(folder / PROVENANCE, provenance)
 
@@ -82,15 +83,23 @@ def load_heads(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     revision: str | None = None,
-    token: str | None = None,
+    token: str | bool | None = None,
     cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
 ) -> MedusaHeads:
     """Heads from `demo`, a local folder or a Hub id, recognised from their tensors.
+
+    Args:
+        dtype, device: of the heads; by default those of the file, on the CPU.
+        revision: a branch, tag or commit on the Hub.
+        token: for private and gated repositories; by default that of `hf auth login`.
+        cache_dir: where downloads are kept, by default the Hub's own cache.
+        local_files_only: take what was downloaded before and ask nobody.
 
     Raises:
         RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
     """
-    folder = find_folder(name_or_path, revision, token, cache_dir)
+    folder = find_folder(name_or_path, revision, token, cache_dir, local_files_only)
     stored = _stored(folder)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict):
@@ -104,6 +113,7 @@ def load_heads(
         heads = _filled(*from_eagle3(stored, published, source), source)
     else:
         heads = _of_others(stored, published, source)
+    heads.provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
     return heads.to(device=device, dtype=dtype).eval()
 
 
@@ -120,8 +130,9 @@ def _of_others(stored: Stored, published: dict[str, Any], source: str) -> Medusa
 def find_folder(
     name_or_path: str | Path,
     revision: str | None = None,
-    token: str | None = None,
+    token: str | bool | None = None,
     cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
 ) -> Path:
     """The local folder of these heads, downloaded where `name_or_path` is a Hub id."""
     if str(name_or_path) == "demo":
@@ -135,6 +146,7 @@ def find_folder(
 
     def fetch(*patterns: str) -> Path:
         where: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        where["local_files_only"] = local_files_only
         return Path(snapshot_download(str(name_or_path), allow_patterns=[*patterns], **where))
 
     try:

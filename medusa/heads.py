@@ -78,6 +78,8 @@ class MedusaHeads(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
+        self.provenance: dict[str, Any] | None = None
+        """Where they come from, as `provenance.json` says; `None` where nobody knows."""
         self.vocabulary: Tensor | None
         known = None if config.vocabulary is None else torch.arange(config.vocabulary)
         self.register_buffer("vocabulary", known)  # [N] tokens that these heads guess; None: all (medusa.vocabulary)
@@ -205,7 +207,10 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> MedusaHeads:
-        """Heads from a local folder or the Hub, in any form that `medusa.checkpoint.load_heads` reads."""
+        """Heads from a local folder or the Hub, in any form that `medusa.checkpoint.load_heads` reads.
+
+        `kwargs`: `revision`, `token`, `cache_dir`, `local_files_only`, `dtype` and `device`, as there.
+        """
         from medusa.checkpoint import load_heads  # the file formats import this module
 
         return load_heads(name_or_path, **kwargs)
@@ -216,6 +221,14 @@ class MedusaHeads(nn.Module):
 
         save_heads(self, folder, **kwargs)
 
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Publish them on the Hub, with a model card and code for plain transformers; returns the commit's address.
+
+        `kwargs`: `private`, `token`, `revision`, `commit_message`, `license` and `benchmark`, as `medusa.hub.push`.
+        """
+        from medusa.hub import push
+
+        return push(self, repo_id, **kwargs)
 
 def bytes_of(module: nn.Module) -> int:
     """Of its parameters."""

@@ -1,6 +1,7 @@
 """Heads in the form that a server or another toolkit loads, read again and compared before they are given out.
 
   medusa export --heads runs/heads --to original-v1 --output exported
+  medusa export --heads runs/heads --to hub --output exported --backbone org/model --benchmark bench.json
 
 Servers know independent heads of square blocks (train with `heads.block=square`). What a server loses against decoding
 here is printed, with the command that serves the result.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa.commands import common
 from medusa.errors import RequestError
@@ -20,6 +21,7 @@ from medusa.formats import FORMATS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from medusa.card import Facts
     from medusa.heads import MedusaHeads
 
 
@@ -31,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="of the backbone on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as the heads are)")
+    group = parser.add_argument_group("what a model card says (--to hub)")
+    group.add_argument("--benchmark", metavar="FILE", help="what medusa benchmark --json wrote about these heads")
+    group.add_argument("--license", metavar="ID", help="the Hub's name of it, such as apache-2.0")
+    group.add_argument("--repo-id", metavar="ORG/NAME", help="where they will lie on the Hub")
     parser.add_argument("--overwrite", action="store_true", help="replace the output")
     parser.add_argument("--json", metavar="FILE", help="write machine-readable results")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
@@ -47,10 +53,12 @@ def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     write = writer(args.to)
     require_placement(args.dtype, None)
+    facts = facts_of(args)
     source = find_folder(args.heads)
     output = Path(args.output)
     require_absent(output, args.overwrite)
     heads = load_heads(source, dtype=DTYPES[args.dtype] if args.dtype else None)
+    facts.calibrations = calibrations_of(source)
     backbone = args.backbone or heads.config.base_model_name_or_path
     if backbone is None:
         raise RequestError(f"{args.heads} does not say which backbone it belongs to; add --backbone")
@@ -64,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     require_replaceable(output, keep=[source, local])
     heads.config.base_model_name_or_path = name
     with replacing_folder(output) as folder:
-        written = write(Export(heads, source, name, folder, output, lm_head))
+        written = write(Export(heads, source, name, folder, output, lm_head, facts))
         require_same(written.heads, load_heads(folder))
         files = {
             str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
@@ -79,6 +87,45 @@ def run(args: argparse.Namespace) -> None:
     }
     common.write_results(args, about)
     _show(args, about)
+
+
+def facts_of(args: argparse.Namespace) -> Facts:
+    """What is to be said on a model card.
+
+    Raises:
+        RequestError: something that is not what it should be, or a card asked of a format that has none.
+    """
+    from medusa.card import Facts, read_benchmark
+
+    for option in ("benchmark", "license", "repo_id"):
+        if args.to != "hub" and getattr(args, option) is not None:
+            raise RequestError(f"--{option.replace('_', '-')} is for the model card of --to hub; leave it out")
+    benchmark = None if args.benchmark is None else read_benchmark(args.benchmark)
+    if benchmark is not None and not same_place(benchmark["settings"]["heads"], args.heads):
+        common.warn(
+            f"{args.benchmark} measured {benchmark['settings']['heads']}, and this is {args.heads}; the card names "
+            "what was measured"
+        )
+    return Facts(repo_id=args.repo_id, license=args.license, benchmark=benchmark)
+
+
+def same_place(name: str, other: str) -> bool:
+    return name == other or Path(name).resolve() == Path(other).resolve()
+
+
+def calibrations_of(source: Path) -> list[dict[str, Any]]:
+    """Those kept beside the heads that were made with these very heads, and none of heads that lay there before."""
+    from decode.calibrate import FILE, fingerprint
+    from medusa.backbone import DTYPES
+    from medusa.checkpoint import load_heads
+    from medusa.files import read_json
+
+    kept = read_json(source / FILE) if (source / FILE).is_file() else []
+    # A calibration casts heads to the backbone's dtype first.
+    prints = {
+        dtype: fingerprint(load_heads(source, dtype=DTYPES[dtype])) for dtype in {c["holds_for"]["dtype"] for c in kept}
+    }
+    return [found for found in kept if found["holds_for"]["heads"] == prints[found["holds_for"]["dtype"]]]
 
 
 def require_replaceable(output: Path, keep: list[Path]) -> None:

@@ -19,6 +19,7 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from medusa.card import Facts
     from medusa.config import MedusaConfig
     from medusa.heads import MedusaHeads
 
@@ -29,6 +30,7 @@ FORMATS = {
     "sglang": "medusa.formats.eagle3:write_sglang",  # SGLang: EAGLE-3's layer
     "tensorrt-llm": "medusa.formats.tensorrt_llm:write",  # heads beside the backbone
     "modelopt": "medusa.formats.modelopt:write",  # heads and backbone in one folder, as TensorRT-LLM takes them
+    "hub": "medusa.formats.hub:write",  # plain transformers, through custom_generate
 }
 
 
@@ -48,6 +50,8 @@ class Export:
     """Where the result will lie, for the serving command."""
     lm_head: Callable[[], Tensor]
     """The backbone's LM head [V, H], read from its files at the first call."""
+    facts: Facts | None = None
+    """What a model card can say besides what the heads show themselves."""
 
 
 @dataclass(frozen=True)
