@@ -20,14 +20,24 @@ from huggingface_hub.errors import HFValidationError
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 
 from decode import generate, steps
-from medusa import MedusaHeads, RequestError
+from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
 from medusa.backbone import DEMO as DEMO_BACKBONE
 from medusa.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.checkpoint import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
+from medusa.formats import hub_generate
 from medusa.hub import CARD, CODE, GENERATE, REQUIREMENTS, push, write_repository
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
+from tests.helpers import (
+    VOCAB,
+    left_padded,
+    path_logits,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    tiny_model,
+)
 
 # Every token stands at depth 1, so that each step accepts at least one; below that, guesses are right now and then.
 WIDE = (
@@ -77,6 +87,27 @@ def test_same_ids_as_ours_and_as_plain_decoding(family: str, tmp_path: Path) -> 
         assert len(lengths) <= 12, "each step accepts something"
         torch.manual_seed(7)
         assert out[0, 13:].tolist() == plain(model, prompt, max_new_tokens=24, **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
+def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
+    """Paths longer than a window, so that a node's own ancestors fall out of it; kept nodes stand behind others."""
+    model = tiny_model(family)
+    tree = Tree.from_paths([*random_tree(12, seed=3, max_depth=4).rank_paths, *[[7] * d for d in range(1, 8)]])
+    shipped = hub_generate.Tree(tree.rank_paths, model.device)
+    assert shipped.depth == tree.depth.tolist()
+    assert torch.equal(shipped.ancestors, tree.ancestors)
+    text, nodes = random_ids(9, seed=1), random_ids(tree.num_nodes, seed=2)
+    with torch.no_grad():
+        cache = DynamicCache()
+        model(input_ids=torch.tensor([text]), past_key_values=cache)
+        for _ in range(2):
+            found = hub_generate._tree_forward(model, cache, nodes, shipped, len(text))
+            torch.testing.assert_close(found, path_logits(model, text, nodes, tree), atol=2e-5, rtol=1e-4)
+            path = [node for node in tree.paths[-1].tolist() if node >= 0]
+            hub_generate._keep(cache, len(text), path)
+            text = text + [nodes[node] for node in path]
+            assert cache.get_seq_length() == len(text)
 
 
 @pytest.mark.parametrize(
