@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     output = Path(args.output)
     require_absent(output, args.overwrite)
     heads = load_heads(source, dtype=DTYPES[args.dtype] if args.dtype else None)
-    facts.calibrations = calibrations_of(source)
+    if args.to == "hub":
+        facts.calibrations = calibrations_of(source)
     backbone = args.backbone or heads.config.base_model_name_or_path
     if backbone is None:
         raise RequestError(f"{args.heads} does not say which backbone it belongs to; add --backbone")
@@ -122,9 +123,8 @@ def calibrations_of(source: Path) -> list[dict[str, Any]]:
 
     kept = read_json(source / FILE) if (source / FILE).is_file() else []
     # A calibration casts heads to the backbone's dtype first.
-    prints = {
-        dtype: fingerprint(load_heads(source, dtype=DTYPES[dtype])) for dtype in {c["holds_for"]["dtype"] for c in kept}
-    }
+    dtypes = {found["holds_for"]["dtype"] for found in kept}
+    prints = {dtype: fingerprint(load_heads(source, dtype=DTYPES[dtype])) for dtype in dtypes}
     return [found for found in kept if found["holds_for"]["heads"] == prints[found["holds_for"]["dtype"]]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from medusa.backbone import DEMO
 from medusa.card import Facts
 from medusa.errors import RequestError
@@ -19,7 +21,7 @@ def write(export: Export) -> Written:
             f"--to {NAME}: the code that it ships knows independent and cascaded heads, not heads with {unknown}; "
             "publish them without it by heads.push_to_hub, for use with this package"
         )
-    if export.backbone == str(DEMO):
+    if Path(export.backbone) == DEMO.resolve():
         heads.config.base_model_name_or_path = "demo"  # not its folder in this installation
     written = write_repository(heads, export.folder, facts)
     where = facts.repo_id or str(export.place)

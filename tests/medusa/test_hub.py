@@ -401,7 +401,8 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytes
         "cache_dir": "there",
         "local_files_only": False,
     }
-    assert {CONFIG, PROVENANCE, "*.safetensors"} <= set(patterns)
+    assert {CONFIG, PROVENANCE, WEIGHTS} <= set(patterns)
+    assert not any(pattern.endswith((".py", "*")) for pattern in patterns), "code is never fetched"
 
 
 class FakeHub:
