@@ -230,6 +230,7 @@ class MedusaHeads(nn.Module):
 
         return push(self, repo_id, **kwargs)
 
+
 def bytes_of(module: nn.Module) -> int:
     """Of its parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
