@@ -99,7 +99,7 @@ def push(
         RunError: the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
     facts = Facts(repo_id=repo_id, license=license, benchmark=None if benchmark is None else read_benchmark(benchmark))
     api = HfApi(token=token)
@@ -118,10 +118,14 @@ def push(
                 or f"{config.num_heads} {config.kind} heads for {config.base_model_name_or_path or 'their backbone'}",
             )
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RequestError(
-            f"cannot push to {repo_id}: {reason}; log in with `hf auth login`, or pass a token that may write there"
+            f"cannot push to {repo_id}: {_reason(error)}; log in with `hf auth login`, or pass a token that may write "
+            "there"
         ) from None
-    except OSError as error:
-        raise RunError(f"cannot push to {repo_id}: {error}; is the Hub reachable from here?") from error
+    except (HTTPError, OSError) as error:  # HTTPError: of the library that the Hub's own stands on, whichever it is
+        raise RunError(f"cannot push to {repo_id}: {_reason(error)}; is the Hub reachable from here?") from error
     return str(done.commit_url)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -354,18 +354,21 @@ class Heads:
             stacked = tensors.get("lm_heads")  # [K, H, V]
             own = [tensors[f"{head}.{layers}.weight"] for head in range(heads)] if stacked is None else list(stacked.mT)
             self.lm_heads = own
+        self.like = next(iter(tensors.values()))  # of their device and dtype
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def guesses(self, hidden: Tensor, count: int, top: int) -> Tensor:
         """hidden [H] -> the `top` best tokens of each of the first `count` heads [count, top], best first."""
-        logits, x = [], hidden
+        start = hidden.to(self.like)  # a model may lie on several devices, its LM head in another dtype
+        logits, x = [], start
         for head in range(count):
-            x = hidden if self.kind == "medusa" else x
+            x = start if self.kind == "medusa" else x
             for block in self.blocks[head]:
                 x = _residual(x, block)
-            logits.append(self.lm_head(x) if self.lm_heads is None else F.linear(x, self.lm_heads[head]))
+            own = None if self.lm_heads is None else self.lm_heads[head]
+            logits.append(self.lm_head(x.to(hidden.dtype)) if own is None else F.linear(x, own))
         return torch.stack(logits).float().topk(top).indices
 
 
@@ -421,6 +424,8 @@ def _heads_for(model: PreTrainedModel, where: str, hub_options: dict[str, Any]) 
     lm_head = model.get_output_embeddings()
     _require(lm_head is not None, f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
     device = lm_head.weight.device
+    if device.type == "meta":  # offloaded
+        device = model.device
     key = (*((str(path), path.stat().st_mtime_ns) for path in paths), model.dtype, device)
     known = _LOADED.get(model)
     if known is not None and known[0] == key:
