@@ -117,10 +117,10 @@ class ContrastVerifier(Verifier):
         super().__init__(backbone, cache, sequences)
         self.amateur, self.contrast = Verifier(beside.backbone, beside.cache, sequences), beside.contrast
 
-    def __call__(self, draft: Draft) -> Readout:
+    def read(self, draft: Draft) -> Readout:
         """The expert's hidden states [B, N, H], and the contrast [B, N, V] in the place of its logits."""
-        readout = super().__call__(draft)
-        return readout._replace(logits=self.contrast(readout.logits, self.amateur(draft).logits))
+        readout = super().read(draft)
+        return readout._replace(logits=self.contrast(readout.logits, self.amateur.read(draft).logits))
 
     def room(self, draft: Draft) -> Tensor | None:
         rooms = [room for room in (super().room(draft), self.amateur.room(draft)) if room is not None]

@@ -128,9 +128,21 @@ class Verifier:
 
         What stands aside is read in the same forward, and told to whoever asked.
         """
+        readout = self.read(draft.whole)
+        if not draft.asides:
+            return readout
+        nodes = start = draft.topology.num_nodes
+        for aside in draft.asides:
+            count = aside.topology.num_nodes - 1
+            aside.tell(readout.logits[:, start : start + count])
+            start += count
+        return Readout(readout.hidden[:, :nodes], readout.logits[:, :nodes])
+
+    def read(self, draft: Draft) -> Readout:
+        """The forward over a draft that is whole, nothing standing aside."""
         if self.sequences is not None:
             reread(self.backbone, self.cache, self.sequences)
-        lengths, (ids, topology, *_) = self.cache.lengths, draft.whole
+        lengths, ids, topology = self.cache.lengths, draft.ids, draft.topology
         if self.cache.is_even:
             positions = (topology.depth + lengths[0]).expand(len(lengths), -1)
         else:
@@ -144,13 +156,7 @@ class Verifier:
         alone = self.cache.is_even and topology.num_nodes == 1
         masks = None if alone else self.masks(lengths, topology)
         with grouped(self.backbone.config):
-            readout = self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
-        start = draft.topology.num_nodes
-        for aside in draft.asides:
-            end_of = start + aside.topology.num_nodes - 1
-            aside.tell(readout.logits[:, start:end_of])
-            start = end_of
-        return Readout(*(part[:, : draft.topology.num_nodes] for part in readout)) if draft.asides else readout
+            return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def room(self, draft: Draft) -> Tensor | None:
         """[B] how deep each row's nodes may be accepted in this step; `None` where nothing limits them."""

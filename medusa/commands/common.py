@@ -118,8 +118,8 @@ def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
         "--drafter",
         metavar="NAME[:OPTIONS]",
         action="append" if several else "store",
-        help="who guesses ahead: heads (default), blockwise, model:NAME, ngram, rest:DIR, mix:A+B (docs/drafters.md)"
-        + ("; repeatable: the first is `medusa`, the others take part" if several else ""),
+        help="who guesses ahead: heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead, mix:A+B "
+        "(docs/drafters.md)" + ("; repeatable: the first is `medusa`, the others take part" if several else ""),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from decode import generate, steps
 from decode.clock import Clock
+from decode.contrast import Amateur
 from decode.draft import Aside, Draft, Frontier, Materials
 from decode.drafters import source_of
 from decode.drafters.lookahead import LookaheadDrafter, LookaheadPlan, Pool, window_topology
@@ -16,6 +17,7 @@ from decode.drafters.tries import Trie, chain, draft_of
 from decode.evidence import RULES, Experiment, passes
 from decode.loop import Acceptor, Session
 from decode.request import prepare
+from decode.results import plain_method
 from decode.sequences import Sequences
 from decode.settings import Settings
 from decode.verify import Verifier, visible
@@ -178,11 +180,14 @@ def test_drafts_are_those_of_plain_jacobi_iteration(family: str) -> None:
 # Never text
 
 
-def test_a_window_is_never_accepted(llama: Any) -> None:
-    """It holds the very text to come, and every step still writes the root alone."""
-    text = plain(llama, PROMPTS[0], max_new_tokens=NEW)
+@pytest.mark.parametrize("contrasted", [False, True])
+def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
+    """It holds the very text to come, and every step still writes the root alone; what it is told is the target's."""
+    amateur = Amateur(tiny_model("llama", seed=5, num_hidden_layers=1)) if contrasted else None
+    text = plain_method(llama, Settings(max_new_tokens=NEW, amateur=amateur))([PROMPTS[0]])[0].new_ids
+    assert (text == plain(llama, PROMPTS[0], max_new_tokens=NEW)) != contrasted
     requests = prepare(llama, [PROMPTS[0]], max_new_tokens=NEW, do_sample=False)
-    session = Session(llama, requests, slack=99)
+    session = Session(llama, requests, slack=99, amateur=amateur)
     heard: list[torch.Tensor] = []
 
     class Knows:
@@ -192,7 +197,7 @@ def test_a_window_is_never_accepted(llama: Any) -> None:
             aside = Aside(torch.tensor([line]), chain(5, CPU), heard.append)
             return Draft(frontier.root[:, None], chain(1, CPU), asides=(aside,))
 
-    taken = list(session.run(Knows(), Verifier(session.backbone, session.cache), Acceptor("greedy"), Clock()))
+    taken = list(session.run(Knows(), session.verifier(), Acceptor("greedy"), Clock()))
     assert [step.lengths[0] for step in taken] == [1] * NEW
     assert session.sequences.new_ids[0] == text
     answers = [logits.argmax(-1)[0].tolist() for logits in heard]
