@@ -123,7 +123,7 @@ class Window:
         """What the backbone said behind each column: n-grams for the pool, and a new last level.
 
         Columns move on by one place, however many tokens the step wrote: to keep them where they stood, and begin new
-        ones for those that the text has passed, accepts less (docs/log.md)."""
+        ones for those that the text has passed, accepts no more (docs/log.md)."""
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]
