@@ -181,8 +181,8 @@ def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on
 def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **assistance: Any) -> Method:
     """transformers' own `model.generate`; it has one stream of random numbers, seeded by a batch's first seed.
 
-    `assistance`: of its assisted generation, `prompt_lookup_num_tokens` or `assistant_model`; it does not tell its
-    steps, so such results have none."""
+    `assistance`: of its assisted generation, `prompt_lookup_num_tokens` or `assistant_model`, or of its beam search; it
+    does not tell its steps, so such results have none."""
     backbone, amateur = Backbone(model), settings.amateur
     contexts = [backbone.context, None if amateur is None else Backbone(amateur.model).context]
     context = min((end for end in contexts if end is not None), default=None)

@@ -115,6 +115,36 @@ def visible_slots(
     return allowed
 
 
+def path_masks(backbone: Backbone, starts: Tensor, line: Tensor, depth: Tensor, depths: Tensor) -> Mask:
+    """Masks [B, 1, W, S] for nodes of a tree that several forwards grow, each behind the other's nodes.
+
+    Args:
+        starts: [B] where the text ends, all of which every node sees.
+        line: [B, W, A] which slots behind the text a node sees: its ancestors' and its own.
+        depth: [B, W] positions of the nodes, counted from the text's end.
+        depths: [nodes] those of all nodes behind the text, these included.
+    """
+    config, nodes = backbone.config, len(depths)
+    seen = torch.zeros(*line.shape[:2], nodes, dtype=torch.bool, device=line.device).scatter_(2, line, True)
+    slot = torch.arange(int(starts.max()) + nodes, device=line.device)
+    behind = slot - starts[:, None]  # [B, S] which of the nodes lies in a slot; below 0: the text
+    node = behind.clamp(0, nodes - 1)
+    own = seen.gather(2, node[:, None].expand(-1, line.shape[1], -1))
+    allowed = torch.where(behind[:, None] < 0, True, own & (behind[:, None] < nodes))
+    key = torch.where(behind < 0, slot, starts[:, None] + depths[node])[:, None]  # positions [B, 1, S]
+    query = (starts[:, None] + depth)[:, :, None]  # [B, W, 1]
+    masks = {}
+    for kind in layer_kinds(config):
+        here = allowed
+        if kind == "sliding_attention":
+            here = here & (query - key < config.sliding_window)
+        elif kind == "chunked_attention":
+            here = here & (query // config.attention_chunk_size == key // config.attention_chunk_size)
+        zeros = torch.zeros(here.shape, dtype=backbone.dtype, device=line.device)
+        masks[kind] = zeros.masked_fill_(~here, torch.finfo(backbone.dtype).min)[:, None]
+    return masks if getattr(config, "layer_types", None) is not None else next(iter(masks.values()))
+
+
 class Verifier:
     """Runs the backbone over drafts on top of a cache."""
 

@@ -110,6 +110,13 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "implausible": (("--amateur", "demo", "--contrast-alpha", "2"), "contrast-alpha is 2.0; it must lie between 0"),
     "a contrast upside down": (("--amateur", "demo", "--contrast-beta", "-1"), "contrast-beta is -1.0"),
     "an amateur of ice": (("--amateur", "demo", "--amateur-temperature", "0"), "amateur-temperature is 0.0"),
+    "beams with heads": (
+        ("--strategy", "beam"),
+        "--strategy beam searches for the most probable text; leave out --heads",
+    ),
+    "beams of nothing": (("--num-beams", "3"), "give --strategy beam or best-first-beam"),
+    "greedy draws": (("--strategy", "greedy", "--temperature", "1"), "leave one out"),
+    "samples at temperature 0": (("--strategy", "sample"), "--temperature above 0"),
     "a contrast, compiled": (("--amateur", "demo", "--compile"), "leave out --compile"),
 }
 
@@ -167,6 +174,23 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
     measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
     assert "knows no --amateur" in refused(*measure, "--amateur", place.backbone, "--prompt-lookup")
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize("strategy", ["beam", "best-first-beam"])
+def test_searches(refused: Any, place: Place, strategy: str) -> None:
+    def said(*argv: str) -> str:
+        return refused(*generate(place, "--strategy", strategy, *argv, **{"--heads": None}))
+
+    for option in (("--drafter", "ngram"), ("--temperature", "1"), ("--top-k", "3"), ("--stop", "a"), ("--plain",)):
+        assert said(*option).endswith(f"leave out {option[0]}")
+    assert (
+        "one prompt at a time" in said("--batch-size", "2")
+        if strategy != "beam"
+        else "belongs" in said("--max-queued", "9")
+    )
+    if strategy != "beam":
+        assert "at least --num-beams, 5" in said("--num-beams", "5", "--max-queued", "4")
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -1001,6 +1001,21 @@ def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path
     assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
 
 
+def test_searches(generate: Any, medusa: Any, place: Place) -> None:
+    """Best-first beam search writes what transformers' beam search writes; a beam of one is greedy."""
+    for options in (("--num-beams", "3"), ("--num-beams", "3", "--length-penalty", "1", "--ignore-eos")):
+        beam = generate("--strategy", "beam", "--batch-size", "2", *options, heads=False)
+        best = generate("--strategy", "best-first-beam", *options, heads=False)
+        assert [r["new_ids"] for r in best["results"]] == [r["new_ids"] for r in beam["results"]]
+        assert [r["finish_reason"] for r in best["results"]] == [r["finish_reason"] for r in beam["results"]]
+        assert best["settings"]["num_beams"] == 3
+        assert all(r["search"]["calls"] > 0 == r["search"]["dropped"] for r in best["results"])
+    greedy = generate("--strategy", "best-first-beam", "--num-beams", "1", heads=False)
+    assert [r["new_ids"] for r in greedy["results"]] == until_eos(place)
+    models = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION)
+    assert "beginnings scored" in medusa("generate", *models, "--strategy", "best-first-beam").err
+
+
 # --- datastores ------------------------------------------------------------------------------------------------------
 
 

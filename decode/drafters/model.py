@@ -30,7 +30,7 @@ from decode.loop import Session
 from decode.prefill import read
 from decode.sampling import Target
 from decode.topology import Topology
-from decode.verify import Verifier, layer_kinds
+from decode.verify import Mask, Verifier, layer_kinds, path_masks
 from medusa.backbone import Backbone, load_config, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads import bytes_of
@@ -286,7 +286,7 @@ class ModelDrafter(PathDrafter):
                 tokens,
                 self.cache,
                 position_ids=positions.expand(-1, width),
-                attention_mask=self._mask(line, offset + width),
+                attention_mask=self._mask(line),
             ).logits
         self.cache.commit_prompt([width] * rows)
         return self._candidates(logits), (line,)
@@ -298,33 +298,11 @@ class ModelDrafter(PathDrafter):
         least = top_k(logits, self.source.topk).values[..., -1:]
         return logits.masked_fill(logits < least, -torch.inf)
 
-    def _mask(self, line: Tensor, nodes: int) -> Any:
+    def _mask(self, line: Tensor) -> Mask | None:
         """line [B, W, A + 1] slots behind the text that each node sees -> masks [B, 1, W, S]; it sees the text, too."""
-        kinds = layer_kinds(self.backbone.config)
-        plain = kinds == ["full_attention"]
-        if plain and self.cache.is_even and self.is_chain:
+        if layer_kinds(self.backbone.config) == ["full_attention"] and self.cache.is_even and self.is_chain:
             return None
+        depths = [at for at, level in enumerate(self.grown) for _ in level.tokens[0]]
         starts = torch.tensor(self.text_lengths, device=self.device)
-        seen = torch.zeros(*line.shape[:2], nodes, dtype=torch.bool, device=self.device).scatter_(2, line, True)
-        slot = torch.arange(max(self.text_lengths) + nodes, device=self.device)
-        behind = slot - starts[:, None]  # [B, S] which of the nodes lies in a slot; below 0: the text
-        own = seen.gather(2, behind.clamp(0, nodes - 1)[:, None].expand(-1, line.shape[1], -1))
-        allowed = torch.where(behind[:, None] < 0, True, own & (behind[:, None] < nodes))
-        # A node's own position, and those of the keys: in the text the slot, in the tree one more at each level.
-        depth = line.shape[-1] - 1
-        level = torch.cat([torch.full((len(g.tokens[0]),), at) for at, g in enumerate(self.grown)]).to(
-            self.device
-        )  # [nodes]
-        key = torch.where(behind < 0, slot, starts[:, None] + level[behind.clamp(0, nodes - 1)])[:, None]
-        query = (starts + depth)[:, None, None]
-        masks = {}
-        for kind in kinds:
-            here = allowed
-            if kind == "sliding_attention":
-                here = here & (query - key < self.backbone.config.sliding_window)
-            elif kind == "chunked_attention":
-                size = self.backbone.config.attention_chunk_size
-                here = here & (query // size == key // size)
-            zeros = torch.zeros(here.shape, dtype=self.backbone.dtype, device=self.device)
-            masks[kind] = zeros.masked_fill_(~here, torch.finfo(self.backbone.dtype).min)[:, None]
-        return masks if getattr(self.backbone.config, "layer_types", None) is not None else masks[kinds[0]]
+        depth = torch.full(line.shape[:2], line.shape[-1] - 1, device=self.device)
+        return path_masks(self.backbone, starts, line, depth, torch.tensor(depths, device=self.device))

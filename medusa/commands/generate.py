@@ -5,6 +5,7 @@ medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl
 medusa generate --backbone org/model --drafter ngram --prompts questions.jsonl   # see docs/drafters.md
 medusa generate --backbone org/model --heads org/heads --amateur org/small --prompts questions.jsonl   # contrastive
 medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record used   # to train on later
+medusa generate --backbone org/model --strategy best-first-beam --prompts questions.jsonl   # see docs/strategies.md
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from medusa.commands import common, strategies
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_generation(parser)
     common.add_drafter(parser)
     common.add_amateur(parser)
+    strategies.add_arguments(parser)
     parser.add_argument("--plain", action="store_true", help="decode without a drafter: one token a step")
     parser.add_argument(
         "--record",
@@ -44,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
-    settings = common.settings_of(args)
+    beams, settings = strategies.beams_of(args), common.settings_of(args)
     common.contrast_of(args)
-    if args.heads is None and args.drafter is None and not args.plain:
+    if args.heads is None and args.drafter is None and not args.plain and beams is None:
         raise RequestError("no heads: give --heads H, --drafter ngram, or --plain to decode without any")
-    plan = None if args.plain else common.plan_of(args, args.drafter)
+    plan = None if args.plain or beams is not None else common.plan_of(args, args.drafter)
     records = common.read_prompts(args)
     common.check_output(args.json)
     common.check_models(args, *([] if plan is None else [plan]))
@@ -67,6 +69,9 @@ def run(args: argparse.Namespace) -> None:
     prompts = [prompt_ids(record, tokenizer) for record in records]
     settings = common.with_amateur(args, loaded, settings)
     common.require_fitting(prompts, loaded, settings.amateur)
+    if beams is not None:
+        strategies.run(args, beams, loaded, prompts, settings)
+        return
     recorder = _recorder(args, loaded, prompts, settings)
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
     method = (
