@@ -100,7 +100,7 @@ def best_first_beam(
     length_penalty: float = 0.0,
     num_return_sequences: int = 1,
     eos_token_id: int | Sequence[int] | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     max_queued: int | None = None,
 ) -> Search:
     """The texts that beam search finds: those of `model.generate` with `num_beams` and `early_stopping="never"`.
@@ -112,13 +112,15 @@ def best_first_beam(
             Above 0, what a beginning may still reach is bounded by the greatest length, and more has to be read.
         num_return_sequences: so many of the best ones, at most `num_beams`.
         eos_token_id: what ends a text; by default what the model's generation config says, with -1 nothing.
-        batch_size: beginnings that a forward takes: the next in the queue are read beforehand. The text is the same.
+        batch_size: beginnings that a forward takes, by default `num_beams`: the next in the queue are read beforehand,
+            some in vain. The text is the same; with 1 only what is needed is read.
         max_queued: beginnings that may wait (article, section 5.3: memory-reduced); the worst are dropped, so another
             text than beam search's may be found. `None`: all.
 
     Raises:
         RequestError: an option out of range, or a prompt that does not fit.
         RunError: `max_queued` dropped all that could have been finished."""
+    batch_size = num_beams if batch_size is None else batch_size
     backbone, prompt = Backbone(model), torch.as_tensor(input_ids).flatten().tolist()
     for name, value in (
         ("num_beams", num_beams),

@@ -1,4 +1,4 @@
-"""Beam search and best-first beam search for `medusa generate --strategy`: searches, which no drafter can take part in."""
+"""Beam search and best-first beam search for `medusa generate --strategy`: no drafter can take part in a search."""
 
 from __future__ import annotations
 

@@ -154,6 +154,7 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
         "heads": medusa_method(expert, random_heads(expert), settings, tree="topk:6,3"),
         "dynamic": medusa_method(expert, random_heads(expert), settings, tree="dynamic:24"),
         "ngram": medusa_method(expert, None, settings, drafter="ngram:n=1"),
+        "lookahead": medusa_method(expert, None, settings, drafter="lookahead"),
         "mix": medusa_method(expert, random_heads(expert), settings, drafter="mix:heads+ngram:n=1"),
     }
     texts = [result.new_ids for result in plain_method(expert, settings)(PROMPTS, seeds=seeds)]
