@@ -31,7 +31,7 @@ EPS = 1e-6
 
 
 class GatedStack(nn.Module):
-    """A Llama's MLP and the norm before it: x + (SiLU(n G) * n U) D with n = norm(x), and D = 0 at the start."""
+    """A Llama's MLP and the norm before it: x + D (SiLU(G n) * U n) with n = norm(x), and D = 0 at the start."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

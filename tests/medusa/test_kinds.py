@@ -239,3 +239,25 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     refused(tensors | {"more": torch.ones(1)}, config, "more, which belongs to no head")
     refused(tensors, config | {"kind": "oak"}, "oak")
     refused(tensors, {"kind": "hydra"}, "does not say what these heads are")
+
+
+def test_gated_eagle_heads_start_as_the_backbones_guess_at_another_temperature() -> None:
+    hidden, following = inputs()
+    features = fresh("eagle", block="gated", lm_head="shared").features(hidden, following=following)
+    direction = F.normalize(hidden, dim=-1).expand(K, -1, -1)
+    torch.testing.assert_close(F.normalize(features, dim=-1), direction)
+
+
+def test_gated_blocks_belong_to_one_layer_of_kind_eagle() -> None:
+    for settings in ({"kind": "recurrent"}, {"kind": "medusa"}, {"kind": "eagle", "num_layers": 2}):
+        with pytest.raises(RequestError, match="gated"):
+            fresh(**settings, block="gated")
+
+
+def test_gated_eagle_heads_on_disk_and_back(tmp_path: Path) -> None:
+    heads = fresh("eagle", 3, block="gated", expansion=1.5, lm_head="shared")
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert set(again.state_dict()) == set(heads.state_dict())
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+    assert again.config.servable

@@ -1,0 +1,213 @@
+"""Our exports, loaded by their consumers' own code: each in an environment of its own, without this package.
+
+    python scripts/check_exports.py write --heads HEADS --backbone BACKBONE --output exported
+    python scripts/check_exports.py vllm exported          in an environment with vllm 0.32, no GPU needed
+    python scripts/check_exports.py modelopt exported      with nvidia-modelopt
+    python scripts/check_exports.py medusa-llm exported    with medusa-llm (FasterDecoding's, also called medusa)
+    python scripts/check_exports.py vllm-eagle3 exported   with vllm, of heads of kind eagle with block gated
+
+`write` exports in every format that holds these heads, and what they say of eight hidden states beside it; the others
+load what was written for them and compare. docs/formats.md has what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from copy import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+EXPECTED = "expected.safetensors"
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # the same products in another order; other weights are off by order 1
+
+
+def write(args: argparse.Namespace) -> None:
+    """Export, and keep what the heads say."""
+    from medusa.__main__ import main
+    from medusa.checkpoint import load_heads
+    from medusa.formats.own import read_lm_head
+
+    heads, lm_head = load_heads(args.heads), read_lm_head(args.backbone)
+    formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm", "modelopt")
+    for name in formats:
+        command = ["export", "--heads", args.heads, "--backbone", args.backbone, "--to", name, "--quiet", "--overwrite"]
+        if status := main([*command, "--output", str(args.output / name)]):
+            sys.exit(status)
+    hidden = torch.randn(8, heads.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    said = {"hidden": hidden}
+    if heads.config.kind != "eagle":
+        with torch.no_grad():
+            said["logits"] = heads.float()(hidden, lambda x: x @ lm_head.float().T).contiguous()
+    save_file(said, args.output / EXPECTED)
+
+
+def vllm(folder: Path) -> tuple[Tensor, str]:
+    """Its config class, its model class and its loader, as its proposer calls them."""
+    import vllm
+    from vllm.model_executor.models.medusa import Medusa
+    from vllm.transformers_utils.configs.medusa import MedusaConfig
+
+    config = MedusaConfig.from_pretrained(folder / "vllm")
+    with _of_vllm():
+        model = Medusa(vllm_config=_asked(config))
+        # Outside a server these tensors are made by `torch.empty`: what the loader misses must not pass for zero.
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        loaded = model.load_weights(load_file(folder / "vllm/model.safetensors").items())
+        assert loaded == set(dict(model.named_parameters())), "not every parameter was loaded"
+        said = load_file(folder / EXPECTED)
+        with torch.no_grad():
+            # Its logits processor needs a device's kernels; what it does on one rank is this product.
+            blocks = model(said["hidden"])
+            logits = [block @ head.weight.T for block, head in zip(blocks, model.lm_heads, strict=True)]
+    return torch.stack(logits)[..., : config.vocab_size], f"vllm {vllm.__version__}"
+
+
+def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
+    """The loader of its EAGLE-3 class: every parameter, and nothing besides, from our tensors."""
+    import vllm
+    from transformers import AutoConfig
+    from vllm.model_executor.models import llama, llama_eagle3
+
+    config = AutoConfig.from_pretrained(folder / "vllm")
+    tensors = load_file(folder / "vllm/model.safetensors")
+    with _of_vllm() as current:
+        asked = copy(current)
+        asked.speculative_config = _asked(config).speculative_config
+        asked.speculative_config.parallel_drafting = False
+        sizes = {"get_total_num_hidden_layers": lambda: 1, "get_vocab_size": lambda: config.vocab_size}
+        asked.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config, is_deepseek_mla=False, **sizes)
+        llama.Attention = lambda *args, **kwargs: torch.nn.Identity()  # kernels of a device, without weights
+        llama_eagle3.get_draft_quant_config = lambda config: None  # nothing is quantised
+        model = llama_eagle3.Eagle3LlamaForCausalLM(vllm_config=asked)
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        model.load_weights(tensors.items())
+    layer = "model.layers.0."
+    expected = {
+        f"{layer}self_attn.qkv_proj.weight": [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"],
+        f"{layer}mlp.gate_up_proj.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"],
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.isnan().all():
+            assert "embed_tokens" in name or "lm_head" in name, f"{name} was not loaded"  # it borrows the target's
+            continue
+        theirs = torch.cat([tensors[part] for part in expected.get(name, [name.removeprefix("model.")])])
+        assert torch.equal(parameter.data, theirs), name
+    return None, f"vllm {vllm.__version__}"
+
+
+def _asked(config: Any) -> SimpleNamespace:
+    return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config)))
+
+
+class _of_vllm:
+    """One process in the place of a tensor-parallel group, and a configuration for its layers to look at."""
+
+    def __enter__(self) -> Any:
+        from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+        config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+        self.context = set_current_vllm_config(config)
+        self.context.__enter__()
+        place = Path(tempfile.mkdtemp()) / "rendezvous"
+        init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
+        initialize_model_parallel(1)
+        return config
+
+    def __exit__(self, *error: object) -> None:
+        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        self.context.__exit__(*error)
+
+
+def modelopt(folder: Path) -> tuple[Tensor, str]:
+    """Its conversion of the backbone in the folder, and the heads' tensors strictly into it."""
+    import modelopt
+    import modelopt.torch.speculative as mtsp
+    from transformers import AutoModelForCausalLM
+
+    place = folder / "modelopt"
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    about = json.loads((place / "config.json").read_text())["medusa"]
+    settings = {f"medusa_{key}".replace("medusa_num_medusa", "medusa_num"): value for key, value in about.items()}
+    mtsp.convert(model, [("medusa", settings)])
+    assert model.config.medusa == about
+    for parameter in model.medusa_heads.parameters():
+        parameter.data.fill_(float("nan"))
+    files = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
+    held: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
+        held |= load_file(place / name)
+    assert set(held) == set(files)
+    inside = {name for name in model.state_dict() if name.startswith("medusa_heads.")}
+    assert {name for name in held if name.startswith("medusa_heads.")} == inside
+    model.load_state_dict(held, strict=False)  # an LM head that is the embedding is not in the files
+    hidden = load_file(folder / EXPECTED)["hidden"]
+    with torch.no_grad():
+        return torch.stack([head(hidden) for head in model.medusa_heads]), f"nvidia-modelopt {modelopt.__version__}"
+
+
+def medusa_llm(folder: Path) -> tuple[Tensor, str]:
+    """FasterDecoding's released class, which loads backbone and heads by itself."""
+    from importlib.metadata import version
+
+    from medusa.model import medusa_model
+
+    # It loads the backbone's tokenizer, too; its old tokenizers cannot read files of today, and none is needed here.
+    medusa_model.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: None)
+    MedusaModel = medusa_model.MedusaModel
+    model = MedusaModel.from_pretrained(str(folder / "original-v1"))
+    hidden = load_file(folder / EXPECTED)["hidden"]
+    with torch.no_grad():
+        logits = torch.stack([head(hidden) for head in model.medusa_head])
+    return logits, f"medusa-llm {version('medusa-llm')}, transformers {version('transformers')}"
+
+
+CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "modelopt": modelopt, "medusa-llm": medusa_llm}
+
+
+def check(name: str, folder: Path) -> str:
+    """What a consumer makes of our files, compared; returns its name and version.
+
+    Raises:
+        AssertionError: something else than the heads say.
+    """
+    logits, version = CONSUMERS[name](folder)
+    if logits is None:
+        return f"{version}: every tensor where it belongs"
+    expected = load_file(folder / EXPECTED)["logits"]
+    torch.testing.assert_close(logits.float(), expected, **TOLERANCE)
+    return f"{version}: {len(logits)} heads, largest difference {(logits - expected).abs().max():.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("write")
+    for name in ("--heads", "--backbone"):
+        first.add_argument(name, required=True)
+    first.add_argument("--output", required=True, type=Path)
+    for name in CONSUMERS:
+        commands.add_parser(name).add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.command == "write":
+        args.output.mkdir(parents=True, exist_ok=True)
+        write(args)
+    else:
+        print(check(args.command, args.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""scripts/check_exports.py: consumers' own code on our exports, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa.checkpoint import save_heads
+from tests.helpers import load_script, random_heads, tiny_model
+
+script = load_script("check_exports")
+INSTALLED = {"vllm": "vllm", "vllm-eagle3": "vllm", "modelopt": "modelopt"}  # medusa-llm is never beside this package
+
+
+@pytest.fixture(params=["medusa", "eagle"])
+def exports(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "backbone")
+    gated = {"kind": "eagle", "block": "gated", "lm_head": "shared"}
+    heads = random_heads(model, **(gated if request.param == "eagle" else {}))
+    save_heads(heads, tmp_path / "heads")
+    output = tmp_path / "exports"
+    script.write(Namespace(heads=str(tmp_path / "heads"), backbone=str(tmp_path / "backbone"), output=output))
+    return output
+
+
+def test_what_is_to_be_compared_lies_beside_the_exports(exports: Path) -> None:
+    said = load_file(exports / script.EXPECTED)
+    independent = (exports / "tgi").is_dir()
+    assert ("logits" in said) == independent
+    assert sorted(path.name for path in exports.iterdir() if path.is_dir()) == (
+        ["modelopt", "original-v1", "tgi", "vllm"] if independent else ["sglang", "vllm"]
+    )
+
+
+@pytest.mark.parametrize("consumer", INSTALLED)
+def test_a_consumer_that_is_installed_loads_them(exports: Path, consumer: str) -> None:
+    if importlib.util.find_spec(INSTALLED[consumer]) is None:
+        pytest.skip(f"needs {INSTALLED[consumer]}")
+    if (consumer == "vllm-eagle3") == (exports / "tgi").is_dir():
+        pytest.skip("other heads")
+    assert script.check(consumer, exports)
+
+
+def test_other_logits_are_noticed(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (exports / "tgi").is_dir():
+        pytest.skip("heads without logits to compare")
+    logits = load_file(exports / script.EXPECTED)["logits"]
+    monkeypatch.setitem(script.CONSUMERS, "vllm", lambda folder: (logits, "vllm"))
+    assert "largest difference 0.0e+00" in script.check("vllm", exports)
+    save_file({"logits": logits.flip(0).contiguous()}, exports / script.EXPECTED)
+    with pytest.raises(AssertionError):
+        script.check("vllm", exports)
+    assert torch.isfinite(logits).all()
