@@ -64,7 +64,10 @@ def add_prompts(parser: argparse.ArgumentParser, text: bool = True) -> None:
     group.add_argument("--split", default="train", help="of a Hub dataset (default: train)")
 
 
-def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True) -> None:
+def add_generation(
+    parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True, batches: bool = True
+) -> None:
+    """How to write; without `batches` one text at a time."""
     group = parser.add_argument_group("generation")
     group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -75,7 +78,10 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
     group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
     add_compile(group)
-    group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
+    if batches:
+        group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
+    else:
+        parser.set_defaults(batch_size=1)
     if tree:
         group.add_argument(
             "--acceptance",
@@ -113,6 +119,16 @@ def add_stop_drafting(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_listening(parser: argparse.ArgumentParser, port: int) -> argparse._ArgumentGroup:
+    """Options of commands that answer over the network; `None` is what was not asked for."""
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--host", help="address to listen at (default: 127.0.0.1, this machine alone; 0.0.0.0: everybody)"
+    )
+    group.add_argument("--port", type=positive, metavar="N", help=f"default: {port}")
+    return group
+
+
 def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
     parser.add_argument(
         "--drafter",
@@ -145,6 +161,48 @@ def add_amateur(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--amateur-temperature", type=float, metavar="T", help="of the amateur's own distribution (default: 1)"
     )
+
+
+def require_listening(host: str, port: int) -> None:
+    """Raises:
+    RequestError: nobody can listen there; said before models are loaded."""
+    import socket
+
+    if port >= 2**16:
+        raise RequestError(f"--port is {port}; it must be a whole number from 1 to {2**16 - 1}")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((host, port))
+    except OSError as error:
+        raise RequestError(
+            f"cannot listen at {host}, port {port} ({error.strerror or error}); choose another --port or --host"
+        ) from None
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raises:
+    RequestError: a library of the optional extra is not installed."""
+    from importlib.util import find_spec
+
+    if lacking := [module for module in modules if find_spec(module) is None]:
+        raise RequestError(f"this needs {' and '.join(lacking)}, which comes with: pip install 'medusa-heads[{extra}]'")
+
+
+def allowed_hosts(host: str) -> list[str]:
+    """What a request's Host header may say: of a server for this machine alone only this machine, so that no page
+    from elsewhere reaches it under a name of its own (DNS rebinding)."""
+    return ["127.0.0.1", "localhost", "[::1]"] if is_loopback(host) else ["*"]
+
+
+def is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def positive(text: str) -> int:
@@ -318,8 +376,10 @@ def open_source(args: argparse.Namespace, loaded: Loaded, plan: Plan, settings: 
     return source_of(plan, materials)
 
 
-def drafter_json(spec: str | None, source: Source) -> dict[str, Any]:
+def drafter_json(spec: str | None, source: Source | None) -> dict[str, Any]:
     """What a result says of its drafter: its name, the heads' tree if it has one, and how many nodes a draft has."""
+    if source is None:
+        return {"drafter": None, "tree": None, "nodes": None}
     tree = getattr(source, "tree", None)
     return {
         "drafter": spec or "heads",
@@ -472,6 +532,10 @@ def read_prompts(args: argparse.Namespace) -> list[Record]:
 
 def batches(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def how_it_went(tokens: int, seconds: float, tokens_per_step: float) -> str:
+    return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
 
 
 def warn(message: str) -> None:
