@@ -15,6 +15,7 @@ from decode.front import medusa_session
 from decode.reference import plain_session
 from decode.request import prepare, require_fitting
 from decode.results import Result, Run
+from decode.sequences import Request
 from decode.settings import Settings
 from decode.stream import Piece, TextStream
 from medusa.backbone import Backbone
@@ -43,13 +44,20 @@ class Writer:
             RequestError: as `decode.request.prepare`."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer), **kwargs)
+        return self.run_all(requests, settings, plain, perf_counter() - start)
+
+    def run_all(
+        self, requests: Sequence[Request], settings: Settings, plain: bool = False, seconds: float = 0.0
+    ) -> Run:
+        """Begin to write a batch that was prepared by the same settings, but for lengths and ends, in `seconds`."""
+        start = perf_counter()
         if plain or self.source is None:
             session = plain_session(self.model, requests, compile=settings.compile)
         else:
             session = medusa_session(
                 self.model, None, requests, None, settings.acceptor, compile=settings.compile, drafter=self.source
             )
-        return Run(session, perf_counter() - start)
+        return Run(session, seconds + perf_counter() - start)
 
     def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:
         """Write a few tokens in each way, so that the first answer pays for nothing that later ones do not."""

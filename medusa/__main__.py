@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "fit heads on a frozen backbone",
     "generate": "text from a prompt, streamed",
     "chat": "a conversation in the terminal, or in the browser (--web)",
+    "serve": "an OpenAI-compatible server",
     "evaluate": "how often each head's top guesses are the backbone's own tokens",
     "calibrate": "the best tree for these heads on this machine",
     "benchmark": "speedup, tokens per step, and where the time goes",

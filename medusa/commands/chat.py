@@ -20,7 +20,6 @@ from medusa.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from decode.conversation import Conversation, Turn, Writer
     from decode.results import Result
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_backbone(parser, required=False)
     parser.add_argument("--system", metavar="TEXT", help="what the assistant is told beforehand")
     parser.add_argument("--web", action="store_true", help="a page for the browser (pip install 'medusa-heads[web]')")
-    common.add_generation(parser, batches=False)
+    common.add_generation(parser, batch_size=None)
     common.add_drafter(parser)
     parser.add_argument("--plain", action="store_true", help="begin without a drafter: one token a step")
     common.add_listening(parser, PORT)
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     if args.web:
         _serve_page(args, writer, settings, begin)
     else:
-        with _warming_up(args):
+        with common.warming_up(args):
             writer.warm_up(begin, settings)
         _Terminal(args, writer, settings).run()
 
@@ -93,25 +92,17 @@ def _check_place(args: argparse.Namespace) -> None:
     common.require_listening(args.host, args.port)
 
 
-def _warming_up(args: argparse.Namespace) -> Status:
-    return common.console(args).status(
-        "compiling the steps, which takes half a minute or more" if args.compile else "warming up"
-    )
-
-
 def _serve_page(args: argparse.Namespace, writer: Writer, settings: Settings, begin: list[int]) -> None:
     from decode.chat_page import Desk, Site, serve
 
     desk = Desk(writer)
-    with _warming_up(args):
+    with common.warming_up(args):
         desk.call(writer.warm_up, begin, settings)
     drafter = args.drafter or "heads"
     site = Site(desk, settings, args.backbone, drafter, args.system, args.seed)
-    url = f"http://{'localhost' if common.is_loopback(args.host) else args.host}:{args.port}"
-    reach = "" if common.is_loopback(args.host) else ", for everybody who reaches this machine"
 
     def say_where() -> None:  # the one thing that must be seen, also with --quiet
-        print(f"chat: {url}{reach} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        print(f"chat: {common.url_of(args.host, args.port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
 
     serve(site, args.host, args.port, common.allowed_hosts(args.host), say_where)
 

@@ -12,6 +12,7 @@ from medusa.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
     from decode.contrast import Amateur, Contrast
     from decode.draft import Plan, Source
@@ -38,7 +39,8 @@ def add_backbone(
     group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
+def add_machine(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """`json`: there are results to be written at the end."""
     group = parser.add_argument_group("machine and output")
     group.add_argument(
         "--dtype", help="float32 (default on a CPU), bfloat16, float16 or float64; a GPU: the checkpoint's"
@@ -49,7 +51,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", help="sdpa (default where the model offers it) or eager")
     group.add_argument("--seed", type=seed, default=0, help="of everything random (default: 0)")
     group.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice); fewer can be faster")
-    group.add_argument("--json", metavar="FILE", help="write machine-readable results")
+    if json:
+        group.add_argument("--json", metavar="FILE", help="write machine-readable results")
     group.add_argument("--quiet", action="store_true", help="no progress, no table")
 
 
@@ -65,9 +68,9 @@ def add_prompts(parser: argparse.ArgumentParser, text: bool = True) -> None:
 
 
 def add_generation(
-    parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True, batches: bool = True
+    parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True, batch_size: int | None = 1
 ) -> None:
-    """How to write; without `batches` one text at a time."""
+    """How to write; `batch_size`: the default, or `None` where it is one text at a time."""
     group = parser.add_argument_group("generation")
     group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -78,10 +81,11 @@ def add_generation(
     group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
     add_compile(group)
-    if batches:
-        group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
-    else:
+    if batch_size is None:
         parser.set_defaults(batch_size=1)
+    else:
+        told = "prompts at a time (default: %(default)s)"
+        group.add_argument("--batch-size", type=positive, default=batch_size, metavar="N", help=told)
     if tree:
         group.add_argument(
             "--acceptance",
@@ -196,6 +200,13 @@ def allowed_hosts(host: str) -> list[str]:
     return ["127.0.0.1", "localhost", "[::1]"] if is_loopback(host) else ["*"]
 
 
+def url_of(host: str, port: int) -> str:
+    """Where a server is found, and by whom if not from this machine alone."""
+    if is_loopback(host):
+        return f"http://localhost:{port}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}, for everybody who reaches this machine"
+
+
 def is_loopback(host: str) -> bool:
     import ipaddress
 
@@ -228,6 +239,12 @@ def console(args: argparse.Namespace) -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=args.quiet)
+
+
+def warming_up(args: argparse.Namespace) -> Status:
+    """What is shown while the first tokens are written."""
+    told = "compiling the steps, which takes half a minute or more" if args.compile else "warming up"
+    return console(args).status(told)
 
 
 def output_console(args: argparse.Namespace) -> Console:
