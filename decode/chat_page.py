@@ -34,8 +34,8 @@ OPENINGS = {  # to begin with, for backbones with a chat template and without
     False: ["Once upon a time", "One sunny day, a girl named Mia", "The old boat"],
 }
 WELCOME = (
-    "Both columns are the same model. On the right it is helped by guesses several tokens ahead; those that it agreed "
-    "with are <mark>marked</mark>, the others cost it a forward each."
+    "Both texts are by the same model. The second one is helped by guesses several tokens ahead; those that the model "
+    "agreed with are <mark>marked</mark>, the others cost it a forward each."
 )
 NO_TEMPLATE = (
     "This model has no chat template, so it is no assistant: it goes on with your text as it is. An empty message lets "
