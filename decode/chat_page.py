@@ -327,7 +327,7 @@ class Page:
             return
         conversation = self.conversation
         try:
-            turn = conversation.ask(message, self.writer.model)
+            turn = conversation.ask(message, *self.writer.models(self.settings))
         except RequestError as error:
             ui.notify(str(error), type="warning")
             return

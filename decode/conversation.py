@@ -37,6 +37,10 @@ class Writer:
         if self.source is not None:
             require_tree_forward(self.model)  # tried once a model, so before the first answer is waited for
 
+    def models(self, settings: Settings) -> list[PreTrainedModel]:
+        """All that a text must fit into."""
+        return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
+
     def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False, **kwargs: Any) -> Run:
         """Begin to write after `prompt`; `plain`: one token a step. `kwargs` are further ones of `model.generate`.
 
@@ -52,10 +56,17 @@ class Writer:
         """Begin to write a batch that was prepared by the same settings, but for lengths and ends, in `seconds`."""
         start = perf_counter()
         if plain or self.source is None:
-            session = plain_session(self.model, requests, compile=settings.compile)
+            session = plain_session(self.model, requests, compile=settings.compile, amateur=settings.amateur)
         else:
             session = medusa_session(
-                self.model, None, requests, None, settings.acceptor, compile=settings.compile, drafter=self.source
+                self.model,
+                None,
+                requests,
+                None,
+                settings.acceptor,
+                compile=settings.compile,
+                drafter=self.source,
+                amateur=settings.amateur,
             )
         return Run(session, seconds + perf_counter() - start)
 
@@ -93,8 +104,8 @@ class Conversation:
     def has_template(self) -> bool:
         return self.tokenizer.chat_template is not None
 
-    def ask(self, message: str, model: PreTrainedModel) -> Turn:
-        """A turn that is to be answered; it becomes part of the conversation by `keep`.
+    def ask(self, message: str, *models: PreTrainedModel) -> Turn:
+        """A turn that is to be answered by `models`, one or several; it becomes part of the conversation by `keep`.
 
         Without a template an empty message goes on with the text.
 
@@ -103,10 +114,10 @@ class Conversation:
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
         prompt = self._prompt(message)
-        backbone = Backbone(model)
-        require_fitting([prompt], backbone)
-        if backbone.context is not None and len(prompt) >= backbone.context:
-            raise RequestError(f"the context of {backbone.context} tokens is full; begin a new one with /reset")
+        for backbone in map(Backbone, models):
+            require_fitting([prompt], backbone)
+            if backbone.context is not None and len(prompt) >= backbone.context:
+                raise RequestError(f"the context of {backbone.context} tokens is full; begin anew (/reset)")
         return Turn(message, prompt)
 
     def keep(self, turn: Turn, result: Result, text: str) -> None:

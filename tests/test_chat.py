@@ -75,6 +75,14 @@ def test_another_drafter_and_the_options_of_generate(say: Any) -> None:
     assert "." not in done.out
 
 
+def test_contrastive_decoding_is_no_other_text_with_heads(say: Any) -> None:
+    lines = "Once upon a time\n/plain\n/reset\nOnce upon a time\n"
+    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", lines=lines)
+    assert done.status == 0, done.err
+    first, second = done.out.splitlines()
+    assert first == second
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Run.__iter__
 

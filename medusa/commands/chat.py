@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--web", action="store_true", help="a page for the browser (pip install 'medusa-heads[web]')")
     common.add_generation(parser, batch_size=None)
     common.add_drafter(parser)
+    common.add_amateur(parser)
     parser.add_argument("--plain", action="store_true", help="begin without a drafter: one token a step")
     common.add_listening(parser, PORT)
     common.add_machine(parser)
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     settings = common.settings_of(args)
+    common.contrast_of(args)
     if args.heads is None and args.drafter is None and (args.web or not args.plain):
         raise RequestError("no heads: give --heads H or --drafter ngram" + ("" if args.web else ", or --plain"))
     plan = None if args.heads is None and args.drafter is None else common.plan_of(args, args.drafter)
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
     if loaded.tokenizer is None:
         raise RequestError(f"{args.backbone} has no tokenizer, and a chat is text; put its tokenizer beside it")
     Conversation(loaded.tokenizer, args.system)  # refused now, if at all
+    settings = common.with_amateur(args, loaded, settings)
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
     writer = Writer(loaded.model, loaded.tokenizer, source)
     begin = [common.bos_of(loaded) or 0]
@@ -130,7 +133,7 @@ class _Terminal:
                 self._obey(word)
                 continue
             try:
-                turn = self.conversation.ask(line, self.writer.model)
+                turn = self.conversation.ask(line, *self.writer.models(self.settings))
             except RequestError as error:
                 if word or not self.conversation.has_template:
                     common.warn(str(error))
