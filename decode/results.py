@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import (
@@ -158,24 +158,55 @@ def medusa_method(
     return decode
 
 
+class Run:
+    """Prompts being decoded: iterate over it for the steps; `results` grow with them."""
+
+    def __init__(self, session_and_steps: tuple[Session, Iterator[Step]], seconds: float = 0.0) -> None:
+        """`seconds`: what it took already, to prepare the requests."""
+        self.session, steps = session_and_steps
+        self.steps = cast("Generator[Step, None, None]", steps)  # as all loops are
+        self.results = [Result(prompt) for prompt in self.session.sequences.prompts]
+        self.seconds = seconds
+        """Of decoding alone: what is done with a step while the next one waits does not count."""
+
+    def __iter__(self) -> Iterator[Step]:
+        while True:
+            start = perf_counter()
+            step = next(self.steps, None)
+            if step is not None:
+                for row, ids in step.ids.items():
+                    self.results[row].step_lengths.append(len(ids))
+                    self.results[row].uncut_lengths.append(step.lengths[row])
+                    self.results[row].new_ids += ids
+            self.seconds += perf_counter() - start
+            if step is None:
+                break
+            yield step
+        self._finish("length")
+
+    def stop(self) -> None:
+        """Write no more; a text that was not at its end has the finish reason "stopped"."""
+        self.steps.close()
+        self._finish("stopped")
+
+    def _finish(self, otherwise: str) -> None:
+        for row, result in enumerate(self.results):
+            result.finish_reason = self.session.sequences.finish_reason[row] or otherwise
+            result.seconds = self.seconds
+
+
 def _collect(session_and_steps: tuple[Session, Iterator[Step]], start: float, on_step: OnStep | None) -> list[Result]:
-    session, iterator = session_and_steps
-    results = [Result(prompt) for prompt in session.sequences.prompts]
-    for step in iterator:
-        for row, ids in step.ids.items():
-            results[row].step_lengths.append(len(ids))
-            results[row].uncut_lengths.append(step.lengths[row])
-            if on_step is not None:
+    run = Run(session_and_steps, perf_counter() - start)
+    for step in run:
+        if on_step is not None:
+            for row, ids in step.ids.items():
                 on_step(row, ids)
-    seconds = perf_counter() - start
-    for row, result in enumerate(results):
-        result.new_ids = session.sequences.new_ids[row]
-        result.finish_reason = session.sequences.finish_reason[row] or "length"
-        result.seconds = seconds
-        if session.kept_hidden is not None:
+    kept = run.session.kept_hidden
+    for row, result in enumerate(run.results):
+        if kept is not None:
             length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess
-            result.hidden = torch.cat(session.kept_hidden[row])[:length]
-    return results
+            result.hidden = torch.cat(kept[row])[:length]
+    return run.results
 
 
 def transformers_method(model: PreTrainedModel, settings: Settings, tokenizer: Any = None, **assistance: Any) -> Method:

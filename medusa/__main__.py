@@ -16,6 +16,8 @@ COMMANDS = {
     "info": "what a set of heads is: kind, shapes, tree, backbone, recipe",
     "train": "fit heads on a frozen backbone",
     "generate": "text from a prompt, streamed",
+    "chat": "a conversation in the terminal, or in the browser (--web)",
+    "serve": "an OpenAI-compatible server",
     "evaluate": "how often each head's top guesses are the backbone's own tokens",
     "calibrate": "the best tree for these heads on this machine",
     "benchmark": "speedup, tokens per step, and where the time goes",

@@ -285,6 +285,14 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
     return ids
 
 
+def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of `text` behind `prompt`: tokenised with it, as a word's first token may hold the space before it."""
+    whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
+    if whole[: len(prompt)] == prompt:
+        return whole[len(prompt) :]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages = list(record.messages or ())
     while messages and messages[-1]["role"] == "assistant":

@@ -12,6 +12,7 @@ from medusa.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
     from decode.contrast import Amateur, Contrast
     from decode.draft import Plan, Source
@@ -38,7 +39,8 @@ def add_backbone(
     group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the backbone")
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
+def add_machine(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """`json`: there are results to be written at the end."""
     group = parser.add_argument_group("machine and output")
     group.add_argument(
         "--dtype", help="float32 (default on a CPU), bfloat16, float16 or float64; a GPU: the checkpoint's"
@@ -49,7 +51,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", help="sdpa (default where the model offers it) or eager")
     group.add_argument("--seed", type=seed, default=0, help="of everything random (default: 0)")
     group.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice); fewer can be faster")
-    group.add_argument("--json", metavar="FILE", help="write machine-readable results")
+    if json:
+        group.add_argument("--json", metavar="FILE", help="write machine-readable results")
     group.add_argument("--quiet", action="store_true", help="no progress, no table")
 
 
@@ -64,7 +67,10 @@ def add_prompts(parser: argparse.ArgumentParser, text: bool = True) -> None:
     group.add_argument("--split", default="train", help="of a Hub dataset (default: train)")
 
 
-def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True) -> None:
+def add_generation(
+    parser: argparse.ArgumentParser, max_new_tokens: int = 256, tree: bool = True, batch_size: int | None = 1
+) -> None:
+    """How to write; `batch_size`: the default, or `None` where it is one text at a time."""
     group = parser.add_argument_group("generation")
     group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -75,7 +81,11 @@ def add_generation(parser: argparse.ArgumentParser, max_new_tokens: int = 256, t
     group.add_argument("--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="write on after the end of the text")
     add_compile(group)
-    group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at a time (default: 1)")
+    if batch_size is None:
+        parser.set_defaults(batch_size=1)
+    else:
+        told = "prompts at a time (default: %(default)s)"
+        group.add_argument("--batch-size", type=positive, default=batch_size, metavar="N", help=told)
     if tree:
         group.add_argument(
             "--acceptance",
@@ -113,6 +123,16 @@ def add_stop_drafting(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_listening(parser: argparse.ArgumentParser, port: int) -> argparse._ArgumentGroup:
+    """Options of commands that answer over the network; `None` is what was not asked for."""
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--host", help="address to listen at (default: 127.0.0.1, this machine alone; 0.0.0.0: everybody)"
+    )
+    group.add_argument("--port", type=positive, metavar="N", help=f"default: {port}")
+    return group
+
+
 def add_drafter(parser: argparse.ArgumentParser, several: bool = False) -> None:
     parser.add_argument(
         "--drafter",
@@ -147,6 +167,55 @@ def add_amateur(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def require_listening(host: str, port: int) -> None:
+    """Raises:
+    RequestError: nobody can listen there; said before models are loaded."""
+    import socket
+
+    if port >= 2**16:
+        raise RequestError(f"--port is {port}; it must be a whole number from 1 to {2**16 - 1}")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((host, port))
+    except OSError as error:
+        raise RequestError(
+            f"cannot listen at {host}, port {port} ({error.strerror or error}); choose another --port or --host"
+        ) from None
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raises:
+    RequestError: a library of the optional extra is not installed."""
+    from importlib.util import find_spec
+
+    if lacking := [module for module in modules if find_spec(module) is None]:
+        raise RequestError(f"this needs {' and '.join(lacking)}, which comes with: pip install 'medusa-heads[{extra}]'")
+
+
+def allowed_hosts(host: str) -> list[str]:
+    """What a request's Host header may say: of a server for this machine alone only this machine, so that no page
+    from elsewhere reaches it under a name of its own (DNS rebinding)."""
+    return ["127.0.0.1", "localhost", "[::1]"] if is_loopback(host) else ["*"]
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server is found, and by whom if not from this machine alone."""
+    if is_loopback(host):
+        return f"http://localhost:{port}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}, for everybody who reaches this machine"
+
+
+def is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     try:
@@ -170,6 +239,12 @@ def console(args: argparse.Namespace) -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=args.quiet)
+
+
+def warming_up(args: argparse.Namespace) -> Status:
+    """What is shown while the first tokens are written."""
+    told = "compiling the steps, which takes half a minute or more" if args.compile else "warming up"
+    return console(args).status(told)
 
 
 def output_console(args: argparse.Namespace) -> Console:
@@ -318,8 +393,10 @@ def open_source(args: argparse.Namespace, loaded: Loaded, plan: Plan, settings: 
     return source_of(plan, materials)
 
 
-def drafter_json(spec: str | None, source: Source) -> dict[str, Any]:
+def drafter_json(spec: str | None, source: Source | None) -> dict[str, Any]:
     """What a result says of its drafter: its name, the heads' tree if it has one, and how many nodes a draft has."""
+    if source is None:
+        return {"drafter": None, "tree": None, "nodes": None}
     tree = getattr(source, "tree", None)
     return {
         "drafter": spec or "heads",
@@ -472,6 +549,10 @@ def read_prompts(args: argparse.Namespace) -> list[Record]:
 
 def batches(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def how_it_went(tokens: int, seconds: float, tokens_per_step: float) -> str:
+    return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
 
 
 def warn(message: str) -> None:

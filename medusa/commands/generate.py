@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> None:
                     result.hidden = None  # the texts themselves stay in memory, these need not
     _say_how_it_went(args, source, sum(len(result.new_ids) for result in results), seconds, tau(results))
     about = settings.to_dict() | {"backbone": args.backbone, "heads": args.heads}
-    nobody: dict[str, None] = {"drafter": None, "tree": None, "nodes": None}
-    about |= nobody if source is None else common.drafter_json(args.drafter, source)
+    about |= common.drafter_json(args.drafter, source)
     common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
 
 
@@ -163,6 +162,6 @@ def _say_how_it_went(
 ) -> None:
     if args.quiet:
         return
-    print(f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step", file=sys.stderr)
+    print(common.how_it_went(tokens, seconds, tokens_per_step), file=sys.stderr)
     if source is not None and source.heads is not None:
         common.warn_if_useless(tokens, tokens_per_step)

@@ -14,6 +14,7 @@ from medusa.commands import common
 from medusa.errors import RequestError, RunError
 from medusa.journal import Journal
 from medusa.openai import Answer, Server, ServerError
+from medusa.records import continuation_ids
 from medusa.tasks import Task
 
 if TYPE_CHECKING:
@@ -237,11 +238,8 @@ class ServerEngine:
         return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason
 
     def _continuation(self, prompt: list[int], text: str, ended: bool) -> list[int]:
-        """Ids of `text` behind `prompt`: tokenised with it, as a word's first token may hold the space before it."""
         assert self.tokenizer is not None  # see `check`
-        whole = self.tokenizer(str(self.tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
-        alone = whole[: len(prompt)] != prompt
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if alone else whole[len(prompt) :]
+        ids = continuation_ids(prompt, text, self.tokenizer)
         end = self.tokenizer.eos_token_id
         return [*ids, end] if ended and end is not None else ids
 

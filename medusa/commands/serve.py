@@ -1,0 +1,67 @@
+"""An OpenAI-compatible server of a backbone with its heads: /v1/completions, /v1/chat/completions, /v1/models.
+
+  medusa serve --backbone demo --heads demo
+  medusa serve --backbone org/model --heads org/heads --batch-size 4 --port 8080
+
+Requests that wait are decoded together, those of similar length first. What a request does not say (how long its text
+may be, the temperature) is as the options below say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from medusa.commands import common
+from medusa.errors import RequestError
+
+PORT = 8000
+HOST = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_backbone(parser, required=False)
+    parser.add_argument("--name", metavar="NAME", help="what the model is called (default: as --backbone)")
+    common.add_generation(parser, batch_size=8)
+    common.add_drafter(parser)
+    parser.add_argument("--plain", action="store_true", help="decode without a drafter: one token a step")
+    common.add_listening(parser, PORT)
+    common.add_machine(parser, json=False)
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = common.settings_of(args)
+    if args.heads is None and args.drafter is None and not args.plain:
+        raise RequestError("no heads: give --heads H, --drafter ngram, or --plain to decode without any")
+    if settings.compile and args.batch_size > 1:
+        raise RequestError(
+            f"--compile takes half a minute and more for each size of a batch, and there are {args.batch_size}; "
+            "add --batch-size 1, or leave it out"
+        )
+    plan = None if args.plain else common.plan_of(args, args.drafter)
+    common.require_extra("serve", "starlette", "uvicorn")
+    host, port = args.host or HOST, args.port or PORT
+    common.require_listening(host, port)
+    common.check_models(args, *([] if plan is None else [plan]))
+
+    from decode.conversation import Writer
+    from decode.server import Engine, Service, serve
+    from medusa.backbone import require_tree_support
+
+    common.prepare_machine(args)
+    loaded = common.open_backbone(args)
+    if plan is not None:
+        require_tree_support(loaded.model)
+    if loaded.tokenizer is None:
+        raise RequestError(f"{args.backbone} has no tokenizer, and the API is of texts; put its tokenizer beside it")
+    source = None if plan is None else common.open_source(args, loaded, plan, settings)
+    writer = Writer(loaded.model, loaded.tokenizer, source)
+    engine = Engine(writer, args.batch_size)
+    with common.warming_up(args):
+        engine.start(lambda: writer.warm_up([common.bos_of(loaded) or 0], settings))
+    service = Service(engine, args.name or args.backbone, settings, args.seed)
+
+    def say_where() -> None:  # the one thing that must be seen, also with --quiet
+        print(f"serve: {common.url_of(host, port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+
+    serve(service, host, port, common.allowed_hosts(host), say_where)
