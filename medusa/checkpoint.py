@@ -112,18 +112,18 @@ def load_heads(
     elif is_eagle3(stored):
         heads = _filled(*from_eagle3(stored, published, source), source)
     else:
-        heads = _of_others(stored, published, source)
+        heads = _of_others(stored, published, source, str(name_or_path))
     heads.provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
     return heads.to(device=device, dtype=dtype).eval()
 
 
-def _of_others(stored: Stored, published: dict[str, Any], source: str) -> MedusaHeads:
-    """Heads by whoever's names, alone or inside a model; `published` is the config beside them."""
+def _of_others(stored: Stored, published: dict[str, Any], source: str, asked: str) -> MedusaHeads:
+    """Heads by whoever's names, alone or inside the model `asked` for; `published` is the config beside them."""
     found = find(stored, published, source)
     if found.names is not PUBLISHED or found.prefix:  # a config of other things, where a name may mean another
         published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
     if found.prefix and len(found.tensors) < len(stored):  # the backbone that they belong to is around them
-        published["base_model_name_or_path"] = str(stored.folder)
+        published["base_model_name_or_path"] = asked
     return from_published(found.tensors, published, source, found)
 
 
@@ -157,7 +157,8 @@ def find_folder(
             places = read_index(index)
             inside = {place for name, place in places.items() if is_inside_a_model(name)}
             return fetch(*sorted(inside or set(places.values())))  # of a whole model the files with heads in them
-        return fetch("*.safetensors")
+        fetch("*.safetensors")
+        return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RequestError(f"no heads at {name_or_path}: neither a local folder nor on the Hub ({reason})") from None

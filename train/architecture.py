@@ -49,7 +49,8 @@ def choose(hidden_size: int, vocab_size: int, backbone_parameters: int, asked: H
         return {"block": "square", "num_layers": layers, "expansion": 1.0, "lm_head": lm_head}
     if asked.block == GATED:  # three matrices in the place of two; servers lend it the backbone's LM head
         best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)
-        expansion = asked.expansion or 2 / 3 * best.inner / hidden_size
+        inner = max(64, round(best.inner / 96) * 64)  # whole tiles, also where a server splits them over GPUs
+        expansion = asked.expansion or inner / hidden_size
         lm_head = asked.lm_head or "shared"
         return {"block": GATED, "num_layers": 1, "expansion": expansion, "lm_head": lm_head}
     best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)

@@ -732,7 +732,10 @@ def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert find_folder("org/heads") == cache
     assert {path.name for path in cache.iterdir()} == fetched
-    assert same(load_heads(cache), heads)
+    again = load_heads("org/heads")
+    assert same(again, heads)
+    # Of the model itself only a part is there: who wants it as the backbone must ask the Hub.
+    assert again.config.base_model_name_or_path == ("org/heads" if form == "model" else None)
 
 
 # Refusals, and the command
