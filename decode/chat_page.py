@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from nicegui import app, ui
+from nicegui.server import Server
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from decode.conversation import Conversation, Side, Turn, Writer, race
@@ -136,7 +137,13 @@ class Site:
 def serve(site: Site, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], None]) -> None:
     """Serve pages until the program is ended."""
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))
-    app.on_startup(on_start)
+
+    async def announce() -> None:
+        while not Server.instance.started:  # startup handlers are called before anybody listens
+            await asyncio.sleep(0.02)
+        on_start()
+
+    app.on_startup(announce)
     ui.run(
         lambda: Page(site).build(),
         host=host,
@@ -160,6 +167,10 @@ def marked(pieces: Sequence[Piece]) -> str:
         before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
         html += f"{before}<mark>{escape(words)}</mark>{after}" if drafted and words else escape(text)
     return html
+
+
+def _said_of_temperature(value: float) -> str:
+    return f"Temperature {value:.1f}" if value else "Temperature 0: greedy"
 
 
 def verdict(plain: Side, drafted: Side, settings: Settings) -> tuple[str, str]:
@@ -205,7 +216,7 @@ class Card:
     def show(self, look: Look) -> None:
         cursor = '<i class="cursor"></i>' if look.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if look.finish_reason == "eos" else ""
-        self.text.content = marked(look.pieces) + cursor + end
+        self.text.content = marked(look.pieces).lstrip() + cursor + end  # a text that goes on begins with a space
         self.speed.text = f"{look.tokens_per_second:.0f}"
         self.tau.text = f"{look.tau:.2f}"
         self.count.text = str(look.tokens)
@@ -264,9 +275,10 @@ class Page:
 
     def _options(self) -> None:
         with ui.menu().props("anchor='bottom right' self='top right'"), ui.element("div").classes("options"):
-            ui.label("Temperature")
+            warmth = ui.label()
             temperature = ui.slider(min=0, max=1.5, step=0.1, value=self.settings.temperature)
-            temperature.props("label label-always aria-label=Temperature")
+            temperature.props("aria-label=Temperature")
+            warmth.bind_text_from(temperature, "value", _said_of_temperature)
             ui.label("Tokens at most")
             length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
             length.props("dense outlined aria-label='Tokens at most'")

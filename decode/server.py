@@ -95,7 +95,7 @@ class Gone(StoppingCriteria):
     def __init__(self) -> None:
         self.left = threading.Event()
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), self.left.is_set(), device=input_ids.device)
 
 
@@ -293,7 +293,10 @@ class Service:
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
         def tell(index: int) -> Callable[[Event], None]:
-            return lambda event: loop.call_soon_threadsafe(events.put_nowait, (index, event))
+            def put(event: Event) -> None:
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+            return put
 
         rows = []
         for index in range(len(asked.prompts) * asked.copies):
