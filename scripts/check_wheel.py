@@ -1,4 +1,4 @@
-"""The wheel, tried where no sources are: built by way of the sdist, installed in an environment of its own, used from an
+"""The wheel, tried where no sources are: built from the sdist, installed in an environment of its own, used from an
 empty folder.
 
     python scripts/check_wheel.py                  # with this environment's dependencies: seconds; a test runs it
@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         wheel = build(place, isolated=args.full)
         differences = sorted(packaged(wheel) ^ on_disk())
         if differences:
-            print(f"wheel and sources differ in {len(differences)} files: {', '.join(differences[:5])}", file=sys.stderr)
+            print(
+                f"wheel and sources differ in {len(differences)} files: {', '.join(differences[:5])}", file=sys.stderr
+            )
             return 1
         python = install(place, wheel, full=args.full)
         status = use(place, python)

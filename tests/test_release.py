@@ -64,7 +64,9 @@ def test_the_lowest_versions_are_the_lower_bounds() -> None:
     for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         name, bound = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:>=([\d.]+))?(?:,<\d+)?", requirement).groups()
         if requirement in project["dependencies"] or name in lowest:
-            assert Version(lowest[name]) == Version(bound), f"{requirement}, but constraints-lowest.txt has {lowest.get(name)}"
+            assert Version(lowest[name]) == Version(bound), (
+                f"{requirement}, but constraints-lowest.txt has {lowest.get(name)}"
+            )
 
 
 def workflow(name: str) -> dict[Any, Any]:
