@@ -76,8 +76,8 @@ def in_our_place() -> str | None:
         found = spec.origin or next(iter(spec.submodule_search_locations or ()), "nowhere") if spec else "nowhere"
         if Path(found).resolve() != home / name / "__init__.py":
             return (
-                f"the package {name!r} is found at {found}, not beside {home / 'medusa'}; run from another folder or with "
-                "PYTHONSAFEPATH=1 if that is a file of yours, else install medusa-heads in an environment of its own"
+                f"the package {name!r} is found at {found}, not beside {home / 'medusa'}; run from another folder or "
+                "with PYTHONSAFEPATH=1 if that is yours, else install medusa-heads in an environment of its own"
             )
     return None
 

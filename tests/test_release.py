@@ -54,7 +54,7 @@ def test_the_version_stands_in_one_place_and_heads_the_changelog() -> None:
         assert index == 0 or datetime.date.fromisoformat(match[4])
         versions.append(tuple(map(int, match.groups()[:3])))
     assert versions == sorted(versions, reverse=True)
-    assert versions[0] == tuple(map(int, medusa.__version__.split(".")))
+    assert ".".join(map(str, versions[0])) == medusa.__version__
 
 
 def test_the_lowest_versions_are_the_lower_bounds() -> None:
