@@ -48,9 +48,9 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
 SMALLER = {
     "generate": ["--max-new-tokens", "16"],
     "evaluate": ["--max-prompts", "2"],
-    "benchmark": ["--max-prompts", "2", "--rounds", "1", "--max-new-tokens", "16"],
+    "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "12"],
     "calibrate": ["--max-prompts", "4", "--max-new-tokens", "16", "--rounds", "1"],
-    "verify": ["--max-prompts", "1", "--draws", "5000", "--max-new-tokens", "16"],
+    "verify": ["--max-prompts", "1", "--draws", "2000", "--max-new-tokens", "12"],
     "distill": ["--self-talk", "4", "--max-new-tokens", "32"],
     "train": ["training.max_steps=2"],
 }
@@ -183,6 +183,7 @@ def test_commands_that_need_nothing_run(
     for name in ("medusa", "configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("decode.calibrate.SIZES", (1, 4, 8))
     for line in to_run()[page]:
         words = arguments(line)
         assert line.startswith("medusa "), f"{page}: say what {line!r} needs, or who runs it (RUN_ELSEWHERE)"

@@ -13,7 +13,7 @@ pytest.importorskip("ipykernel", reason="needs ipykernel, of the dev extra")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SMALLER = {"tour": "new_tokens = 24", "train": "texts, cpu_minutes, prompts = 4, 0.02, 1"}
+SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1"}
 
 
 def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
