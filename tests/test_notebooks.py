@@ -16,6 +16,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1"}
 
 
+@pytest.mark.timeout(900)  # seconds on a free machine
 def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for all of them, as imports are most of the time."""
     from scripts.run_notebooks import run

@@ -33,6 +33,7 @@ def test_no_module_lies_outside_a_package() -> None:
             assert (path.parent / "__init__.py").exists() or "assets" in path.parts, path
 
 
+@pytest.mark.timeout(900)  # seconds on a free machine
 def test_the_wheel_works_where_no_sources_are() -> None:
     pytest.importorskip("build", reason="needs the build package, of the dev extra")
     done = subprocess.run(

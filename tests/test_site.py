@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(900)  # the site takes seconds on a free machine
 
 
 @pytest.fixture(scope="module")
