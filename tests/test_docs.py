@@ -31,6 +31,7 @@ SOURCES = [
     *sorted((ROOT / "medusa" / "assets").rglob("*.md")),
 ]
 NEEDS = re.compile(r"#\s*not run here: needs (\S.*)$")
+NEEDS_BELOW = re.compile(r"\s*\(Not run here: needs ([^.:;]+)")
 PROGRAMS = re.compile(r"^(?:[A-Z_]+=\S+ +)*(medusa|python3?|pip|make|torchrun|accelerate|mkdocs|\S+/bin/\w+) ")
 RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that runs it
     "medusa demo": "tests/test_demo.py",
@@ -63,9 +64,14 @@ class Command(NamedTuple):
 
 
 def shell_commands(page: Path) -> Iterator[Command]:
-    """The commands of a page's code blocks. `# not run here: needs X` covers its line; alone on one, those below."""
-    for block in re.finditer(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        needs = None
+    """The commands of a page's code blocks.
+
+    `# not run here: needs X` covers its line, or alone on one those below; `(Not run here: needs X` behind a block all.
+    """
+    text = page.read_text(encoding="utf-8")
+    for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        below = NEEDS_BELOW.match(text, block.end())
+        needs = below[1] if below else None
         for raw in block[2].replace("\\\n", " ").splitlines():
             line = re.sub(r"\s+", " ", raw.strip())
             told = NEEDS.search(line)
@@ -201,13 +207,15 @@ def test_what_is_said_to_run_elsewhere_stands_in_a_page() -> None:
 
 def test_a_command_without_a_reason_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        "```bash\n# not run here: needs a GPU\na 1\n```\n\n```bash\nb \\\n  2  # x\nc  # not run here: needs d\n```\n"
-    )
+    above = "```bash\n# not run here: needs a GPU\na 1\n```\n"
+    beside = "```bash\nb \\\n  2  # x\nc  # not run here: needs d\n```\n"
+    below = "```sh\ne 3\n```\n\n(Not run here: needs f; it is.)\n"
+    page.write_text(f"{above}\n{beside}\n{below}")
     assert list(shell_commands(page)) == [
         Command("page.md", "a 1", "a GPU"),
         Command("page.md", "b 2", None),
         Command("page.md", "c", "d"),
+        Command("page.md", "e 3", "f"),
     ]
 
 
