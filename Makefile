@@ -1,13 +1,14 @@
 # make demo     set everything up and tell the whole story: train heads, decode with them, measure (6 minutes)
 # make test     set everything up and run the tests
 # make lint     ruff and mypy
+# make docs     the site, into build/site
 # PYTHON=python3.12 make test    with another interpreter (3.11 or newer)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format install
+.PHONY: demo test lint format docs install
 
 install: $(VENV)/installed
 
@@ -20,7 +21,7 @@ demo: install
 	$(BIN)/medusa demo --output runs/demo --overwrite
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
@@ -30,3 +31,6 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/mkdocs build --strict

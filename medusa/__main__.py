@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
-from medusa import __version__
+import medusa
 from medusa.errors import RequestError, RunError
 
 COMMANDS = {
@@ -41,7 +43,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"medusa {__version__}")
+    parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         module = import_module(f"medusa.commands.{name}") if name == command else None
@@ -62,8 +64,31 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
+def in_our_place() -> str | None:
+    """What stands in the place of one of our packages and the way out, in a line; nothing where all are ours.
+
+    A `train.py` in the folder from which `python -m medusa` or `torchrun -m medusa` is called is found before ours, and
+    another distribution may have installed a package of one of our names.
+    """
+    if "MedusaHeads" not in getattr(medusa, "__all__", ()):
+        return f"{medusa.__file__} is another distribution's; install medusa-heads in an environment of its own"
+    home = Path(__file__).resolve().parents[1]
+    for name in ("train", "decode"):
+        spec = find_spec(name)
+        found = spec.origin or next(iter(spec.submodule_search_locations or ()), "nowhere") if spec else "nowhere"
+        if Path(found).resolve() != home / name / "__init__.py":
+            return (
+                f"the package {name!r} is found at {found}, not beside {home / 'medusa'}; run from another folder or "
+                "with PYTHONSAFEPATH=1 if that is yours, else install medusa-heads in an environment of its own"
+            )
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `medusa` with `argv`; returns the exit status."""
+    if reason := in_our_place():
+        print(f"medusa: error: {reason}", file=sys.stderr)
+        return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if not word.startswith("-")), None)
     parser = build_parser(command if command in COMMANDS else None)

@@ -1,10 +1,21 @@
-"""Every command in README, docs, recipes and help texts is what the real parser takes; the quick ones are run."""
+"""Every command in README, docs, recipes and help texts is what the real parser takes.
+
+Those of README and docs that need no GPU, network or server are run, at reduced size and in their order; the others say
+what they need.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import importlib
+import importlib.util
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,28 +23,66 @@ from medusa.__main__ import COMMANDS, build_parser, main
 from train.config import load_config
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *PAGES,
     *sorted((ROOT / "configs").rglob("*.yaml")),
     *sorted((ROOT / "medusa" / "commands").glob("*.py")),
     *sorted((ROOT / "medusa" / "assets").rglob("*.md")),
 ]
-RUN_HERE = [  # no model of the reader's, no GPU, no network: seconds each
-    'medusa generate --backbone demo --heads demo --prompt "Once upon a time"',
-    "medusa info demo",
-    "medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl",
-    "medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
-    "medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
-    "medusa calibrate --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl",
-    'medusa generate --backbone demo --heads demo --tree configs/trees/example.yaml --prompt "One day"',
-]
-SMALLER = {
-    "evaluate": ["--max-prompts", "2"],
-    "benchmark": ["--max-prompts", "2", "--rounds", "1"],
-    "calibrate": ["--max-prompts", "8", "--max-new-tokens", "24", "--rounds", "1"],
-    "verify": ["--max-prompts", "2", "--draws", "5000", "--max-new-tokens", "16"],
+NEEDS = re.compile(r"#\s*not run here: needs (\S.*)$")
+NEEDS_BELOW = re.compile(r"\s*\(Not run here: needs ([^.:;]+)")
+PROGRAMS = re.compile(r"^(?:[A-Z_]+=\S+ +)*(medusa|python3?|pip|make|torchrun|accelerate|mkdocs|\S+/bin/\w+) ")
+RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that runs it
+    "medusa demo": "tests/test_demo.py",
+    "make demo": "tests/test_demo.py, which runs what it runs",
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    "make docs": "tests/test_site.py, which does what it does",
+    "make format": "whoever commits",
+    "python3 -m venv .venv && . .venv/bin/activate": ".ci/run, by the Makefile",
+    "pip install -c constraints.txt -e .": ".ci/run, by the Makefile",
+    "python scripts/check_wheel.py": "tests/test_release.py",
+    "mkdocs build --strict": "tests/test_site.py",
+    "python scripts/run_gpu_battery.py --output runs/battery --quick": "tests/scripts/test_run_gpu_battery.py",
 }
+SMALLER = {
+    "generate": ["--max-new-tokens", "16"],
+    "evaluate": ["--max-prompts", "2"],
+    "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "12"],
+    "calibrate": ["--max-prompts", "4", "--max-new-tokens", "16", "--rounds", "1"],
+    "verify": ["--max-prompts", "1", "--draws", "2000", "--max-new-tokens", "12"],
+    "distill": ["--self-talk", "4", "--max-new-tokens", "32"],
+    "train": ["training.max_steps=2"],
+}
+
+
+class Command(NamedTuple):
+    source: str  # the page it stands on
+    line: str  # as one line, without its comment
+    needs: str | None  # what it was not run for want of, as the page says
+
+
+def shell_commands(page: Path) -> Iterator[Command]:
+    """The commands of a page's code blocks.
+
+    `# not run here: needs X` covers its line, or alone on one those below; `(Not run here: needs X` behind a block all.
+    """
+    text = page.read_text(encoding="utf-8")
+    for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        below = NEEDS_BELOW.match(text, block.end())
+        needs = below[1] if below else None
+        for raw in block[2].replace("\\\n", " ").splitlines():
+            line = re.sub(r"\s+", " ", raw.strip())
+            told = NEEDS.search(line)
+            if line.startswith("#"):
+                needs = told[1] if told else needs
+            elif line and (block[1] in ("bash", "sh") or (not block[1] and PROGRAMS.match(line))):
+                bare = re.sub(r"\s+#\s.*$", "", line)
+                yield Command(page.name, bare, told[1] if told else needs)
+
+
+SHELL = [command for page in PAGES for command in shell_commands(page)]
 
 
 def commands() -> list[tuple[str, str]]:
@@ -62,17 +111,130 @@ def test_the_docs_have_commands() -> None:
     assert {arguments(command)[0] for _, command in commands()} >= set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", RUN_HERE)
-def test_quick_commands_of_the_docs_run(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+@pytest.mark.parametrize("command", SHELL, ids=lambda command: f"{command.source}: {command.line[:60]}")
+def test_every_shell_command_parses(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the parser of the program it calls; a program that is not ours, or not a launcher of ours, needs something."""
+    words = shlex.split(command.line)
+    while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
+        words.pop(0)
+    match words:
+        case ["medusa", *rest]:
+            build_parser(rest[0]).parse_args(rest)
+        case ["torchrun", *rest]:
+            from torch.distributed.run import get_args_parser
+
+            parsed = get_args_parser().parse_args(rest)
+            if not parsed.module:  # a script that the page itself shows
+                assert f"```python\n# {parsed.training_script}\n" in (ROOT / "docs" / command.source).read_text("utf-8")
+                return
+            assert parsed.training_script == "medusa"
+            build_parser(parsed.training_script_args[0]).parse_args(parsed.training_script_args)
+        case ["accelerate", "launch", *rest]:
+            from accelerate.commands.launch import launch_command_parser
+
+            parsed = launch_command_parser().parse_args(rest)
+            assert parsed.module
+            assert parsed.training_script == "medusa"
+            assert parsed.config_file is None or (ROOT / parsed.config_file).is_file()
+            build_parser(parsed.training_script_args[0]).parse_args(parsed.training_script_args)
+        case ["python" | "python3", script, *rest] if script.startswith("scripts/"):
+            parse_of_script(ROOT / script, rest, monkeypatch)
+        case ["make", *targets]:
+            rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+            assert all(re.search(rf"^{target}:", rules, re.MULTILINE) for target in targets)
+        case _:
+            assert command.needs or command.line in RUN_ELSEWHERE, f"{command.source}: nobody parses {command.line}"
+
+
+class Parsed(Exception):
+    """A script's parser took its words."""
+
+
+def parse_of_script(script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `main` of a script build its parser and parse; nothing else of it is run."""
+    spec = importlib.util.spec_from_file_location(f"script_{script.stem}", script)
+    assert spec is not None, f"{script} is not there"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
+        real(self, words)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
+    with pytest.raises(Parsed):
+        module.main()
+
+
+def to_run() -> dict[str, list[str]]:
+    """For each page the commands that it gives no reason not to run, each only where it stands first."""
+    pages: dict[str, list[str]] = {}
+    seen = set(RUN_ELSEWHERE)
+    for command in SHELL:
+        if command.needs is None and command.line not in seen:
+            seen.add(command.line)
+            pages.setdefault(command.source, []).append(command.line)
+    return pages
+
+
+@pytest.mark.timeout(900)  # seconds on a free machine
+@pytest.mark.parametrize("page", to_run())
+def test_commands_that_need_nothing_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    words = arguments(command)
-    if words[0] == "verify":
-        words += ["--report", str(tmp_path / "report.html")]
-    assert any(command in line for _, line in commands()), "this command is in no document any more"
-    assert main([*words, *SMALLER.get(words[0], [])]) == 0
-    assert capsys.readouterr().out.strip()
+    """A page's commands one after the other, in a folder of their own: later ones find what earlier ones wrote."""
+    for name in ("medusa", "configs", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("decode.calibrate.SIZES", (1, 4, 8))
+    for line in to_run()[page]:
+        words = arguments(line)
+        assert line.startswith("medusa "), f"{page}: say what {line!r} needs, or who runs it (RUN_ELSEWHERE)"
+        small = [] if words[:2] == ["benchmark", "--compare"] or "--inspect" in words else SMALLER.get(words[0], [])
+        status, told = main([*words, *small]), capsys.readouterr()
+        assert status == 0, f"{page}: {line}\n{told.err}"
+        assert (told.out + told.err).strip(), line
+
+
+def test_what_is_said_to_run_elsewhere_stands_in_a_page() -> None:
+    lines = {command.line for command in SHELL}
+    assert not set(RUN_ELSEWHERE) - lines
+
+
+def test_a_command_without_a_reason_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    above = "```bash\n# not run here: needs a GPU\na 1\n```\n"
+    beside = "```bash\nb \\\n  2  # x\nc  # not run here: needs d\n```\n"
+    below = "```sh\ne 3\n```\n\n(Not run here: needs f; it is.)\n"
+    page.write_text(f"{above}\n{beside}\n{below}")
+    assert list(shell_commands(page)) == [
+        Command("page.md", "a 1", "a GPU"),
+        Command("page.md", "b 2", None),
+        Command("page.md", "c", "d"),
+        Command("page.md", "e 3", "f"),
+    ]
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    fences = [(page, re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)) for page in PAGES]
+    return [(page.name, block) for page, blocks in fences for block in blocks]
+
+
+@pytest.mark.parametrize(("page", "block"), python_blocks())
+def test_python_in_the_docs_imports_what_there_is(page: str, block: str) -> None:
+    for node in ast.walk(ast.parse(block)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in ("medusa", "train", "decode")
+        ):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{page}: {node.module} has no {alias.name}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

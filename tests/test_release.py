@@ -1,0 +1,117 @@
+"""What is released: every package and its data, one version, lower bounds that are tried, workflows that can run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.version import Version
+
+import medusa
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_package_on_disk_is_in_the_list() -> None:
+    found = {path.parent for name in ("medusa", "train", "decode") for path in (ROOT / name).rglob("__init__.py")}
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(".".join(path.relative_to(ROOT).parts) for path in found)
+
+
+def test_no_module_lies_outside_a_package() -> None:
+    for name in ("medusa", "train", "decode"):
+        for path in (ROOT / name).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists() or "assets" in path.parts, path
+
+
+@pytest.mark.timeout(900)  # seconds on a free machine
+def test_the_wheel_works_where_no_sources_are() -> None:
+    pytest.importorskip("build", reason="needs the build package, of the dev extra")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "check_wheel.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"medusa {medusa.__version__}\n")
+
+
+def test_the_version_stands_in_one_place_and_heads_the_changelog() -> None:
+    assert "version" in PROJECT["project"]["dynamic"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", medusa.__version__)
+    assert medusa.__version__ not in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    versions = []
+    for index, heading in enumerate(headings):
+        match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((unreleased|\d{4}-\d{2}-\d{2})\)", heading)
+        assert match, f"a heading of the changelog is X.Y.Z (date), or (unreleased) for the first: {heading}"
+        assert index == 0 or datetime.date.fromisoformat(match[4])
+        versions.append(tuple(map(int, match.groups()[:3])))
+    assert versions == sorted(versions, reverse=True)
+    assert ".".join(map(str, versions[0])) == medusa.__version__
+
+
+def test_the_lowest_versions_are_the_lower_bounds() -> None:
+    project = PROJECT["project"]
+    lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
+    lowest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        name, bound = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:>=([\d.]+))?(?:,<\d+)?", requirement).groups()
+        if requirement in project["dependencies"] or name in lowest:
+            assert Version(lowest[name]) == Version(bound), (
+                f"{requirement}, but constraints-lowest.txt has {lowest.get(name)}"
+            )
+
+
+def workflow(name: str) -> dict[Any, Any]:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
+
+
+def test_the_matrix_has_the_oldest_python_and_all_three_sets_of_versions() -> None:
+    matrix = workflow("ci.yml")["jobs"]["tests"]["strategy"]["matrix"]
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert matrix["python"][0] == oldest
+    assert {"pinned", "lowest", "latest"} == {*matrix["versions"], *(one["versions"] for one in matrix["include"])}
+
+
+def test_what_workflows_run_is_there() -> None:
+    for name in ("ci.yml", "release.yml"):
+        for job in workflow(name)["jobs"].values():
+            assert job["timeout-minutes"]
+            for step in job["steps"]:
+                assert ("uses" in step) != ("run" in step)
+                for path in re.findall(r"(?:scripts/|constraints)[\w./-]+\.(?:py|txt)", step.get("run", "")):
+                    assert (ROOT / path).exists(), f"{name} runs {path}"
+
+
+def test_only_the_publishing_job_may_prove_who_it_is() -> None:
+    release = workflow("release.yml")
+    assert release["permissions"] == workflow("ci.yml")["permissions"] == {"contents": "read"}
+    assert [name for name, job in release["jobs"].items() if "permissions" in job] == ["publish"]
+    assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+
+
+@pytest.mark.parametrize("name", ["train.py", "decode/__init__.py", "medusa/__init__.py"])
+def test_a_stranger_in_our_place_is_named_in_one_line(name: str, tmp_path: Path) -> None:
+    """`python -m medusa` from a folder with a train.py of its own, and a medusa/__init__.py that was written over."""
+    stranger = tmp_path / name
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("raise SystemExit('this is not ours')" if "medusa" not in name else "")
+    if "medusa" in name:
+        for module in ("__main__.py", "errors.py"):
+            (stranger.parent / module).write_bytes((ROOT / "medusa" / module).read_bytes())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, "-m", "medusa", "info", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert str(stranger) in done.stderr
+    assert "environment of its own" in done.stderr

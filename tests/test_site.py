@@ -1,0 +1,83 @@
+"""The site builds without a warning and without a network, and the map on it knows every module."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(900)  # the site takes seconds on a free machine
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="needs mkdocs-material, of the docs extra")
+    pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, of the docs extra")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder))
+    config.plugins.run_event("startup", command="build", dirty=False)
+    build(config)  # raises Abort where there was a warning
+    return folder
+
+
+def test_every_page_is_built_and_in_the_menu(site: Path) -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    assert len(sources) > 10
+    for source in sources:
+        name = source.stem if source.suffix == ".md" else f"notebooks/{source.stem}"
+        assert (site / f"{name}.html").exists()
+        assert f": {name}.md\n" in menu, f"{name} is in no menu of mkdocs.yml"
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"<(?:script|img|iframe)[^>]*src=\"https?:", text), page.name
+        assert not re.findall(r"<link[^>]*rel=\"(?:stylesheet|preconnect|icon)\"[^>]*href=\"https?:", text), page.name
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"url\(\s*['\"]?https?:|@import", style.read_text(encoding="utf-8")), style.name
+
+
+def test_links_out_of_docs_lead_to_what_the_site_has(site: Path) -> None:
+    """README becomes the first page, and a recipe that a page names comes along as a file."""
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert 'href="exactness.html"' in home
+    assert 'href="notebooks/tour.html"' in home
+    assert 'src="images/benchmark.png"' in home
+    training = (site / "training.html").read_text(encoding="utf-8")
+    (recipe,) = set(re.findall(r'href="(source/configs/medusa2[^"]*)"', training))
+    assert (site / recipe).read_bytes() == (ROOT / "configs" / "medusa2.yaml").read_bytes()
+
+
+def test_the_api_page_has_docstrings(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    for name in ("decode.generate", "medusa.MedusaHeads", "medusa.Tree", "train.MedusaTrainer"):
+        assert f'id="{name}"' in page
+    assert "takes what it takes, returns what it returns" in page
+
+
+def test_every_module_stands_on_the_map() -> None:
+    sections = re.split(r"^### ", (ROOT / "docs" / "map.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for name in ("medusa", "train", "decode"):
+        (section,) = [section for section in sections if section.startswith(f"{name}:")]
+        for path in (ROOT / name).rglob("*.py"):
+            inside = path.relative_to(ROOT / name)
+            if inside.parts[0] not in ("commands", "assets") and path.name != "__init__.py":
+                assert re.search(rf"(?<!\w){re.escape(path.name)}", section), f"{name}/{inside} is not on docs/map.md"
+                assert len(inside.parts) == 1 or f"{inside.parts[0]}/" in section
+    around = sections[-1]
+    for path in (ROOT / "scripts").glob("*.py"):
+        assert path.stem in around, f"scripts/{path.name} is not on docs/map.md"
+
+
+def test_the_readme_stays_short_and_shows_the_speedup() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") < 250
+    assert "images/benchmark.png" in text
+    assert "## The map" in text
