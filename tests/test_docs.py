@@ -35,6 +35,7 @@ NEEDS_BELOW = re.compile(r"\s*\(Not run here: needs ([^.:;]+)")
 PROGRAMS = re.compile(r"^(?:[A-Z_]+=\S+ +)*(medusa|python3?|pip|make|torchrun|accelerate|mkdocs|\S+/bin/\w+) ")
 RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that runs it
     "medusa demo": "tests/test_demo.py",
+    "medusa chat --backbone demo --heads demo": "tests/test_chat.py, with somebody who types",
     "make demo": "tests/test_demo.py, which runs what it runs",
     "make test": ".ci/run",
     "make lint": ".ci/run",
@@ -49,7 +50,7 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
 SMALLER = {
     "generate": ["--max-new-tokens", "16"],
     "evaluate": ["--max-prompts", "2"],
-    "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "12"],
+    "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "8"],
     "calibrate": ["--max-prompts", "4", "--max-new-tokens", "16", "--rounds", "1"],
     "verify": ["--max-prompts", "1", "--draws", "2000", "--max-new-tokens", "12"],
     "distill": ["--self-talk", "4", "--max-new-tokens", "32"],
@@ -181,15 +182,22 @@ def to_run() -> dict[str, list[str]]:
     return pages
 
 
+@pytest.fixture(scope="module")
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Calibrations of the shipped heads, made once for all pages."""
+    return tmp_path_factory.mktemp("calibrations")
+
+
 @pytest.mark.timeout(900)  # seconds on a free machine
 @pytest.mark.parametrize("page", to_run())
 def test_commands_that_need_nothing_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, one_cache: Path
 ) -> None:
     """A page's commands one after the other, in a folder of their own: later ones find what earlier ones wrote."""
     for name in ("medusa", "configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
     monkeypatch.setattr("decode.calibrate.SIZES", (1, 4, 8))
     for line in to_run()[page]:
         words = arguments(line)
