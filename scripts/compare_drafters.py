@@ -41,6 +41,7 @@ from medusa.errors import RequestError
 from medusa.records import Record, prompt_ids
 from medusa.tree import Tree
 
+WIDTH = 112  # letters, which the wider table takes; a narrow terminal breaks lines, and no figure is cut off
 DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]
 
 
@@ -184,6 +185,7 @@ def verified(args: argparse.Namespace, loaded: Loaded, entry: Entry, records: li
 
 def show(args: argparse.Namespace, table: dict[str, Any]) -> None:
     console, rows = common.output_console(args), table["rows"]
+    console.width = max(console.width, WIDTH)
     kinds = list(rows["plain"]["by_category"])
     speed = plain_table(f"{args.backbone}, {table['prompts']} prompts, {args.max_new_tokens} greedy tokens", "drafter")
     for head in [*kinds, "tau", "tokens/s", "x plain", "x generate"]:

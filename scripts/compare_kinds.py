@@ -44,6 +44,7 @@ from medusa.tree import Tree
 
 TREES = """as for medusa generate, or calibrated:N, the static tree of N nodes that `medusa calibrate` has found and
 kept beside the heads (default: dynamic:64)"""
+WIDTH = 112  # letters, which the table takes; a narrow terminal breaks lines, and no figure is cut off
 PATH = 4
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 
@@ -167,6 +168,8 @@ def measure(
 
 
 def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
+    console = common.output_console(args)
+    console.width = max(console.width, WIDTH)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for head in ("heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"):
         figure = head not in ("heads", "tree")
@@ -183,7 +186,7 @@ def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
             f"{row['speedup']:.2f}",
             f"{row['equal_to_plain']:.0%}",
         )
-    common.output_console(args).print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":
