@@ -49,7 +49,7 @@ def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
         made = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "tensor"]
         assert not made, "a tensor made from numbers of the host is copied in every step, which no CUDA graph can hold"
         return graph
