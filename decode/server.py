@@ -28,7 +28,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from decode.conversation import Writer
 from decode.request import prepare, require_fitting
@@ -41,6 +41,7 @@ from medusa.records import Record, prompt_ids
 
 LONGEST_BODY = 2**24  # bytes
 MOST_CHOICES = 128  # of one request
+LEAST_TEMPERATURE, LEAST_PENALTY = 1e-3, 0.01  # below, scores overflow: on a GPU that ends every later batch, too
 NEUTRAL: dict[str, Any] = {  # what the API has and this server has not: these values ask for nothing
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -99,6 +100,23 @@ class Gone(StoppingCriteria):
         return torch.full((len(input_ids),), self.left.is_set(), device=input_ids.device)
 
 
+class SaysStop(StoppingCriteria):
+    """Ends a row when what it has written holds a stop string; as in OpenAI's API, the prompt does not count."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_length: int) -> None:
+        self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
+        # A token may end inside the letter that completes a string, and a letter may take several tokens.
+        self.window = 4 * max(map(len, stop)) + 4
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        said = [
+            str(self.tokenizer.decode(ids[-self.window :], skip_special_tokens=True))
+            for ids in input_ids[:, self.prompt_length :].tolist()
+        ]
+        found = [any(string in text for string in self.stop) for text in said]
+        return torch.tensor(found, device=input_ids.device)
+
+
 @dataclass
 class Row:
     """One text that was asked for, from its prompt to what tells its reader."""
@@ -119,9 +137,11 @@ class Row:
     def request(self, writer: Writer) -> Request:
         """Raises:
         RequestError: the model cannot do it."""
-        kwargs = self.settings.generate_kwargs(writer.tokenizer)
-        gone = StoppingCriteriaList([self.gone])
-        return prepare(writer.model, [self.prompt], [self.seed], stopping_criteria=gone, **kwargs)[0]
+        kwargs = replace(self.settings, stop=()).generate_kwargs(writer.tokenizer)
+        ends = StoppingCriteriaList([self.gone])
+        if self.settings.stop:
+            ends.append(SaysStop(writer.tokenizer, self.settings.stop, len(self.prompt)))
+        return prepare(writer.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
 
 
 class Engine:
@@ -193,10 +213,19 @@ class Engine:
         self.waiting = [row for row in self.waiting if not any(row is taken for taken in batch)]
         return batch
 
-    def _decode(self, rows: list[Row]) -> None:
+    def _decode(self, asked: list[Row]) -> None:
+        rows, requests = [], []
+        for row in asked:
+            try:
+                requests.append(row.request(self.writer))
+                rows.append(row)
+            except Exception as error:  # of this row alone
+                row.tell(Event(error=error))
+        if not rows:
+            return
         streams = [TextStream(self.writer.tokenizer, row.settings.stop) for row in rows]
         try:
-            run = self.writer.run_all([row.request(self.writer) for row in rows], rows[0].settings)
+            run = self.writer.run_all(requests, rows[0].settings)
             reasons = run.session.sequences.finish_reason
             told: set[int] = set()
             for step in run:
@@ -226,6 +255,7 @@ class Asked(NamedTuple):
     prompts: list[list[int]]
     settings: Settings
     seed: int
+    is_seeded: bool
     copies: int
     stream: bool
     usage: bool
@@ -301,7 +331,9 @@ class Service:
         rows = []
         for index in range(len(asked.prompts) * asked.copies):
             prompt, copy = asked.prompts[index // asked.copies], index % asked.copies
-            rows.append(Row(prompt, asked.settings, (asked.seed + copy) % 2**63, tell(index)))
+            # A seed that was asked for gives a prompt the same texts wherever it stands; otherwise all differ.
+            own = copy if asked.is_seeded else index
+            rows.append(Row(prompt, asked.settings, (asked.seed + own) % 2**63, tell(index)))
         for row in rows:
             self.engine.add(row)
         head = {
@@ -391,6 +423,7 @@ class Service:
             prompts,
             settings,
             _whole(body, "seed", self.seed + self.answered * MOST_CHOICES, 0, 2**63 - 1),
+            body.get("seed") is not None,
             copies,
             _flag(body, "stream"),
             _flag(options, "include_usage"),
@@ -413,6 +446,12 @@ class Service:
             if not isinstance(stop, list) or not all(isinstance(string, str) for string in stop):
                 raise ApiError(f"stop is {stop!r}; it must be a string or a list of strings", param="stop")
             changes["stop"] = tuple(stop)
+        if 0 < changes.get("temperature", 0) < LEAST_TEMPERATURE:
+            told = f"temperature is {changes['temperature']}; it must be 0 or at least {LEAST_TEMPERATURE}"
+            raise ApiError(told, param="temperature")
+        if changes.get("repetition_penalty", 1) < LEAST_PENALTY:
+            told = f"repetition_penalty is {changes['repetition_penalty']}; it must be at least {LEAST_PENALTY}"
+            raise ApiError(told, param="repetition_penalty")
         settings = replace(self.settings, **changes)
         _ = settings.acceptor  # a rule that the server was started with may not fit this temperature
         return settings
@@ -465,6 +504,10 @@ async def _body(request: HttpRequest) -> dict[str, Any]:
         raise ApiError(f"the request is no JSON ({error})") from None
     if not isinstance(body, dict):
         raise ApiError("the request must be a JSON object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(f"the request holds half a character ({error.object[error.start : error.end]!a})") from None
     return body
 
 

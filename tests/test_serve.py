@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,6 +173,9 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1; it must be 0"),
         ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens is True; it must be a whole number"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "it must be a whole number of at least 1"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e-320}, 400, "it must be 0 or at least 0.001"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-9}, 400, "it must be at least 0.01"),
+        ("/v1/completions", {"prompt": "a", "stop": "x\ud83d"}, 400, "half a character"),
         ("/v1/completions", {"prompt": "a", "stop": 3}, 400, "stop is 3"),
         ("/v1/completions", {"prompt": "a", "stop": ""}, 400, "a stop string is empty"),
         ("/v1/completions", {"prompt": "a", "n": 0}, 400, "n is 0; it must be a whole number from 1"),
@@ -272,6 +276,38 @@ def test_what_goes_wrong_is_told_to_the_readers_of_that_batch_alone(
     assert isinstance(events[0].error, ZeroDivisionError)
     engine._decode([row_of(writer, PROMPTS[0], events=events)])
     assert events[-1].finish_reason == "length"
+
+
+def test_what_goes_wrong_with_one_row_is_not_the_others_affair(writer: Writer) -> None:
+    told: dict[str, list[Event]] = {"fine": [], "wrong": []}
+    rows = [
+        Row([5, 6, 7], SHORT, 0, told["fine"].append),
+        Row([5, 6, 7], replace(SHORT, max_new_tokens=10**9), 0, told["wrong"].append),
+    ]
+    rows[1].request = lambda writer: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    Engine(writer, 2)._decode(rows)
+    assert isinstance(told["wrong"][0].error, ZeroDivisionError)
+    assert told["fine"][-1].finish_reason == "length"
+    assert not any(event.error for event in told["fine"])
+
+
+def test_a_stop_string_does_not_begin_in_the_prompt(url: str) -> None:
+    body = {"prompt": "Once upon a", "max_tokens": 8}
+    _, whole = ask(url, "/v1/completions", body)
+    text = whole["choices"][0]["text"]
+    first = text.split(",")[0]  # " time"
+    _, same = ask(url, "/v1/completions", body | {"stop": "a" + first})
+    assert (same["choices"][0]["text"], same["choices"][0]["finish_reason"]) == (text, "length")
+    _, cut = ask(url, "/v1/completions", body | {"stop": ["zzz", first[-2:] + ","]})
+    assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == (first[:-2], "stop")
+
+
+def test_samples_of_one_prompt_given_twice_differ_unless_a_seed_is_asked_for(url: str) -> None:
+    body = {"prompt": ["The dog", "The dog"], "temperature": 1.0, "max_tokens": 12}
+    _, free = ask(url, "/v1/completions", body)
+    assert len({choice["text"] for choice in free["choices"]}) == 2
+    _, seeded = ask(url, "/v1/completions", body | {"seed": 7})
+    assert len({choice["text"] for choice in seeded["choices"]}) == 1
 
 
 def test_a_reader_who_leaves_over_http_stops_the_row(url: str, service: Service) -> None:

@@ -176,7 +176,9 @@ def from_eagle3(
     if "d2t" in tensors:
         difference = tensors.pop("d2t").to(torch.int64)
         words = difference + torch.arange(len(difference))
-    # Copies of the backbone's: rows of its LM head, and all of its embeddings.
+    # In ours, and only in ours, copies of the backbone's: rows of its LM head, and all of its embeddings.
+    if "lm_head.weight" in tensors and "medusa_num_heads" not in published:
+        raise RequestError(f"{source} has an LM head of its own; heads of this kind here share the backbone's")
     unknown = sorted(set(tensors) - {*NAMES.values(), *PARTS, "lm_head.weight", "embed_tokens.weight"})
     if unknown:
         raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")

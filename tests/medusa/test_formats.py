@@ -680,6 +680,14 @@ def test_other_layers_of_eagle3_are_refused(exported: Callable, change: dict, wo
     assert words in refusal(folder)
 
 
+def test_an_lm_head_that_others_trained_is_not_dropped(exported: Callable) -> None:
+    folder = exported(gated_heads(), "sglang")
+    config = read_json(folder / CONFIG)
+    del config["medusa_num_heads"]  # which only our own exports have
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert "an LM head of its own" in refusal(folder)
+
+
 @pytest.mark.parametrize("name", [*GATED, "fc.weight"])
 def test_eagle3_tensors_that_are_missing_wrong_or_too_many(exported: Callable, name: str) -> None:
     folder = exported(gated_heads(), "sglang")
