@@ -57,18 +57,12 @@ def run(args: argparse.Namespace) -> None:
     common.check_models(args, *([] if plan is None else [plan]))
 
     from decode.conversation import Conversation, Writer
-    from medusa.backbone import require_tree_support
 
-    common.prepare_machine(args)
-    loaded = common.open_backbone(args)
-    if plan is not None:
-        require_tree_support(loaded.model)
-    if loaded.tokenizer is None:
-        raise RequestError(f"{args.backbone} has no tokenizer, and a chat is text; put its tokenizer beside it")
-    Conversation(loaded.tokenizer, args.system)  # refused now, if at all
+    loaded, tokenizer = common.open_for_text(args, plan, "a chat is text")
+    Conversation(tokenizer, args.system)  # refused now, if at all
     settings = common.with_amateur(args, loaded, settings)
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
-    writer = Writer(loaded.model, loaded.tokenizer, source)
+    writer = Writer(loaded.model, tokenizer, source)
     begin = [common.bos_of(loaded) or 0]
     if args.web:
         _serve_page(args, writer, settings, begin)

@@ -13,6 +13,7 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
+    from transformers import PreTrainedTokenizerBase
 
     from decode.contrast import Amateur, Contrast
     from decode.draft import Plan, Source
@@ -299,6 +300,22 @@ def open_backbone(args: argparse.Namespace) -> Loaded:
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def open_for_text(args: argparse.Namespace, plan: Plan | None, use: str) -> tuple[Loaded, PreTrainedTokenizerBase]:
+    """The backbone and its tokenizer, for a `use` that is of texts, drafted for as `plan` says.
+
+    Raises:
+        RequestError: a backbone that can hold no tree, with a plan; or one without a tokenizer."""
+    from medusa.backbone import require_tree_support
+
+    prepare_machine(args)
+    loaded = open_backbone(args)
+    if plan is not None:
+        require_tree_support(loaded.model)
+    if loaded.tokenizer is None:
+        raise RequestError(f"{args.backbone} has no tokenizer, and {use}; put its tokenizer beside it")
+    return loaded, loaded.tokenizer
 
 
 def contrast_of(args: argparse.Namespace) -> Contrast | None:

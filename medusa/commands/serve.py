@@ -46,16 +46,10 @@ def run(args: argparse.Namespace) -> None:
 
     from decode.conversation import Writer
     from decode.server import Engine, Service, serve
-    from medusa.backbone import require_tree_support
 
-    common.prepare_machine(args)
-    loaded = common.open_backbone(args)
-    if plan is not None:
-        require_tree_support(loaded.model)
-    if loaded.tokenizer is None:
-        raise RequestError(f"{args.backbone} has no tokenizer, and the API is of texts; put its tokenizer beside it")
+    loaded, tokenizer = common.open_for_text(args, plan, "the API is of texts")
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
-    writer = Writer(loaded.model, loaded.tokenizer, source)
+    writer = Writer(loaded.model, tokenizer, source)
     engine = Engine(writer, args.batch_size)
     with common.warming_up(args):
         engine.start(lambda: writer.warm_up([common.bos_of(loaded) or 0], settings))
