@@ -107,7 +107,7 @@ class MedusaHeads(nn.Module):
         )
 
     def start_from(self, lm_head_weight_VH: Tensor) -> None:
-        """Own LM heads start as copies of the backbone's, so that the heads begin as the backbone's own guess."""
+        """Own LM heads start as copies of the backbone's, so that the heads begin as its own guess, but for a bias."""
         if self.lm_heads is not None:
             with torch.no_grad():
                 rows = slice(None) if self.vocabulary is None else self.vocabulary.to(lm_head_weight_VH.device)

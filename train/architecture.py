@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa.config import GATED
-from train.config import HeadsConfig
+from train.config import NUM_HEADS, HeadsConfig
 
 TREE = 1.6  # T(n) / T(1) for the tree sizes that pay: eight nodes on a CPU, some dozens on a GPU
 OVERHEAD = 5e6  # what a forward costs before it reads a weight (1.3 ms on a CPU for 6 layers), in weights
@@ -47,13 +47,12 @@ def choose(hidden_size: int, vocab_size: int, backbone_parameters: int, asked: H
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         layers, lm_head = asked.layers or 1, asked.lm_head or "own"
         return {"block": "square", "num_layers": layers, "expansion": 1.0, "lm_head": lm_head}
+    best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num or NUM_HEADS)
     if asked.block == GATED:  # three matrices in the place of two; servers lend it the backbone's LM head
-        best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)
         inner = max(64, round(best.inner / 96) * 64)  # whole tiles, also where a server splits them over GPUs
         expansion = asked.expansion or inner / hidden_size
         lm_head = asked.lm_head or "shared"
         return {"block": GATED, "num_layers": 1, "expansion": expansion, "lm_head": lm_head}
-    best = fastest(hidden_size, vocab_size, backbone_parameters, asked.num)
     # Two blocks guess a little better than one of twice the width, as long as neither is narrower than the state.
     layers = asked.layers or (2 if best.inner >= 2 * hidden_size else 1)
     expansion = asked.expansion or best.inner / layers / hidden_size

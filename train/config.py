@@ -17,6 +17,7 @@ from train.data import DataConfig
 
 SCHEDULES = ("constant", "linear", "sine")
 LM_LOSSES = ("kl", "text")
+NUM_HEADS = 4
 LEAN = 0.06  # with lambda_0 0.1: within 2 % of the perplexity (docs/training.md)
 
 
@@ -24,11 +25,11 @@ LEAN = 0.06  # with lambda_0 0.1: within 2 % of the perplexity (docs/training.md
 class HeadsConfig:
     """The `heads` section; what is left out is chosen for the backbone (`train.architecture`)."""
 
-    num: int = 4
-    """How many heads: 3 to 5; a step can give at most one token more than there are heads."""
-    kind: str = "medusa"
-    """medusa (independent), or one that knows what was guessed before (`medusa.kinds`, docs/heads.md)."""
-    prefix_layers: int = 0
+    num: int | None = None
+    """How many heads, 4 if not said: 3 to 5; a step can give at most one token more than there are heads."""
+    kind: str | None = None
+    """medusa (independent) if not said, or one that knows what was guessed before (`medusa.kinds`, docs/kinds.md)."""
+    prefix_layers: int | None = None
     """Decoder layers of the heads' own over the hidden states (prefix attention); 1 is usual, 0 none."""
     block: str | None = None
     """square (the paper's; the only one of independent heads that servers load), mlp, or gated (kind eagle only: the
@@ -39,7 +40,7 @@ class HeadsConfig:
     """Width of an MLP block in hidden sizes."""
     lm_head: str | None = None
     """own (V x H more weights a head) or shared (the backbone's)."""
-    vocabulary: int = 0
+    vocabulary: int | None = None
     """Guess among so many tokens, the most frequent of the training text; 0: among all. For large vocabularies."""
     vocabulary_anyway: bool = False
     """Also where that is expected to slow decoding down."""
@@ -248,7 +249,8 @@ def _check_heads(heads: HeadsConfig) -> None:
         value = getattr(heads, name)
         if value is not None and value not in allowed:
             raise RequestError(f"heads.{name} is {value!r}; choose one of {', '.join(allowed)}")
-    if heads.block == GATED and (heads.kind != "eagle" or heads.layers not in (None, 1)):
+    fitting = ("eagle", None) if heads.start else ("eagle",)
+    if heads.block == GATED and (heads.kind not in fitting or heads.layers not in (None, 1)):
         raise RequestError(f"heads.block {GATED} belongs to heads.kind eagle with heads.layers 1; take square or mlp")
     for name in ("num", "layers"):
         value = getattr(heads, name)
@@ -258,7 +260,7 @@ def _check_heads(heads: HeadsConfig) -> None:
         raise RequestError(
             f"heads.vocabulary is {heads.vocabulary}; it must be at least {LEAST_WORDS}, or 0 for all tokens"
         )
-    if heads.prefix_layers < 0:
+    if heads.prefix_layers is not None and heads.prefix_layers < 0:
         raise RequestError(f"heads.prefix_layers is {heads.prefix_layers}; it must be 0 (none) or more")
     if heads.expansion is not None and not heads.expansion > 0:
         raise RequestError(f"heads.expansion is {heads.expansion}; it must be above 0")

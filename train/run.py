@@ -25,7 +25,7 @@ from medusa.files import disk_may_fill, require_absent
 from medusa.heads import MedusaHeads
 from medusa.kinds import build
 from train.architecture import choose, learning_rate
-from train.config import HeadsConfig, TrainConfig
+from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.curves import PICTURE, draw_curves
 from train.data import PackedDataset, StreamedDataset, load_dataset, require_data
 from train.disk import require_room
@@ -38,6 +38,8 @@ from train.trainer import MedusaTrainer, MedusaTrainingArguments
 from train.vocabulary import most_frequent, require_worthwhile
 
 Rows = PackedDataset | StreamedDataset | Features
+HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"}  # of a heads' configuration, as the YAML's `heads` call it
+HEADS_ASKED |= {key: key for key in ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")}
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
@@ -78,6 +80,8 @@ def train(
         quantization=config.quantization,
     )
     backbone = Backbone(loaded.model)
+    if checkpoint is not None:
+        _require_same_heads(checkpoint, config, loaded.model)
     dataset, evaluated = _datasets(config, loaded, backbone, arguments.seed)
     quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
     set_seed(arguments.seed)  # the heads' start is the seed's, whatever ran before
@@ -307,29 +311,60 @@ def new_heads(
     `vocabulary` [N]: the tokens that they guess among, where these are not all (`train.vocabulary`).
     """
     backbone = Backbone(model)
-    if not isinstance(backbone.head, nn.Linear):
-        kind = type(backbone.head).__name__
-        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
     if asked.start is not None:
+        _require_linear(backbone)
         return _trained_heads(asked, backbone, fingerprint(model, name, revision))
-    chosen = choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked)
-    heads = build(
-        MedusaConfig(
-            hidden_size=backbone.hidden_size,
-            vocab_size=backbone.vocab_size,
-            num_heads=asked.num,
-            kind=asked.kind,
-            prefix_layers=asked.prefix_layers,
-            base_model_name_or_path=name,
-            backbone=fingerprint(model, name, revision),
-            vocabulary=None if vocabulary is None else len(vocabulary),
-            **chosen,
-        )
-    )
+    heads = build(_config_of(asked, model, name, revision, None if vocabulary is None else len(vocabulary)))
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
     return heads.to(backbone.head_weight.device)
+
+
+def _config_of(
+    asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None, words: int | None
+) -> MedusaConfig:
+    """Of fresh heads: what was asked for, and the rest chosen for the sizes of `model`."""
+    backbone = Backbone(model)
+    _require_linear(backbone)
+    if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
+        asked = replace(asked, lm_head="shared")  # own ones have none, and would begin far from the backbone's guess
+    return MedusaConfig(
+        hidden_size=backbone.hidden_size,
+        vocab_size=backbone.vocab_size,
+        num_heads=asked.num or NUM_HEADS,
+        kind=asked.kind or "medusa",
+        prefix_layers=asked.prefix_layers or 0,
+        base_model_name_or_path=name,
+        backbone=fingerprint(model, name, revision),
+        vocabulary=words,
+        **choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked),
+    )
+
+
+def _require_linear(backbone: Backbone) -> None:
+    if not isinstance(backbone.head, nn.Linear):
+        kind = type(backbone.head).__name__
+        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
+
+
+def _has_bias(backbone: Backbone) -> bool:
+    return getattr(backbone.head, "bias", None) is not None
+
+
+def _require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
+    """The heads that a run goes on with are those that it asks for."""
+    held, asked = load_heads(checkpoint).config, config.heads
+    if asked.start is None:
+        wanted = _config_of(asked, model, config.backbone, config.revision, asked.vocabulary or None)
+    else:
+        wanted = load_heads(asked.start).config
+    for key in ("hidden_size", "vocab_size", *HEADS_ASKED):
+        if getattr(held, key) != getattr(wanted, key):
+            raise RequestError(
+                f"--resume: {checkpoint} has {key} {getattr(held, key)!r}, not {getattr(wanted, key)!r}; ask for the "
+                "same heads again, or begin anew in another output_dir"
+            )
 
 
 def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]) -> MedusaHeads:
@@ -340,21 +375,11 @@ def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]
         raise RequestError(
             f"heads.start: {asked.start} holds the original Hydra's heads; they are to be decoded with only"
         )
-    wanted = {
-        "hidden_size": backbone.hidden_size,
-        "prefix_layers": asked.prefix_layers or None,
-        "kind": None if asked.kind == HeadsConfig.kind else asked.kind,
-        "block": asked.block,
-        "num_layers": asked.layers,
-        "expansion": asked.expansion,
-        "lm_head": asked.lm_head,
-        "num_heads": None if asked.num == HeadsConfig.num else asked.num,
-        "vocabulary": asked.vocabulary or None,
-    }
+    wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | {"hidden_size": backbone.hidden_size}
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size
     for key, value in wanted.items():
-        if value is not None and value != getattr(held, key):
+        if value is not None and value != (getattr(held, key) or 0):  # None is a vocabulary of all tokens: 0
             raise RequestError(f"heads.start: {asked.start} has {key} {getattr(held, key)!r}, not {value!r}")
     held.backbone, held.tree = known, None  # the tree was for the old weights
     return heads.train()
@@ -368,6 +393,10 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
         + (f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else "")
         + f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
     )
+    if config.lm_head == "own" and _has_bias(backbone):
+        line += (
+            "; the backbone's LM head has a bias, which theirs lack: with heads.lm_head=shared they begin nearer to it"
+        )
     if not config.servable:
         line += (
             "; servers load square blocks of kind medusa, and kind eagle with block gated: these heads run here only"

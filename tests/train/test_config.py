@@ -113,7 +113,6 @@ def test_unknown_keys_are_refused_with_a_suggestion(read: Any, content: dict[str
         "heads.num=four",
         "heads.num=2.5",
         "heads.num=true",
-        "heads.num=",
         "heads.expansion=wide",
         "heads.block=5",
         "heads=5",

@@ -23,11 +23,11 @@ from medusa.errors import RequestError
 from medusa.files import replacing_folder
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
-from train.config import AdapterConfig, parse_config
+from train.config import AdapterConfig, HeadsConfig, parse_config
 from train.data import Example, PackedDataset
 from train.labels import IGNORE, NEXT, following_ids, head_labels
 from train.medusa2 import HeadsAndAdapter, adapt, heads_weight, lm_loss, perplexity, untouched
-from train.run import train
+from train.run import new_heads, train
 from train.trainer import MedusaTrainingArguments
 
 LENGTH, STEPS = 32, 6
@@ -397,6 +397,13 @@ def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: P
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(RequestError, match=r"heads\.start: .* has block 'mlp', not 'square'"):
         recipe("third", heads={"start": str(tmp_path / "first"), "block": "square"})
+    for said in ({"kind": "medusa"}, {"num": 4}, {"prefix_layers": 0}, {"vocabulary": 0}):  # defaults, but said
+        odd = {"num": 2, "kind": "recurrent", "prefix_layers": 1, "vocabulary": 32}
+        held = new_heads(tiny_model("llama"), HeadsConfig(**odd), "tiny", vocabulary=torch.arange(32))
+        held.save_pretrained(tmp_path / "odd", overwrite=True)
+        new_heads(tiny_model("llama"), HeadsConfig(start=str(tmp_path / "odd")), "tiny")
+        with pytest.raises(RequestError, match=rf"heads\.start: .*, not {next(iter(said.values()))!r}"):
+            new_heads(tiny_model("llama"), HeadsConfig(start=str(tmp_path / "odd"), **said), "tiny")
     tiny_model("llama", hidden_size=16).save_pretrained(tmp_path / "small")
     with pytest.raises(RequestError, match=r"has hidden_size 32, not 16"):
         recipe("fourth", heads={"start": str(tmp_path / "first")}, backbone=str(tmp_path / "small"))

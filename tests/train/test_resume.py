@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from medusa.checkpoint import load_heads
+from medusa.errors import RequestError
 from medusa.heads import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from train.config import parse_config
@@ -118,6 +119,25 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
     assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
     assert [line["step"] for line in curve(whole)] == sorted({*range(3, 25, 3), *range(4, 25, 4)})
     assert same(load_heads(killed), load_heads(whole))
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ({"num": 3}, "num_heads 2, not 3"),
+        ({"num": 2, "kind": "hydra"}, "kind 'medusa', not 'hydra'"),
+        ({"num": 2, "prefix_layers": 1}, "prefix_layers 0, not 1"),
+        ({"num": 2, "lm_head": "own"}, "lm_head 'shared', not 'own'"),
+    ],
+)
+def test_other_heads_than_the_checkpoints_are_refused(recipe: Any, heads: dict[str, Any], said: str) -> None:
+    once = recipe("out")
+    once["heads"] |= {"lm_head": "shared"}
+    once["training"] |= {"max_steps": SAVE_STEPS}
+    train(parse_config(once, "test"), quiet=True)
+    other = once | {"heads": {"lm_head": "shared"} | heads}
+    with pytest.raises(RequestError, match=rf"--resume: .*checkpoint-4 has {said}; ask for the same heads again"):
+        train(parse_config(other, "test"), quiet=True, resume=True)
 
 
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:

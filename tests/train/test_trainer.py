@@ -28,7 +28,7 @@ from train.evaluate import OwnText, head_accuracy
 from train.loss import Weighting
 from train.progress import summarize
 from train.resume import checkpoints
-from train.run import new_heads, train
+from train.run import describe, new_heads, train
 from train.trainer import TimeBudget
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
@@ -147,6 +147,20 @@ def test_new_heads_begin_as_the_backbones_own_guess(model: Any) -> None:
             heads = new_heads(model, HeadsConfig(num=2, block=block, lm_head=lm_head), "tiny")
             for logits in heads(hidden, model.lm_head):
                 torch.testing.assert_close(logits, model.lm_head(hidden), atol=1e-5, rtol=1e-5)
+
+
+def test_an_lm_head_with_a_bias_is_borrowed_unless_own_ones_are_asked_for() -> None:
+    """Without the bias own LM heads would begin far from the backbone's guess."""
+    phi = tiny_model("phi")
+    torch.nn.init.normal_(phi.lm_head.bias)
+    hidden = torch.randn(50, HIDDEN)
+    chosen = new_heads(phi, HeadsConfig(), "tiny")
+    assert (chosen.config.lm_head, chosen.config.block) == ("shared", "mlp")
+    assert torch.equal(chosen(hidden, phi.lm_head)[0].argmax(-1), phi.lm_head(hidden).argmax(-1))
+    asked = new_heads(phi, HeadsConfig(block="square"), "tiny")
+    assert asked.config.lm_head == "own"
+    assert "lm_head has a bias" not in describe(chosen.config, 1, Backbone(phi))
+    assert "with heads.lm_head=shared they begin nearer" in describe(asked.config, 1, Backbone(phi))
 
 
 def test_blocks_of_a_head_are_not_one_block(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
