@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa.commands import common
+from medusa.errors import RequestError
 
 if TYPE_CHECKING:
     from decode.calibrate import Calibration
@@ -32,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     settings = common.settings_of(args)
+    if args.compile:
+        raise RequestError(
+            "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto takes what is "
+            "found without it there, too, and medusa benchmark --compile compares trees that you name"
+        )
     records = common.read_prompts(args) if args.prompts else []
     for path in (args.json, args.plot):
         common.check_output(path)
