@@ -5,15 +5,18 @@
 
 Every round decodes all prompts with all heads and trees, in turns, and plainly; a figure is the median over rounds, a
 speedup the median of the ratios within a round. On one thread its CPU time counts, so that a busy machine does little
-harm. The cost of drafting is counted, not timed: floating point operations of matrix products, and the bytes that they
-read and write, in one step for one text. What `scripts/reproduce_stories260k.py` trains can be compared as it stands.
+harm. The cost of drafting is counted, not timed: floating point operations of matrix products and attention, and the
+bytes that they read and write, in one step for one text, behind `--context` tokens of it. What
+`scripts/reproduce_stories260k.py` trains can be compared as it stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -47,6 +50,14 @@ kept beside the heads (default: dynamic:64)"""
 WIDTH = 112  # letters, which the table takes; a narrow terminal breaks lines, and no figure is cut off
 PATH = 4
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's own counter knows a GPU's only
+PRODUCTS |= {"scaled_dot_product_attention"}  # whole in inference mode, which `costs` is in
+
+
+def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Both products, from shapes [B, A, queries or keys, D]; for every query all keys, as masks save nothing."""
+    *rows, queries, size = query
+    return 2 * math.prod(rows) * queries * key[2] * (size + value[3])
 
 
 class Bytes(TorchDispatchMode):
@@ -59,7 +70,7 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in PRODUCTS:
-            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
             self.total += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         return out
 
@@ -72,6 +83,13 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=["dynamic:64"], metavar="TREE", help=TREES)
     parser.add_argument("--max-new-tokens", type=common.positive, default=128)
     parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
+    parser.add_argument(
+        "--context",
+        type=common.positive,
+        default=256,
+        metavar="N",
+        help="tokens before the step that is counted",
+    )
     parser.add_argument("--compile", action="store_true", help="compiled steps, plain decoding's too")
     common.add_machine(parser)
     args = parser.parse_args()
@@ -80,6 +98,7 @@ def main() -> None:
     require_tree_forward(loaded.model)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in common.read_prompts(args)]
     settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True, compile=args.compile)
+    text = [token for token, _ in zip(cycle(prompts[0]), range(args.context), strict=False)]
     methods: dict[str, Method] = {"plain": plain_method(loaded.model, settings)}
     rows: dict[str, dict[str, Any]] = {}
     for named in args.heads:
@@ -93,10 +112,11 @@ def main() -> None:
             key = f"{name} {asked}"
             methods[key] = medusa_method(loaded.model, heads, settings, tree=tree)
             about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
-            rows[key] = about | costs(loaded, heads, tree, prompts[0])
+            rows[key] = about | costs(loaded, heads, tree, text)
     measure(loaded, methods, rows, prompts, args)
     show(args, rows)
     about = {"backbone": args.backbone, "compile": args.compile, "prompts": len(prompts), "rounds": args.rounds}
+    about["context"] = args.context
     common.write_results(args, {"machine": benchmark.machine(), "settings": about, "rows": list(rows.values())})
 
 
@@ -120,18 +140,21 @@ def tree_for(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads) -> La
 
 @torch.inference_mode()
 def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -> dict[str, float]:
-    """Of one step behind `prompt`: millions of operations and of bytes, for drafting and for the tree's forward."""
+    """Of one step behind `prompt`: millions of operations and of bytes, for drafting and for the tree's forward.
+
+    Matrix products and attention; of a prefix layer and `eagle` heads also the reading of what was accepted."""
     session = Session(
         loaded.model, prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False), tree.num_nodes, heads=heads
     )
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
     verifier = Verifier(session.backbone, session.cache, session.sequences)
-    with FlopCounterMode(display=False) as operations, Bytes() as moved:
+    counter = partial(FlopCounterMode, display=False, custom_mapping={ATTENTION: attention_flops})
+    with counter() as operations, Bytes() as moved:
         draft = drafter.propose(frontier)
         if session.reader is not None:  # reads what was accepted: here a path of PATH nodes
             hidden = frontier.hidden[:, None].expand(-1, PATH, -1)
             session.reader.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
-    with FlopCounterMode(display=False) as verifying, Bytes() as read:
+    with counter() as verifying, Bytes() as read:
         verifier(draft)
     return {
         "draft_mflop": operations.get_total_flops() / 1e6,

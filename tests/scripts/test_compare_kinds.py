@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,25 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path, monkeypatch: pytest.
     assert rows[0]["draft_mflop"] == pytest.approx(2 * 2 * (size * size + size * words) / 1e6)
     assert rows[1]["draft_mflop"] == rows[0]["draft_mflop"]
     assert rows[3]["draft_mflop"] > rows[2]["draft_mflop"]  # grown level by level
+
+
+@pytest.mark.parametrize(("settings", "grows"), [({}, False), ({"prefix_layers": 1}, True), ({"kind": "eagle"}, True)])
+def test_attention_counts(settings: dict[str, Any], grows: bool) -> None:
+    """Each of 100 more tokens costs a query two products: a key's and a value's width."""
+    loaded = load_backbone("demo")
+    heads = random_heads(loaded.model, 2, lm_head="shared", **settings)
+    short, long = (script.costs(loaded, heads, Tree.chain(2), [5] * length) for length in (50, 150))
+    size, layers = heads.config.hidden_size, loaded.model.config.num_hidden_layers
+    assert long["forward_mflop"] - short["forward_mflop"] == pytest.approx(4 * 3 * layers * size * 100 / 1e6)
+    drafted = long["draft_mflop"] - short["draft_mflop"]
+    if not grows:
+        assert drafted == 0
+    elif settings.get("prefix_layers"):
+        assert drafted == pytest.approx(4 * script.PATH * size * 100 / 1e6)
+    else:  # by head: eight places for own keys in each; for two steps of one query
+        assert drafted >= 4 * 2 * size * 100 / 1e6
+    assert (long["draft_megabytes"] > short["draft_megabytes"]) is grows
+    assert long["forward_megabytes"] > short["forward_megabytes"]
 
 
 def test_the_calibrated_tree_of_a_size_is_each_heads_own(tmp_path: Path) -> None:
