@@ -81,11 +81,12 @@ def writer(name: str) -> Callable[[Export], Written]:
     return found
 
 
-def require_square(config: MedusaConfig, name: str) -> None:
+def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
     """Raises:
-    RequestError: heads that no published form of Medusa heads can hold: they know independent square blocks."""
+    RequestError: heads that no published form of Medusa heads can hold: they know independent square blocks. `kinds`:
+        the way out where the kind is at fault."""
     for wrong, way_out in {
-        f"kind {config.kind}": "heads.kind=medusa" if config.kind != "medusa" else None,
+        f"kind {config.kind}": kinds if config.kind != "medusa" else None,
         f"{config.prefix_layers} prefix layers": "heads.prefix_layers=0" if config.prefix_layers else None,
         f"a vocabulary of {config.vocabulary} tokens": "heads.vocabulary=0" if config.vocabulary else None,
         f"{config.block} blocks": "heads.block=square" if config.block != "square" else None,

@@ -26,7 +26,7 @@ NAME, WEIGHTS = "vllm", "model.safetensors"
 def write(export: Export) -> Written:
     if export.heads.config.kind == "eagle":
         return write_vllm(export)
-    require_square(export.heads.config, NAME)
+    require_square(export.heads.config, NAME, "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
     heads = with_own_lm_heads(export)
     config, dtype = heads.config, next(heads.parameters()).dtype
     tensors = {VLLM.called(name): tensor for name, tensor in to_published(heads).items()}

@@ -794,6 +794,14 @@ def test_medusa_heads_are_refused_for_sglang(tmp_path: Path, capsys: pytest.Capt
     assert "heads.kind=eagle" in refused(capsys, *words, "--to", "sglang")
 
 
+def test_vllm_knows_one_kind_that_follows_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path
+) -> None:
+    save_heads(some_heads(kind="recurrent"), tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    assert "heads.kind=eagle with heads.block=gated" in refused(capsys, *words, "--to", "vllm")
+
+
 def test_several_blocks_are_one_in_the_originals_loader(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, exported: Callable
 ) -> None:
