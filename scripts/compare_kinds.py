@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -88,7 +89,7 @@ def main() -> None:
         type=common.positive,
         default=256,
         metavar="N",
-        help="tokens before the step that is counted",
+        help="tokens before the step that is counted (default: 256)",
     )
     parser.add_argument("--compile", action="store_true", help="compiled steps, plain decoding's too")
     common.add_machine(parser)
@@ -213,4 +214,8 @@ def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RequestError as error:
+        print(f"compare_kinds: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -278,13 +278,17 @@ def test_what_goes_wrong_is_told_to_the_readers_of_that_batch_alone(
     assert events[-1].finish_reason == "length"
 
 
+class BrokenRow(Row):
+    def request(self, writer: Writer) -> NoReturn:
+        raise ZeroDivisionError
+
+
 def test_what_goes_wrong_with_one_row_is_not_the_others_affair(writer: Writer) -> None:
     told: dict[str, list[Event]] = {"fine": [], "wrong": []}
     rows = [
         Row([5, 6, 7], SHORT, 0, told["fine"].append),
-        Row([5, 6, 7], replace(SHORT, max_new_tokens=10**9), 0, told["wrong"].append),
+        BrokenRow([5, 6, 7], replace(SHORT, max_new_tokens=10**9), 0, told["wrong"].append),
     ]
-    rows[1].request = lambda writer: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     Engine(writer, 2)._decode(rows)
     assert isinstance(told["wrong"][0].error, ZeroDivisionError)
     assert told["fine"][-1].finish_reason == "length"

@@ -311,8 +311,10 @@ def new_heads(
     `vocabulary` [N]: the tokens that they guess among, where these are not all (`train.vocabulary`).
     """
     backbone = Backbone(model)
+    if not isinstance(backbone.head, nn.Linear):
+        kind = type(backbone.head).__name__
+        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
     if asked.start is not None:
-        _require_linear(backbone)
         return _trained_heads(asked, backbone, fingerprint(model, name, revision))
     heads = build(_config_of(asked, model, name, revision, None if vocabulary is None else len(vocabulary)))
     if vocabulary is not None:
@@ -326,7 +328,6 @@ def _config_of(
 ) -> MedusaConfig:
     """Of fresh heads: what was asked for, and the rest chosen for the sizes of `model`."""
     backbone = Backbone(model)
-    _require_linear(backbone)
     if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
         asked = replace(asked, lm_head="shared")  # own ones have none, and would begin far from the backbone's guess
     return MedusaConfig(
@@ -340,12 +341,6 @@ def _config_of(
         vocabulary=words,
         **choose(backbone.hidden_size, backbone.vocab_size, model.num_parameters(), asked),
     )
-
-
-def _require_linear(backbone: Backbone) -> None:
-    if not isinstance(backbone.head, nn.Linear):
-        kind = type(backbone.head).__name__
-        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
 
 
 def _has_bias(backbone: Backbone) -> bool:

@@ -159,7 +159,7 @@ def test_an_lm_head_with_a_bias_is_borrowed_unless_own_ones_are_asked_for() -> N
     assert torch.equal(chosen(hidden, phi.lm_head)[0].argmax(-1), phi.lm_head(hidden).argmax(-1))
     asked = new_heads(phi, HeadsConfig(block="square"), "tiny")
     assert asked.config.lm_head == "own"
-    assert "lm_head has a bias" not in describe(chosen.config, 1, Backbone(phi))
+    assert "has a bias" not in describe(chosen.config, 1, Backbone(phi))
     assert "with heads.lm_head=shared they begin nearer" in describe(asked.config, 1, Backbone(phi))
 
 
