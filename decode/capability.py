@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.attention import implementation
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.prefill import read
 from decode.topology import Topology
 from decode.verify import Verifier
 from medusa.backbone import Backbone, require_tree_support
@@ -72,7 +72,7 @@ def require_tree_forward(model: PreTrainedModel) -> None:
     """
     require_tree_support(model)
     backbone = Backbone(model)
-    attention = implementation(backbone.config)
+    attention = backbone.config._attn_implementation
     key = (backbone.dtype, backbone.device, attention, model.training, _tolerance(backbone))
     with _LOCK:
         known = _CHECKS.setdefault(model, {})
@@ -176,9 +176,7 @@ def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[l
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)
     padded = torch.tensor([prompt + [0] * (lengths[0] - len(prompt)) for prompt in prompts], device=device)
-    positions = torch.arange(lengths[0], device=device).expand(len(prompts), -1)
-    backbone.forward(padded, cache, position_ids=positions)
-    cache.commit_prompt(lengths)
+    read(backbone, cache, padded, lengths)
     verifier = Verifier(backbone, cache)
     logits = []
     for draft in drafts:

@@ -27,7 +27,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.accept import Acceptance, accept_greedy, ended_at, typical
-from decode.attention import grouped, implementation
+from decode.attention import grouped
 from decode.cache import TreeCache
 from decode.clock import Clock
 from decode.draft import Draft, Drafter, Frontier
@@ -661,7 +661,7 @@ def _surroundings(backbone: Backbone) -> tuple[Any, ...]:
     """What machine code depends on, and no module holds."""
     kind = backbone.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return implementation(backbone.config), precision, torch.get_num_threads()
+    return backbone.config._attn_implementation, precision, torch.get_num_threads()
 
 
 def _content(tree: Layout) -> tuple[Any, ...]:

@@ -55,6 +55,7 @@ FAMILIES: dict[str, str] = {
         "gpt_neox",
         "cohere",
         "deepseek_v3",
+        "falcon, rope",
     )
 }
 

@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decode.attention import NAME, grouped, sdpa_grouped
+from decode import generate
+from decode.attention import SDPA, grouped, sdpa_grouped
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.prefill import read
 from decode.topology import Topology
 from decode.verify import Verifier
 from medusa.backbone import Backbone
-from tests.helpers import random_ids, random_tree, tiny_model
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
 
 
 def verify(model: Any) -> torch.Tensor:
@@ -48,22 +51,48 @@ def test_it_is_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # float32, the same sums in another order at most
 
 
-def test_nothing_is_left_on_the_model() -> None:
-    model = tiny_model("llama")
-    seen = []
+def test_it_is_registered_while_the_context_lasts() -> None:
+    """The last context to end restores the registry; the name on the model never changes."""
+    config, stock = tiny_model("llama").config, sdpa_attention.sdpa_attention_forward
 
     def fails() -> None:
-        with grouped(model.config):
-            seen.append(model.config._attn_implementation)
+        with grouped(config):
+            with grouped(config):
+                assert ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_grouped
+            assert ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_grouped
+            assert config._attn_implementation == SDPA
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert seen == [NAME]
-    assert model.config._attn_implementation == "sdpa"
-    eager = tiny_model("gemma2")
-    with grouped(eager.config):
-        assert eager.config._attn_implementation == "eager"
+    assert ALL_ATTENTION_FUNCTIONS[SDPA] is stock
+    with grouped(tiny_model("gemma2").config):  # eager
+        assert ALL_ATTENTION_FUNCTIONS[SDPA] is stock
+
+
+def test_a_users_own_sdpa_stays() -> None:
+    def own(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("not called here")
+
+    stock = ALL_ATTENTION_FUNCTIONS[SDPA]
+    AttentionInterface.register(SDPA, own)
+    try:
+        with grouped(tiny_model("llama").config):
+            assert ALL_ATTENTION_FUNCTIONS[SDPA] is own
+        assert ALL_ATTENTION_FUNCTIONS[SDPA] is own
+    finally:
+        AttentionInterface.register(SDPA, stock)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [[1], [2], [5], [12], [40], [12, 3, 7]])
+def test_falcon_writes_what_generate_writes(lengths: list[int], attention: str) -> None:
+    """Falcon compares the name of its attention with "sdpa", and adds a boolean mask as 0 and 1 if it differs."""
+    model = tiny_model("falcon", attn_implementation=attention)
+    prompts = [random_ids(length, seed=length) for length in lengths]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:3,2,1", **options)
+    assert out[:, max(lengths) :].tolist() == [plain(model, prompt, **options) for prompt in prompts]
 
 
 def test_without_a_mask_it_is_transformers_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import threading
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from decode import capability, generate, verify
+from decode import capability, generate, prefill, verify
 from decode.cache import TreeCache
 from decode.capability import TreeCheck, check_tree_forward, require_tree_forward
 from decode.topology import Topology
@@ -111,6 +115,23 @@ def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: 
     monkeypatch.setattr(TreeCache, "commit", first_nodes)
     check = check_tree_forward(tiny_model(family))
     assert not check.ok
+
+
+def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon's eager branch has no mask in a prefill; the self-test reads its prompts as decoding does."""
+    AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
+    AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
+
+    @contextlib.contextmanager
+    def renamed(config: Any) -> Any:
+        config._attn_implementation = "sdpa_renamed"
+        yield
+        config._attn_implementation = "sdpa"
+
+    assert check_tree_forward(tiny_model("falcon")).ok
+    for module in (prefill, verify):
+        monkeypatch.setattr(module, "grouped", renamed)
+    assert not check_tree_forward(tiny_model("falcon")).ok
 
 
 def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
