@@ -1,0 +1,152 @@
+"""Plant small faults in a copy of the repository, one at a time, and run the tests that should catch them.
+
+python scripts/plant_faults.py                             # all faults of scripts/faults.yaml
+python scripts/plant_faults.py --only "cache: *" --json faults.json
+python scripts/plant_faults.py --all-tests                 # the whole suite for each fault
+
+Exit status 1 if a fault passed unnoticed, or if a test fails without any fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from medusa.files import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ROOT / "scripts" / "faults.yaml"
+PASSED, FAILED = 0, 1  # pytest's exit statuses
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place in one file, and the tests that must notice it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+    def plant(self, source: str) -> str:
+        """The file's text with the fault in it.
+
+        Raises:
+            ValueError: the place is not there exactly once, or the changed file is not Python."""
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} holds the place {source.count(self.old)} times, not once")
+        changed = source.replace(self.old, self.new)
+        compile(changed, self.file, "exec")
+        return changed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said about one fault."""
+
+    name: str
+    file: str
+    caught: bool
+    test: str
+    """The first test that failed."""
+    seconds: float
+
+
+def read_faults(path: Path = FAULTS) -> list[Fault]:
+    """The faults of a YAML file, in its order."""
+    return [Fault(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+
+
+def copy_repository(source: Path, target: Path) -> None:
+    """Copy the files that git does not ignore, as they are in the working tree, and link the shared folder."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name)
+    shared = source.parent / "shared"
+    if shared.is_dir():
+        (target.parent / "shared").symlink_to(shared)
+
+
+def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
+    """Run `tests` in `folder` until one fails; returns pytest's exit status and the last line of its summary."""
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-rfE", *tests]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, failures[0].split(" - ")[0] if failures else ""
+
+
+def try_fault(folder: Path, fault: Fault, all_tests: bool) -> Outcome:
+    """Plant `fault` in `folder`, run its tests, and put the file back.
+
+    Raises:
+        RuntimeError: the tests could not be run."""
+    place, start = folder / fault.file, time.monotonic()
+    source = place.read_text(encoding="utf-8")
+    place.write_text(fault.plant(source), encoding="utf-8")
+    try:
+        status, test = run_tests(folder, [] if all_tests else fault.tests)
+    finally:
+        place.write_text(source, encoding="utf-8")
+    if status not in (PASSED, FAILED):
+        raise RuntimeError(f"{fault.name}: pytest ended with status {status} {test}")
+    return Outcome(fault.name, fault.file, status == FAILED, test, round(time.monotonic() - start, 1))
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """The outcomes for people."""
+    table = Table("fault", "file", "caught by", "seconds")
+    for outcome in outcomes:
+        caught = outcome.test.partition("::")[2] if outcome.caught else "[red]NOTHING[/red]"
+        table.add_row(outcome.name, outcome.file, caught, f"{outcome.seconds:.0f}")
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="faults by name or pattern")
+    parser.add_argument("--all-tests", action="store_true", help="run the whole suite instead of each fault's tests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
+    args = parser.parse_args()
+    console = Console(stderr=True)
+    faults = [fault for fault in read_faults() if any(fnmatch(fault.name, pattern) for pattern in args.only)]
+    if not faults:
+        parser.error(f"no fault is called {' or '.join(args.only)}; see {FAULTS.relative_to(ROOT)}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "repository"
+        copy_repository(ROOT, folder)
+        tests = sorted({test for fault in faults for test in fault.tests})
+        status, test = run_tests(folder, [] if args.all_tests else tests)
+        if status != PASSED:
+            console.print(f"without a fault, pytest ends with status {status} {test}")
+            return 1
+        outcomes = []
+        for fault in faults:
+            outcomes.append(try_fault(folder, fault, args.all_tests))
+            console.print(f"{outcomes[-1].name}: {'caught' if outcomes[-1].caught else 'NOT CAUGHT'}")
+    Console().print(table_of(outcomes))
+    caught = sum(outcome.caught for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} faults were caught")
+    if args.json:
+        write_json(args.json, {"caught": caught, "faults": [asdict(outcome) for outcome in outcomes]})
+    return 0 if caught == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""scripts/plant_faults.py: its faults still fit the code, and it tells caught faults from others."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import load_script
+
+plant_faults = load_script("plant_faults")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("fault", plant_faults.read_faults(), ids=lambda fault: fault.name)
+def test_every_fault_can_be_planted(fault: plant_faults.Fault) -> None:
+    source = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert fault.plant(source) != source
+    assert all((ROOT / test).is_file() for test in fault.tests)
+
+
+def test_names_differ() -> None:
+    names = [fault.name for fault in plant_faults.read_faults()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository of one module and its test."""
+    (tmp_path / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef never_tested(a):\n    return a + 1\n")
+    (tmp_path / "test_sums.py").write_text("from sums import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_a_fault_is_caught_or_not(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("copy") / "repository"
+    plant_faults.copy_repository(project, folder)
+    assert plant_faults.run_tests(folder, ["test_sums.py"]) == (0, "")
+    caught = plant_faults.Fault("caught", "sums.py", "a + b", "a - b", ["test_sums.py"])
+    unseen = plant_faults.Fault("unseen", "sums.py", "a + 1", "a + 2", ["test_sums.py"])
+    outcomes = [plant_faults.try_fault(folder, fault, all_tests=False) for fault in (caught, unseen)]
+    assert [outcome.caught for outcome in outcomes] == [True, False]
+    assert outcomes[0].test == "FAILED test_sums.py::test_add"
+    assert (folder / "sums.py").read_text() == (project / "sums.py").read_text(), "the file is put back"
+
+
+@pytest.mark.parametrize(("old", "new"), [("return a", "return b"), ("a * b", "a / b"), ("a + b", "a +")])
+def test_a_fault_that_does_not_fit_is_refused(project: Path, old: str, new: str) -> None:
+    fault = plant_faults.Fault("x", "sums.py", old, new, [])
+    with pytest.raises((ValueError, SyntaxError)):
+        fault.plant((project / "sums.py").read_text())
