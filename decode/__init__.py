@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from decode.front import generate as generate
-    from decode.front import medusa_generate as medusa_generate
-    from decode.front import steps as steps
+    from decode.generation import generate as generate
+    from decode.generation import medusa_generate as medusa_generate
+    from decode.generation import steps as steps
     from decode.loop import Step as Step
 
 __all__ = ["Step", "generate", "medusa_generate", "steps"]
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module("decode.front"), name)
+        return getattr(import_module("decode.generation"), name)
     raise AttributeError(f"module 'decode' has no attribute {name!r}")

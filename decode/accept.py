@@ -64,7 +64,7 @@ def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acc
     """
     topology = draft.topology
     match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
-    accepted = (match[:, None, :] | topology.indifferent).all(-1)  # [B, N]: itself and everything above it matches
+    accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: itself and everything above it matches
     if room is not None:
         accepted &= topology.depth <= room[:, None]
     end = torch.where(accepted, topology.depth, -1).argmax(-1)  # [B]
@@ -103,13 +103,13 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, room: Tensor | No
     walk = _Walk(draft, room)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
-        child, left = _first_accepted(draft, walk, _Beliefs.at_first(draft, walk, scores, index), draws)
+        child, left = _first_accepted(draft, walk, Residuals.at_first(draft, walk, scores, index), draws)
         ends = child < 0
         walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.p_of[ends]))
     return walk.ended()
 
 
-def _first_accepted(draft: Draft, walk: _Walk, beliefs: _Beliefs, draws: Draws) -> tuple[Tensor, _Beliefs]:
+def _first_accepted(draft: Draft, walk: _Walk, beliefs: Residuals, draws: Draws) -> tuple[Tensor, Residuals]:
     """The child that each walking row accepts, or -1, [R]; and what p and q have become by the rejections."""
     accepted = torch.full_like(walk.rows, -1)
     children = walk.children()
@@ -128,7 +128,7 @@ def _first_accepted(draft: Draft, walk: _Walk, beliefs: _Beliefs, draws: Draws) 
     return accepted, beliefs
 
 
-class _Beliefs(NamedTuple):
+class Residuals(NamedTuple):
     """What the next token is still to be drawn from, p, and what the next sibling was drawn from, q, in each row.
 
     Rows with the same past share distributions. A residual does not depend on the token that was rejected, only q does:
@@ -147,7 +147,7 @@ class _Beliefs(NamedTuple):
     """Whether rows with the same past are to be found; with few rows one for each is less work."""
 
     @classmethod
-    def at_first(cls, draft: Draft, walk: _Walk, scores: Tensor, index: Tensor) -> _Beliefs:
+    def at_first(cls, draft: Draft, walk: _Walk, scores: Tensor, index: Tensor) -> Residuals:
         assert draft.proposal is not None
         q, of_children = draft.proposal
         q_of = of_children[walk.rows, walk.nodes]
@@ -157,7 +157,7 @@ class _Beliefs(NamedTuple):
         """rows [X] of the R and a token each -> its p and q [X], float64."""
         return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
 
-    def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> _Beliefs:
+    def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
         """rows [X] of the R whose `token` [X] was rejected: they get the residual, all others keep what they have.
 
         `was_last`: no sibling follows anywhere, so nobody will ask for q again.
@@ -173,7 +173,7 @@ class _Beliefs(NamedTuple):
         pair, own = _distinct(self.q_of[rows] * size + token, self.shared)
         q_of = self.q_of.index_copy(0, rows, len(self.q) + own)
         q = torch.cat([self.q, without(self.q[pair // size], pair % size)])
-        return _Beliefs(p, q, p_of, q_of, self.shared)
+        return Residuals(p, q, p_of, q_of, self.shared)
 
 
 def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from decode.topology import Topology
-from medusa.heads import bytes_of
-from medusa.memory import Memory
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import bytes_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from decode.dynamic import Layout
+    from decode.drafters.dynamic_tree import Layout
     from decode.loop import Session
-    from medusa.heads import MedusaHeads
+    from medusa.heads.independent import MedusaHeads
 
 
 class Frontier(NamedTuple):
@@ -33,7 +33,7 @@ class Frontier(NamedTuple):
     """[B, H] the hidden state of the token before it."""
     rows: list[int]
     """B numbers: which rows of the session these are; finished ones have left."""
-    memory: Memory | None = None
+    context_kv: ContextKV | None = None
     """The text before, for heads that look back at it."""
 
 
@@ -49,7 +49,7 @@ class Proposal(NamedTuple):
     """[B, N] which of them the children of each node were drawn from; anything for leaves."""
 
 
-class Aside(NamedTuple):
+class SideBranch(NamedTuple):
     """Nodes under the root that are read along in the forward that verifies a draft, and never accepted.
 
     For drafters that want to know what the backbone says behind texts of their own making (`lookahead`).
@@ -59,7 +59,7 @@ class Aside(NamedTuple):
     """[B, M] the token of each node, without the root."""
     topology: Topology
     """How the root and the M nodes hang together."""
-    tell: Callable[[Tensor], None]
+    on_logits: Callable[[Tensor], None]
     """Called with the backbone's logits [B, M, V] behind them, in every forward that reads them."""
 
 
@@ -72,14 +72,14 @@ class Draft(NamedTuple):
     """How the N nodes hang together, on the device of `ids`: in each row, or in all of them alike."""
     proposal: Proposal | None = None
     """What the ids were drawn from; `None` where they were chosen and not drawn, as the heads' best guesses are."""
-    asides: tuple[Aside, ...] = ()
+    side_branches: tuple[SideBranch, ...] = ()
     """What else is to be read: the verifier's business alone, acceptance never sees it."""
 
     @property
     def whole(self) -> Draft:
         """The candidates, and behind them what stands aside, as one tree: what a forward reads."""
         ids, topology = self.ids, self.topology
-        for aside in self.asides:
+        for aside in self.side_branches:
             ids, topology = torch.cat([ids, aside.ids], dim=1), topology.beside(aside.topology)
         return Draft(ids, topology)
 
@@ -96,7 +96,7 @@ class Drafter(Protocol):
         ...
 
 
-class Source(ABC):
+class DrafterFactory(ABC):
     """Where drafters come from: models loaded and options checked, to be started for every batch of texts."""
 
     heads: MedusaHeads | None = None
@@ -120,12 +120,12 @@ class Source(ABC):
         """Of what it keeps beside the backbone, weights and tables; not of what grows with a text."""
         return 0 if self.heads is None else bytes_of(self.heads)
 
-    def reshaped(self, change: Callable[[Layout], Layout]) -> Source:
+    def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
         """The same with another tree, where it has one."""
         return self
 
 
-class Materials(NamedTuple):
+class DrafterContext(NamedTuple):
     """What sources are made of."""
 
     model: PreTrainedModel
@@ -141,7 +141,7 @@ class Materials(NamedTuple):
     """Of a dynamic tree of the heads."""
 
 
-class Plan(ABC):
+class DrafterConfig(ABC):
     """A drafter as it was asked for, `NAME[:options]`, before anything is loaded.
 
     Plans are dataclasses: their fields are the options, and `__post_init__` refuses what cannot be.
@@ -178,14 +178,14 @@ class Plan(ABC):
         return
 
     def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """What the guesses of `heads` will be laid out on; `tree` and `stop_drafting` as in `Materials`.
+        """What the guesses of `heads` will be laid out on; `tree` and `stop_drafting` as in `DrafterContext`.
 
         Raises:
             RequestError: these heads have no such tree."""
         return ()
 
     @abstractmethod
-    def source(self, materials: Materials) -> Source:
+    def source(self, materials: DrafterContext) -> DrafterFactory:
         """
         Raises:
             RequestError: something that it needs is missing or does not fit."""

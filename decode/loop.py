@@ -25,16 +25,16 @@ from decode.accept import (
     typical,
 )
 from decode.cache import TreeCache
-from decode.clock import Clock
-from decode.contrast import Amateur, Beside, ContrastVerifier
 from decode.draft import Draft, Drafter, Frontier
-from decode.prefill import read
-from decode.reader import Reader
+from decode.heads_cache import HeadsCache
+from decode.prefill import prefill
 from decode.sampling import Target, Truncation, most_probable
 from decode.sequences import Request, Sequences
+from decode.strategies.contrastive import Amateur, AmateurState, ContrastVerifier
+from decode.timers import Timer
 from decode.verify import Verifier
 from medusa.backbone import Backbone, Readout
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 
 
 @dataclass
@@ -97,7 +97,8 @@ class Session:
             truncation: of the target, if any.
             keep_hidden: keep the hidden states that are read, too.
             heads: those that draft, if they are to read along (prefix attention, or a memory of their own).
-            amateur: whom the backbone is contrasted with (`decode.contrast`); texts end where its context does, too.
+            amateur: whom the backbone is contrasted with (`decode.strategies.contrastive`); texts end where its
+            context does, too.
         """
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
@@ -106,10 +107,10 @@ class Session:
         longest = max(len(request.prompt) for request in requests)
         ahead = min(max(request.max_new_tokens for request in requests), 1024)  # more is added as the text grows
         self.cache = TreeCache(model.config, len(requests), capacity=longest + ahead + slack + 1)
-        self.beside = None if amateur is None else Beside(amateur, len(requests), self.cache.capacity)
+        self.beside = None if amateur is None else AmateurState(amateur, len(requests), self.cache.capacity)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
-        self.reader = Reader.of(heads, self.backbone, len(requests), self.cache.capacity)
+        self.reader = HeadsCache.of(heads, self.backbone, len(requests), self.cache.capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
         """Read the prompts, and decide on the first token of each row."""
@@ -119,7 +120,7 @@ class Session:
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
         watch = self._watch if self.reader is not None or self.kept_hidden is not None else None
-        hidden, logits = read(self.backbone, self.cache, ids, lengths, watch)
+        hidden, logits = prefill(self.backbone, self.cache, ids, lengths, watch)
         if self.reader is not None:
             self.reader.cut(lengths)
         if self.beside is not None:
@@ -150,7 +151,7 @@ class Session:
             cache.select(left)
 
     def _frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        return Frontier(root, hidden, rows, None if self.reader is None else self.reader.memory())
+        return Frontier(root, hidden, rows, None if self.reader is None else self.reader.context_kv())
 
     def _watch(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
         """hidden [B, T, H] of the prompts' tokens from `start` on -> what the heads read of them."""
@@ -167,7 +168,7 @@ class Session:
             self.kept_hidden[row].append(states[nodes[:length]])
 
     @torch.inference_mode()
-    def run(self, drafter: Drafter, verifier: Verifier, acceptor: Acceptor, clock: Clock) -> Iterator[Step]:
+    def run(self, drafter: Drafter, verifier: Verifier, acceptor: Acceptor, clock: Timer) -> Iterator[Step]:
         """Decode until every row has ended; one `Step` per step, the prefill not counted."""
         sequences = self.sequences
         # Typical acceptance decides on every root by argmax, so on the first one too.

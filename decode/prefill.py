@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode.attention import grouped
 from decode.cache import TreeCache
+from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone, Readout, at
 
 TOKENS, LEAST = 1024, 256
@@ -21,19 +21,20 @@ TOKENS, LEAST = 1024, 256
 any, and the masks of pieces cost less than a tenth (8192 tokens, 6 layers of 288, float32)."""
 
 
-def read(
+def prefill(
     backbone: Backbone,
     cache: TreeCache,
     ids: Tensor,
     lengths: list[int],
-    watch: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    on_hidden: Callable[[Tensor, Tensor, int], Tensor] | None = None,
 ) -> Readout:
     """Fill the empty `cache` with prompts, right-padded; a causal model never looks at what stands behind a token.
 
     Args:
         ids: [B, T] prompts.
         lengths: of each row, without its padding.
-        watch: is given the hidden states [B, C, H] of every piece, the tokens behind them [B, C] and where it starts,
+        on_hidden: is given the hidden states [B, C, H] of every piece, the tokens behind them [B, C] and where it
+        starts,
             and gives back what is to be taken for them.
 
     Returns:
@@ -55,10 +56,12 @@ def read(
         final = (last - start).clamp(0, end - start - 1)
         with grouped(backbone.config):
             here = backbone.forward(
-                piece, cache, last=final, all_hidden=watch is not None, position_ids=positions.expand(count, -1)
+                piece, cache, last=final, all_hidden=on_hidden is not None, position_ids=positions.expand(count, -1)
             )
-        if watch is not None:
-            here = here._replace(hidden=at(watch(here.hidden[:, : end - start], next_ids[:, start:end], start), final))
+        if on_hidden is not None:
+            here = here._replace(
+                hidden=at(on_hidden(here.hidden[:, : end - start], next_ids[:, start:end], start), final)
+            )
         cache.commit_prompt([end - start] * count)
         if found is None:
             found = here

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
-from decode.clock import Clock
-from decode.compiled import Compiled, Root
-from decode.contrast import Amateur
+from decode.compiled.regions import Compiled, NoDraft
 from decode.loop import Acceptor, Session, Step
 from decode.request import require_amateur
 from decode.sequences import Request, Sequences
+from decode.strategies.contrastive import Amateur
+from decode.timers import Timer
 from decode.topology import Topology
 from decode.verify import TreeMasks, reread
 from medusa.backbone import Backbone, Readout
@@ -28,12 +28,12 @@ from medusa.tree import Tree
 def plain_session(
     model: PreTrainedModel,
     requests: Sequence[Request],
-    clock: Clock | None = None,
+    clock: Timer | None = None,
     keep_hidden: bool = False,
     compile: bool = False,
     amateur: Amateur | None = None,
 ) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes without heads, and its steps; with `compile` compiled ones (`decode.compiled`).
+    """A session that decodes without heads, and its steps; with `compile` compiled ones (`decode.compiled.regions`).
 
     Raises:
         RequestError: an amateur that does not fit."""
@@ -43,17 +43,17 @@ def plain_session(
     if compile:
         device = session.backbone.device
         rule = Acceptor("rejection" if requests[0].do_sample else "greedy")
-        return session, Compiled(session, rule, Tree.chain(0), None, lambda: Root(device)).run(clock or Clock())
-    return session, _run(session, clock or Clock())
+        return session, Compiled(session, rule, Tree.chain(0), None, lambda: NoDraft(device)).run(clock or Timer())
+    return session, _run(session, clock or Timer())
 
 
 @torch.inference_mode()
-def _run(session: Session, clock: Clock) -> Iterator[Step]:
+def _run(session: Session, clock: Timer) -> Iterator[Step]:
     backbone, sequences, beside = session.backbone, session.sequences, session.beside
     tokens = session.prefill().root
     rows = list(range(len(sequences)))
-    alone = Alone(backbone, session.cache, sequences)
-    amateur = None if beside is None else Alone(beside.backbone, beside.cache, sequences)
+    alone = PlainForward(backbone, session.cache, sequences)
+    amateur = None if beside is None else PlainForward(beside.backbone, beside.cache, sequences)
     root_only = torch.zeros(len(rows), 1, dtype=torch.long, device=backbone.device)
     clock.start()
     while rows:
@@ -84,7 +84,7 @@ def _run(session: Session, clock: Clock) -> Iterator[Step]:
         clock.start()
 
 
-class Alone:
+class PlainForward:
     """One model, one token a row, on top of its cache."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:

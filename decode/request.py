@@ -18,16 +18,16 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from decode.capability import require_tree_forward
-from decode.companion import require_same_vocabulary
-from decode.contrast import Amateur
-from decode.dynamic import DynamicTree, Layout
+from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.drafters.small_model import require_same_vocabulary
 from decode.loop import Acceptor
 from decode.sampling import POSITION_FREE
 from decode.sequences import Request
+from decode.strategies.contrastive import Amateur
+from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree, load_tree
 
 LOSSLESS = ("greedy", "rejection")

@@ -17,17 +17,17 @@ from transformers import (
     StopStringCriteria,
 )
 
-from decode.clock import Clock
-from decode.contrast import Amateur, ContrastProcessor
-from decode.draft import Materials, Source
-from decode.drafters import DrafterLike, source_of
-from decode.front import medusa_session
+from decode.draft import DrafterContext, DrafterFactory
+from decode.drafters import DrafterLike, drafter_factory
+from decode.generation import medusa_session
 from decode.loop import Session, Step
 from decode.reference import plain_session
 from decode.request import TreeLike, prepare
 from decode.settings import Settings
+from decode.strategies.contrastive import Amateur, ContrastProcessor
+from decode.timers import Timer
 from medusa.backbone import Backbone
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 
 OnStep = Callable[[int, list[int]], None]
 """Called with a prompt's index and the tokens that a step gave it."""
@@ -106,7 +106,7 @@ def plain_method(
     model: PreTrainedModel,
     settings: Settings,
     tokenizer: Any = None,
-    clock: Clock | None = None,
+    clock: Timer | None = None,
     keep_hidden: bool = False,
 ) -> Method:
     """Our own autoregressive loop."""
@@ -128,13 +128,13 @@ def medusa_method(
     settings: Settings,
     tokenizer: Any = None,
     tree: TreeLike = None,
-    clock: Clock | None = None,
+    clock: Timer | None = None,
     keep_hidden: bool = False,
     drafter: DrafterLike = None,
 ) -> Method:
     """A drafter, the heads by default, and a tree; what it loads is loaded once."""
-    stop_drafting = 0.0 if isinstance(drafter, Source) else settings.stop_drafting
-    source = source_of(drafter, Materials(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
+    stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
+    source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
 
     def decode(
         prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None

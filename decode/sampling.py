@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 )
 
 from decode.accept import Draws, typical
-from decode.greatest import argmax
+from decode.ops.fast_topk import argmax
 from decode.sequences import Request, Sequences
 
 # Processors that look at scores alone; all others may depend on the prompt's length or on the row.

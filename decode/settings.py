@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from decode.contrast import Amateur
 from decode.loop import Acceptor
 from decode.request import require_compilable, require_one_shape, require_uncontrasted, resolve_acceptance
+from decode.strategies.contrastive import Amateur
 from medusa.errors import RequestError
 
 
@@ -38,7 +38,7 @@ class Settings:
     """Confidence below which a dynamic tree drafts nothing more; 0 is off."""
     ignore_eos: bool = False
     compile: bool = False
-    """Whole steps as one compiled region (`decode.compiled`)."""
+    """Whole steps as one compiled region (`decode.compiled.regions`)."""
     amateur: Amateur | None = None
     """Whom the backbone is contrasted with."""
 

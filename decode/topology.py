@@ -97,17 +97,17 @@ class Topology:
         return table[0].index_select(0, nodes) if self.is_shared else table[rows, nodes]
 
     @property
-    def indifferent(self) -> Tensor:
+    def non_ancestors(self) -> Tensor:
         """[R, N, N] True where a node (the column) may hold anything, as far as another (the row) is concerned.
 
         That is where it does not stand above it, or is the root, which is decided."""
-        return self._indifferent if self.is_static else self._find_indifferent()
+        return self._non_ancestors if self.is_static else self._find_non_ancestors()
 
     @cached_property
-    def _indifferent(self) -> Tensor:
-        return self._find_indifferent()
+    def _non_ancestors(self) -> Tensor:
+        return self._find_non_ancestors()
 
-    def _find_indifferent(self) -> Tensor:
+    def _find_non_ancestors(self) -> Tensor:
         root = torch.arange(self.num_nodes, device=self.parent.device) == 0
         return ~self.ancestors | root
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from decode.attention import grouped
 from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.prefill import read
+from decode.ops.grouped_attention import grouped
+from decode.prefill import prefill
 from decode.sequences import Sequences
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout
@@ -159,12 +159,12 @@ class Verifier:
         What stands aside is read in the same forward, and told to whoever asked.
         """
         readout = self.read(draft.whole)
-        if not draft.asides:
+        if not draft.side_branches:
             return readout
         nodes = start = draft.topology.num_nodes
-        for aside in draft.asides:
+        for aside in draft.side_branches:
             count = aside.topology.num_nodes - 1
-            aside.tell(readout.logits[:, start : start + count])
+            aside.on_logits(readout.logits[:, start : start + count])
             start += count
         return Readout(readout.hidden[:, :nodes], readout.logits[:, :nodes])
 
@@ -218,5 +218,5 @@ def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
         return
     text = sequences.prefix(0)  # [1, boundary + 1]: the root, whose position turns all of them, is written already
     cache.rewind()
-    read(backbone, cache, text, [text.shape[1]])
+    prefill(backbone, cache, text, [text.shape[1]])
     cache.cut([boundary])  # without the root, which the tree holds

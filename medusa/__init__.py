@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from medusa.config import MedusaConfig as MedusaConfig
     from medusa.errors import RequestError as RequestError
-    from medusa.heads import MedusaHeads as MedusaHeads
+    from medusa.heads.independent import MedusaHeads as MedusaHeads
     from medusa.tree import Tree as Tree
 
 __version__ = "0.1.0"
 __all__ = ["MedusaConfig", "MedusaHeads", "RequestError", "Tree", "__version__"]
 
-_HOMES = {"MedusaConfig": "config", "MedusaHeads": "heads", "RequestError": "errors", "Tree": "tree"}
+_HOMES = {"MedusaConfig": "config", "MedusaHeads": "heads.independent", "RequestError": "errors", "Tree": "tree"}
 
 
 def __getattr__(name: str) -> object:

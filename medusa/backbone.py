@@ -29,13 +29,13 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError
-from medusa.files import read_json
+from medusa.files import ASSETS, read_json
 
-DEMO = Path(__file__).parent / "assets" / "backbone"
+DEMO = ASSETS / "backbone"
 TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 MASK_BLIND = {
     # model_type: why a tree mask does not reach, or does not suffice for, its attention (measured). The self-test
-    # (decode/capability.py) sees less: GPT-Neo's real window is longer than it, and half precision hides MPT's biases.
+    # (decode/tree_check.py) sees less: GPT-Neo's real window is longer than it, and half precision hides MPT's biases.
     "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
     "mpt": "its ALiBi biases follow slot indices, not positions",
     "bloom": "its ALiBi biases follow slot indices, not positions",

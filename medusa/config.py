@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa.errors import RequestError
-from medusa.kinds import KINDS
+from medusa.heads.kinds import KINDS
 from medusa.tree import Tree
 
 GATED = "gated"  # the block of EAGLE-3
@@ -45,9 +45,9 @@ class MedusaConfig:
     num_layers: int = 1
     kind: str = "medusa"
     prefix_layers: int = 0
-    """Decoder layers of the heads' own, between the backbone and the heads (`medusa.prefix`)."""
+    """Decoder layers of the heads' own, between the backbone and the heads (`medusa.heads.prefix`)."""
     prefix: dict[str, Any] | None = None
-    """What these are, where they are not ours: the arguments of `medusa.prefix.Prefix`."""
+    """What these are, where they are not ours: the arguments of `medusa.heads.prefix.Prefix`."""
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"

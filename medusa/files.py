@@ -14,6 +14,9 @@ from typing import Any
 
 from medusa.errors import RequestError, RunError
 
+ASSETS = Path(__file__).parent / "assets"
+"""What comes with the package: the embedded backbone, heads and a draft model for it, and prompts."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.backbone import Backbone
-from medusa.heads import LMHead, MedusaHeads
+from medusa.heads.independent import LMHead, MedusaHeads
 
 ABSENT = -1
 

@@ -90,7 +90,7 @@ def measure(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from medusa.config import MedusaConfig
-    from medusa.heads import MedusaHeads
+    from medusa.heads.independent import MedusaHeads
     from train.loss import Teacher, Weighting, head_losses
 
     torch.set_num_threads(1)

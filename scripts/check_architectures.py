@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from decode import steps
-from decode.capability import TreeCheck, check_tree_forward
+from decode.tree_check import TreeCheck, check_tree_forward
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import DTYPES, Backbone, load_backbone, require_tree_support
 from medusa.files import write_json, write_text

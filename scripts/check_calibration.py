@@ -21,14 +21,14 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from decode.calibrate import Recording, calibrate, foretold_tau, foretold_tau_elsewhere, grow, record
-from decode.clock import stopwatch
-from decode.dynamic import DynamicTree, Layout
+from decode.bench.calibrate import Recording, calibrate, foretold_tau_elsewhere, grow, predicted_tau, record
+from decode.drafters.dynamic_tree import DynamicTree, Layout
 from decode.results import Result, medusa_method, plain_method, tau
 from decode.settings import Settings
+from decode.timers import stopwatch
 from medusa.backbone import Backbone
 from medusa.commands import common
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from medusa.records import prompt_ids, read_records
 from medusa.tree import Tree
 
@@ -69,7 +69,7 @@ def main() -> None:
         dynamic = DynamicTree.over_heads(nodes, heads.config.num_heads, temperatures)
         trees: list[tuple[str, Layout, float]] = [
             ("static", static, foretold_tau_elsewhere(nodes, recording)),
-            ("dynamic", dynamic, foretold_tau(dynamic, recording)),
+            ("dynamic", dynamic, predicted_tau(dynamic, recording)),
         ]
         for kind, tree, foretold in trees:
             decode = medusa_method(loaded.model, heads, settings, tree=tree)

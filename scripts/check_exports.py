@@ -32,8 +32,8 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # the same products in another order; 
 def write(args: argparse.Namespace) -> None:
     """Export, and keep what the heads say."""
     from medusa.__main__ import main
-    from medusa.checkpoint import load_heads
-    from medusa.formats.own import read_lm_head
+    from medusa.checkpoints.load import load_heads
+    from medusa.export.own import read_lm_head
 
     heads, lm_head = load_heads(args.heads), read_lm_head(args.backbone)
     formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm", "modelopt")

@@ -27,14 +27,15 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
-from decode import benchmark, evidence
-from decode.clock import stopwatch
-from decode.draft import Plan, Source
+from decode.bench import benchmark
+from decode.bench import losslessness as evidence
+from decode.draft import DrafterConfig, DrafterFactory
 from decode.drafters import parse
 from decode.drafters.model import DraftModel
-from decode.drafters.ngram import NgramPlan
+from decode.drafters.ngram import NgramConfig
 from decode.results import medusa_method, plain_method, transformers_method
 from decode.settings import Settings
+from decode.timers import stopwatch
 from medusa.backbone import Loaded
 from medusa.commands import common, datastore
 from medusa.errors import RequestError
@@ -50,8 +51,8 @@ class Entry:
     """A drafter that takes part."""
 
     name: str
-    plan: Plan
-    source: Source
+    plan: DrafterConfig
+    source: DrafterFactory
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def theirs(loaded: Loaded, entries: list[Entry], settings: Settings) -> list[ben
     """`model.generate`, and its own version of each drafter that it has: as many tokens ahead, and no heuristics."""
     model, found = loaded.model, dict[str, dict[str, Any]](transformers={})
     for entry in entries:
-        if isinstance(entry.plan, NgramPlan):
+        if isinstance(entry.plan, NgramConfig):
             ahead = {"prompt_lookup_num_tokens": entry.plan.tokens, "max_matching_ngram_size": entry.plan.n}
             found[f"transformers, {entry.name}"] = ahead
         if isinstance(entry.source, DraftModel) and isinstance(entry.source.tree, Tree):

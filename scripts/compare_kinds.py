@@ -29,20 +29,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from decode import benchmark, calibrate, compiled
-from decode.capability import require_tree_forward
-from decode.clock import stopwatch
-from decode.drafters.trained import heads_drafter
-from decode.dynamic import Layout
+from decode.bench import benchmark, calibrate
+from decode.compiled import regions as compiled
+from decode.drafters.dynamic_tree import Layout
+from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Session
 from decode.request import prepare
 from decode.results import Method, medusa_method, plain_method, tau
 from decode.settings import Settings
+from decode.timers import stopwatch
+from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
 from medusa.backbone import Loaded
 from medusa.commands import common
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from medusa.records import prompt_ids
 from medusa.tree import Tree
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from decode.evidence import RULES, Experiment
+from decode.bench.losslessness import RULES, Experiment
 from decode.request import resolve_tree
 from decode.settings import Settings
 from medusa.backbone import load_backbone
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.commands.verify import INK, TokenNames, draw
 
 PROMPTS = Path(__file__).parents[1] / "medusa" / "assets" / "prompts.jsonl"

@@ -89,7 +89,7 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
     import torch
 
     from medusa.backbone import Backbone, load_backbone
-    from medusa.checkpoint import PROVENANCE, load_heads, save_heads
+    from medusa.checkpoints.load import PROVENANCE, load_heads, save_heads
     from medusa.files import read_json
     from train.evaluate import guess_ranks
 

@@ -18,16 +18,16 @@ from typing import Any
 
 from rich.table import Table
 
-from decode import calibrate
-from decode.benchmark import machine
-from decode.capability import require_tree_forward
-from decode.clock import stopwatch
+from decode.bench import calibrate
+from decode.bench.benchmark import machine
+from decode.bench.chi2 import median_interval
 from decode.results import Method, medusa_method, plain_method, tau
 from decode.settings import Settings
-from decode.stats import median_interval
+from decode.timers import stopwatch
+from decode.tree_check import require_tree_forward
 from medusa.backbone import Loaded
 from medusa.commands import common
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from medusa.records import prompt_ids
 
 

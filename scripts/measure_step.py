@@ -30,15 +30,16 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode import prefill
-from decode.benchmark import machine
+from decode import prefill as prefill_module
+from decode.bench.benchmark import machine
 from decode.cache import TreeCache
-from decode.clock import Clock, stopwatch
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.loop import Session
+from decode.prefill import prefill
 from decode.reference import plain_session
 from decode.request import prepare, resolve_acceptance, resolve_tree
+from decode.timers import Timer, stopwatch
 from decode.topology import Topology
 from decode.verify import TreeMasks, Verifier
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
@@ -93,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     common.prepare_machine(args)
     if args.piece:
-        prefill.TOKENS = prefill.LEAST = args.piece
+        prefill_module.TOKENS = prefill_module.LEAST = args.piece
     prompts: list[list[int]]
     if args.random:
         model = counting_llama(*args.random).to(args.device or "cpu", DTYPES[args.dtype or "float32"])
@@ -162,7 +163,7 @@ def measure_prefill(model: Any, prompt: list[int]) -> dict[str, float]:
     ids = torch.tensor([prompt], device=backbone.device)
     before = _memory(backbone.device, reset=True)
     cache = TreeCache(model.config, 1, capacity=len(prompt))
-    seconds, _ = _timer(backbone.device)(lambda: prefill.read(backbone, cache, ids, [len(prompt)]))
+    seconds, _ = _timer(backbone.device)(lambda: prefill(backbone, cache, ids, [len(prompt)]))
     kept = sum(arena.buffer.nbytes for arena in cache.arenas)
     return {
         "tokens": len(prompt),
@@ -243,7 +244,7 @@ def _session(
         drafter = Scripted(heads, session.backbone, tree)
         drafter.tau = tau
     verifier = Verifier(session.backbone, session.cache, session.sequences)
-    return session, session.run(drafter, verifier, resolve_acceptance(None, False), Clock())
+    return session, session.run(drafter, verifier, resolve_acceptance(None, False), Timer())
 
 
 def _timer(device: torch.device) -> Callable[[Callable[[], Any]], tuple[float, Any]]:

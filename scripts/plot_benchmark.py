@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from decode import pictures
+from decode.bench.report import plots as pictures
 
 
 def main() -> None:

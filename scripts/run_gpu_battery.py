@@ -471,7 +471,7 @@ def require_one(figures: dict[str, Any]) -> None:
 
 
 def losses(run: Run) -> None:
-    """Memory and time of the loss: all logits at once, in chunks, and Liger's kernels where they are installed."""
+    """ContextKV and time of the loss: all logits at once, in chunks, and Liger's kernels where they are installed."""
     place = run.output / "json" / "losses.json"
     place.parent.mkdir(exist_ok=True)
     run.script("benchmark_loss", *run.scale.losses, "--device", run.device, "--output", place)
@@ -616,7 +616,7 @@ def read(output: Path) -> dict[str, Any]:
 
 
 def run_stages(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any]:
-    from decode.benchmark import machine
+    from decode.bench.benchmark import machine
     from medusa.commands.benchmark import commit
     from medusa.files import write_json
 
@@ -730,7 +730,7 @@ def curve_tables(figures: dict[str, Any]) -> list[Table]:
 
 
 def benchmark_tables(figures: dict[str, Any]) -> list[Table]:
-    from decode.benchmark_page import speed_row
+    from decode.bench.report.benchmark_page import speed_row
 
     found: list[Table] = []
     for way, outcome in figures.items():
@@ -829,8 +829,8 @@ def markdown(outcome: dict[str, Any]) -> str:
 
 def page(outcome: dict[str, Any]) -> Any:
     """The page of plots, the tables below them."""
-    from decode import pictures
-    from decode.report import Page
+    from decode.bench.report import plots as pictures
+    from decode.bench.report.html import Page
 
     made = Page("GPU battery")
     made.text(headline(outcome), "faint")
@@ -861,7 +861,7 @@ def page(outcome: dict[str, Any]) -> Any:
 
 
 def forward_times(axes: Any, points: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> None:
-    from decode.pictures import INK, plain_frame
+    from decode.bench.report.plots import INK, plain_frame
 
     ways = [("eager_ms", "eager", "transformers", points), ("graph_ms", "CUDA graph", "medusa", points)]
     ways += [
@@ -878,7 +878,7 @@ def forward_times(axes: Any, points: list[dict[str, Any]], compiled: list[dict[s
 
 
 def batch_rates(axes: Any, sizes: dict[str, Any]) -> None:
-    from decode.pictures import INK, plain_frame
+    from decode.bench.report.plots import INK, plain_frame
 
     for name in ("plain", "transformers", "medusa"):
         values = [found["tokens_per_second"][name] for found in sizes.values()]

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.clock import Clock
 from decode.draft import Draft, Frontier
-from decode.front import unpadded
+from decode.generation import unpadded
 from decode.loop import Session, Step
 from decode.request import prepare, resolve_acceptance
+from decode.timers import Timer
 from decode.topology import Topology
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
-from medusa.kinds import build
+from medusa.heads.kinds import build
 
 
 def load_script(name: str) -> Any:
@@ -163,7 +163,7 @@ def decode_with(
     session = Session(model, requests, slack=drafter.tree.num_nodes, amateur=amateur)
     drafter.sequences = session.sequences
     acceptor = resolve_acceptance(acceptance, requests[0].do_sample)
-    return session, list(session.run(drafter, session.verifier(), acceptor, Clock()))
+    return session, list(session.run(drafter, session.verifier(), acceptor, Timer()))
 
 
 @torch.no_grad()

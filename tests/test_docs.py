@@ -34,9 +34,9 @@ NEEDS = re.compile(r"#\s*not run here: needs (\S.*)$")
 NEEDS_BELOW = re.compile(r"\s*\(Not run here: needs ([^.:;]+)")
 PROGRAMS = re.compile(r"^(?:[A-Z_]+=\S+ +)*(medusa|python3?|pip|make|torchrun|accelerate|mkdocs|\S+/bin/\w+) ")
 RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that runs it
-    "medusa demo": "tests/test_demo.py",
-    "medusa chat --backbone demo --heads demo": "tests/test_chat.py, with somebody who types",
-    "make demo": "tests/test_demo.py, which runs what it runs",
+    "medusa demo": "tests/commands/test_demo.py",
+    "medusa chat --backbone demo --heads demo": "tests/commands/test_chat.py, with somebody who types",
+    "make demo": "tests/commands/test_demo.py, which runs what it runs",
     "make test": ".ci/run",
     "make lint": ".ci/run",
     "make docs": "tests/test_site.py, which does what it does",
@@ -198,7 +198,7 @@ def test_commands_that_need_nothing_run(
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
-    monkeypatch.setattr("decode.calibrate.SIZES", (1, 4, 8))
+    monkeypatch.setattr("decode.bench.calibrate.SIZES", (1, 4, 8))
     for line in to_run()[page]:
         words = arguments(line)
         assert line.startswith("medusa "), f"{page}: say what {line!r} needs, or who runs it (RUN_ELSEWHERE)"

@@ -18,7 +18,7 @@ from train.data import DataConfig
 SCHEDULES = ("constant", "linear", "sine")
 LM_LOSSES = ("kl", "text")
 NUM_HEADS = 4
-LEAN = 0.06  # with lambda_0 0.1: within 2 % of the perplexity (docs/training.md)
+TEACHER_TILT = 0.06  # with lambda_0 0.1: within 2 % of the perplexity (docs/training.md)
 
 
 @dataclass
@@ -28,7 +28,8 @@ class HeadsConfig:
     num: int | None = None
     """How many heads, 4 if not said: 3 to 5; a step can give at most one token more than there are heads."""
     kind: str | None = None
-    """medusa (independent) if not said, or one that knows what was guessed before (`medusa.kinds`, docs/kinds.md)."""
+    """medusa (independent) if not said, or one that knows what was guessed before (`medusa.heads.kinds`,
+    docs/kinds.md)."""
     prefix_layers: int | None = None
     """Decoder layers of the heads' own over the hidden states (prefix attention); 1 is usual, 0 none."""
     block: str | None = None
@@ -42,7 +43,7 @@ class HeadsConfig:
     """own (V x H more weights a head) or shared (the backbone's)."""
     vocabulary: int | None = None
     """Guess among so many tokens, the most frequent of the training text; 0: among all. For large vocabularies."""
-    vocabulary_anyway: bool = False
+    force_vocabulary: bool = False
     """Also where that is expected to slow decoding down."""
     start: str | None = None
     """Go on from these trained heads, a folder or Hub id, instead of fresh ones; what is said above must agree."""
@@ -68,11 +69,12 @@ class AdapterConfig:
     """kl: stay close to the untouched backbone; text: learn the text."""
     lambda_0: float = 0.1
     """Weight of what the heads ask of the backbone beside the LM loss (paper: 0.2; 0.01 in self-distillation)."""
-    lean: float | None = None
+    teacher_tilt: float | None = None
     """Exponent with which the teacher leans towards what the first head expected (`train.medusa2`; ours); 0 is off,
     0.06 if not said; text has no teacher."""
     schedule: str = "constant"
-    """How lambda_0 and lean are reached: constant, linear or sine (a quarter wave); rising ones spare the backbone."""
+    """How lambda_0 and teacher_tilt are reached: constant, linear or sine (a quarter wave); rising ones spare the
+    backbone."""
     heads_first: float = 0.1
     """Share of the run in which the heads learn alone; 0 where they start from trained ones (`heads.start`)."""
     quality_data: str | None = None
@@ -90,12 +92,14 @@ class AdapterConfig:
             raise RequestError(f"adapter.heads_first is {self.heads_first}; it is a share of the run, below 1")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"adapter.dropout is {self.dropout}; it must be at least 0 and below 1")
-        if self.lean is None:
-            self.lean = LEAN if self.lm_loss == "kl" else 0.0
-        if not 0 <= self.lean < 1:
-            raise RequestError(f"adapter.lean is {self.lean}; it must be at least 0 and below 1")
-        if self.lean and self.lm_loss != "kl":
-            raise RequestError("adapter.lean is for lm_loss kl, where a teacher can lean; leave one of them out")
+        if self.teacher_tilt is None:
+            self.teacher_tilt = TEACHER_TILT if self.lm_loss == "kl" else 0.0
+        if not 0 <= self.teacher_tilt < 1:
+            raise RequestError(f"adapter.teacher_tilt is {self.teacher_tilt}; it must be at least 0 and below 1")
+        if self.teacher_tilt and self.lm_loss != "kl":
+            raise RequestError(
+                "adapter.teacher_tilt is for lm_loss kl, where a teacher can be tilted; leave one of them out"
+            )
         if not self.lambda_0 > 0:
             raise RequestError(f"adapter.lambda_0 is {self.lambda_0}; it must be above 0")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from train.trainer import MedusaTrainingArguments
 
 ADAM_STATES = 2  # the means of the gradients and of their squares: two numbers for every weight

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from medusa.backbone import Backbone
-from medusa.heads import MedusaHeads
-from medusa.memory import Memory
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
 from train.labels import IGNORE, following_ids, head_labels
@@ -118,8 +118,8 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
     following, behind = None, following_ids(ids, heads.config.num_heads)
     if heads.follows_path:
         following = backbone.embed(behind[0, where]).to(hidden.dtype)
-    memory = heads.recall(hidden, behind[..., 0], backbone.embed, positions, place=where)
-    return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following, memory)
+    context_kv = heads.context_kv(hidden, behind[..., 0], backbone.embed, positions, place=where)
+    return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following, context_kv)
 
 
 def ranks_of(
@@ -128,16 +128,16 @@ def ranks_of(
     hidden: Tensor,
     labels: Tensor,
     following: Tensor | None = None,
-    memory: Memory | None = None,
+    context_kv: ContextKV | None = None,
 ) -> Tensor:
     """hidden [M, H], labels [K, M] -> rank of each label among its head's guesses [K, M]; `max(TOPS)`: not there.
 
-    `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path; `memory`: the
-    texts before, for those that look back.
+    `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path;
+    `context_kv`: the texts before, for those that look back.
     """
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
-    features = heads.features(hidden, following=following, memory=memory)
+    features = heads.features(hidden, following=following, context_kv=context_kv)
     for part, wanted in zip(features.split(rows, dim=1), labels.split(rows, dim=1), strict=True):
         logits = heads.logits(part, lm_head)
         guesses = token_ids(heads, logits.topk(min(max(TOPS), logits.shape[-1]), -1).indices)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from train.resume import checkpoints
 
 

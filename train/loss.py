@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
-from medusa.memory import Memory
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import MedusaHeads
 from medusa.vocabulary import places_of
 from train.labels import FIRST_OFFSET, IGNORE
 
@@ -89,7 +89,7 @@ class Teacher:
     """[R] which of the N positions each taught one is."""
     lm_head: nn.Module
     temperature: float = 1.0
-    label_share: float = 0.0
+    hard_label_weight: float = 0.0
     """Of the target that goes to the most probable token, whatever its probability."""
     vocabulary: Tensor | None = None
     """[N] tokens that the heads guess among; the distributions are those given that one of them comes, [D, N]."""
@@ -112,9 +112,9 @@ class Teacher:
             soft = soft[:, self.vocabulary.to(soft.device)]
         labels = torch.where((labels == IGNORE) | (best[index] < 0), IGNORE, best[index])
         soft = soft.div_(self.temperature).softmax(-1)
-        if self.label_share:
-            soft.mul_(1 - self.label_share)
-            soft.scatter_add_(1, best.clamp_min(0)[:, None], torch.full_like(soft[:, :1], self.label_share))
+        if self.hard_label_weight:
+            soft.mul_(1 - self.hard_label_weight)
+            soft.scatter_add_(1, best.clamp_min(0)[:, None], torch.full_like(soft[:, :1], self.hard_label_weight))
         return soft, index, labels
 
 
@@ -132,7 +132,7 @@ def head_losses(
     teacher: Teacher | None = None,
     backend: str = "auto",
     following: Tensor | None = None,
-    memory: Memory | None = None,
+    context_kv: ContextKV | None = None,
 ) -> HeadLosses:
     """Losses and accuracies of all heads.
 
@@ -142,11 +142,11 @@ def head_losses(
         lm_head: the backbone's, for heads that share it: the rows that they use (`medusa.vocabulary.rows_for`).
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
         following: [R, K, H] embeddings of the tokens behind each position, for kinds of heads that follow the path.
-        memory: the texts before these positions, for kinds that look back.
+        context_kv: the texts before these positions, for kinds that look back.
     """
     if backend == "plain":
-        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following, memory)
-    features = heads.features(hidden, following=following, memory=memory)  # [K, R, H]
+        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following, context_kv)
+    features = heads.features(hidden, following=following, context_kv=context_kv)  # [K, R, H]
     places = _places(heads, labels, teacher)
     if backend == "liger":
         return _over_all(_head_losses_liger(heads, features, places, lm_head, weighting), labels)
@@ -184,7 +184,7 @@ def head_losses_plain(
     weighting: Weighting = Weighting(),
     teacher: Teacher | None = None,
     following: Tensor | None = None,
-    memory: Memory | None = None,
+    context_kv: ContextKV | None = None,
 ) -> HeadLosses:
     """The obvious version, with all logits at once and autograd's gradients: the oracle; see `head_losses`."""
 
@@ -193,7 +193,7 @@ def head_losses_plain(
         assert lm_head is not None
         return lm_head(features.to(next(lm_head.parameters()).dtype))
 
-    logits = heads(hidden, None if lm_head is None else shared, following=following, memory=memory)
+    logits = heads(hidden, None if lm_head is None else shared, following=following, context_kv=context_kv)
     log_p = logits.float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
         places = _places(heads, labels, teacher)

@@ -5,12 +5,12 @@
 L_LM keeps the backbone what it is: the divergence from the untouched backbone (the paper's self-distillation, 2.3.2),
 which is the same weights with the adapter off, or the cross-entropy on the text. The heads may learn alone first.
 
-With `adapter.lean` (ours) the teacher p itself gives way to what the first head expected a token before, q:
+With `adapter.teacher_tilt` (ours) the teacher p itself gives way to what the first head expected a token before, q:
 
-    target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^lean / normaliser
+    target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^teacher_tilt / normaliser
 
-which is the distribution of least KL(target || p) - lean E[log q]: of words that are nearly as good the backbone learns
-to take the one that was foreseen. That costs little of its perplexity, and a guess that was as good as right is right.
+which is the distribution of least KL(target || p) - teacher_tilt E[log q]: of tokens that are nearly as good, the
+backbone learns to take the one that was expected. This costs little of its perplexity.
 
 lambda_0 is applied where the heads' gradient enters the backbone, not to the heads' loss: for the backbone that is the
 same, and to the heads a factor says nothing under AdamW, but one that changes would slow them down while it adjusts.
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from medusa.backbone import Backbone, fingerprint
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from train.config import AdapterConfig
 from train.data import PackedDataset
 from train.features import Features
@@ -109,7 +109,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         super().__init__(heads, model, args)  # freezes all
         model.enable_adapters()  # and the adapter learns again
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
-        self.lambda_0, self.lean = 1.0, 0.0
+        self.lambda_0, self.teacher_tilt = 1.0, 0.0
 
     def train(self, mode: bool = True) -> HeadsAndAdapter:
         super().train(mode)
@@ -145,14 +145,14 @@ class HeadsAndAdapter(HeadsOnBackbone):
         labels = head_labels(input_ids, loss_mask, document_ids, 1, first=NEXT)[0]
         taught = labels != IGNORE
         teacher = None if hidden is None or self.lm_loss == "text" else hidden[taught].to(adapted.dtype)
-        lean = self.leaning(adapted, *batch[:3], taught) if teacher is not None and self.lean else None
-        lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, lean)
+        teacher_tilt = self.tilt(adapted, *batch[:3], taught) if teacher is not None and self.teacher_tilt else None
+        lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, teacher_tilt)
         still = adapted.detach()
         for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
         return JointLosses(*super().forward(*batch, for_heads), lm, taught.sum())
 
     @torch.no_grad()
-    def leaning(
+    def tilt(
         self, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor, taught: Tensor
     ) -> Callable[[slice], Tensor]:
         """hidden [B, T, H] -> what the teacher's log-probabilities gain, [C, V] for a slice of the taught positions.
@@ -162,15 +162,15 @@ class HeadsAndAdapter(HeadsOnBackbone):
         heads, lm_head, dtype = self.heads, without_adapter(self._outside[0].head), next(self.heads.parameters()).dtype
         before, embed = heads.read(hidden.to(dtype), position_ids, document_ids)[:, :-1], self._outside[0].embed
         root = embed(input_ids[:, 1:, None]).to(dtype) if heads.follows_path else None
-        memory = heads.recall(before, input_ids[:, 1:], embed, position_ids[:, :-1], document_ids[:, :-1])
+        context_kv = heads.context_kv(before, input_ids[:, 1:], embed, position_ids[:, :-1], document_ids[:, :-1])
         training = heads.training
         heads.eval()  # what they expect in decoding: no dropout
-        features = F.pad(heads.features(before, 1, root, memory)[0], (0, 0, 1, 0))[taught]
+        features = F.pad(heads.features(before, 1, root, context_kv)[0], (0, 0, 1, 0))[taught]
         heads.train(training)
         if heads.lm_heads is None:
             features = features.to(lm_head.weight.dtype)
         known = F.pad(document_ids[:, 1:] == document_ids[:, :-1], (1, 0))[taught]
-        exponent = self.lean * known.float()[:, None]
+        exponent = self.teacher_tilt * known.float()[:, None]
 
         def gain(rows: slice) -> Tensor:
             return exponent[rows] * heads.logits(features[None, rows], lm_head)[0].float().log_softmax(-1)
@@ -188,12 +188,12 @@ def lm_loss(
     hidden: Tensor,
     labels: Tensor,
     teacher: Tensor | None,
-    lean: Callable[[slice], Tensor] | None = None,
+    teacher_tilt: Callable[[slice], Tensor] | None = None,
 ) -> Tensor:
     """hidden [M, H] -> mean over M of KL(untouched || adapted), or of the cross-entropy with `labels` [M], in nats.
 
-    `teacher` [M, H] are the untouched backbone's hidden states; `lean` is what their log-probabilities gain. No more
-    than a chunk of logits is held: the backward makes them again.
+    `teacher` [M, H] are the untouched backbone's hidden states; `teacher_tilt` is what their log-probabilities gain.
+    No more than a chunk of logits is held: the backward makes them again.
     """
     plain_head = without_adapter(head)
 
@@ -203,8 +203,8 @@ def lm_loss(
             return F.nll_loss(log_q, labels[rows], reduction="sum")
         with torch.no_grad():
             log_p = plain_head(teacher[rows]).float().log_softmax(-1)
-            if lean is not None:
-                log_p = (log_p + lean(rows)).log_softmax(-1)
+            if teacher_tilt is not None:
+                log_p = (log_p + teacher_tilt(rows)).log_softmax(-1)
         return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
     loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph also where there is no label
@@ -216,7 +216,8 @@ def lm_loss(
 
 
 def risen(config: AdapterConfig, progress: float) -> float | None:
-    """How much of lambda_0 and lean is in force at that share of the run; `None` while the heads learn alone."""
+    """How much of lambda_0 and teacher_tilt is in force at that share of the run; `None` while the heads learn
+    alone."""
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
@@ -257,7 +258,7 @@ class Medusa2Trainer(MedusaTrainer):
         assert isinstance(self.trained, HeadsAndAdapter)
         self.trained.joint = self.progress() >= self.adapter.heads_first
         self.trained.lambda_0 = heads_weight(self.adapter, self.progress())
-        self.trained.lean = (self.adapter.lean or 0.0) * (risen(self.adapter, self.progress()) or 0.0)
+        self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (risen(self.adapter, self.progress()) or 0.0)
         return super().get_batch_samples(*args)
 
     def label_counts(self, batch: dict[str, Tensor]) -> Tensor:

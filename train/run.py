@@ -18,12 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from medusa import backbone as backbones
 from medusa.backbone import Backbone, Loaded, fingerprint
-from medusa.checkpoint import WEIGHTS, load_heads
+from medusa.checkpoints.load import WEIGHTS, load_heads
 from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
-from medusa.heads import MedusaHeads
-from medusa.kinds import build
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.kinds import build
 from train.architecture import choose, learning_rate
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.curves import PICTURE, draw_curves
@@ -92,7 +92,7 @@ def train(
         loaded.model, config.heads, config.backbone, config.revision, None if words is None else words.ids
     )
     if words is not None:
-        worth = require_worthwhile(heads, loaded.model, words.coverage, config.heads.vocabulary_anyway)
+        worth = require_worthwhile(heads, loaded.model, words.coverage, config.heads.force_vocabulary)
         if not quiet:
             _say(worth)
     _require_adaptable(config, heads)
@@ -232,9 +232,10 @@ def _require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
         raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
     if config.data.streaming and config.adapter.quality_data is None:
         raise RequestError("data.streaming has no end to take a perplexity on; name a file as adapter.quality_data")
-    if config.adapter.lean and heads.vocabulary is not None:
+    if config.adapter.teacher_tilt and heads.vocabulary is not None:
         raise RequestError(
-            "adapter.lean needs heads that know all tokens; add adapter.lean=0, or leave heads.vocabulary out"
+            "adapter.teacher_tilt needs heads that know all tokens; "
+            "add adapter.teacher_tilt=0, or leave heads.vocabulary out"
         )
     if config.adapter.lm_head and heads.config.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")

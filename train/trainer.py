@@ -23,10 +23,10 @@ from transformers import (
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import load_heads, save_heads
+from medusa.checkpoints.load import load_heads, save_heads
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
-from medusa.memory import Memory
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from medusa.vocabulary import lm_head_for, rows_for, token_ids
 from train.evaluate import GuessCounts, ranks_of
@@ -63,7 +63,7 @@ class MedusaTrainingArguments(TrainingArguments):
         },
     )
     teacher_temperature: float = field(default=1.0, metadata={"help": "of the backbone's distributions, for distill"})
-    label_share: float = field(
+    hard_label_weight: float = field(
         default=0.0, metadata={"help": "of distill's targets that goes to the most probable token alone"}
     )
     head_weighting: str | None = field(
@@ -85,7 +85,7 @@ class MedusaTrainingArguments(TrainingArguments):
         },
     )
     dropout: float = field(default=0.0, metadata={"help": "share of the outputs of the heads' blocks (Hydra++: 0.2)"})
-    own_guesses: float = field(
+    scheduled_sampling: float = field(
         default=0.0,
         metadata={
             "help": "for heads that follow the path: probability, rising from 0 to this over the run, that a head is "
@@ -116,7 +116,7 @@ class MedusaTrainingArguments(TrainingArguments):
     per_device_train_batch_size: int = field(default=4, metadata={"help": "packed rows a step and device"})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "fall of the learning rate"})
     warmup_steps: float = field(default=0.02, metadata={"help": "steps, or below 1 the share of the run"})
-    adam_beta2: float = field(default=0.95, metadata={"help": "shorter memory than 0.999: runs are short"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "shorter context_kv than 0.999: runs are short"})
     logging_steps: float = field(default=20, metadata={"help": "steps between lines of the log"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
     report_to: str | list[str] | None = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ..."})
@@ -154,7 +154,7 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError(f"training.hidden_noise is {self.hidden_noise}; it must be 0 (off) or above")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"training.dropout is {self.dropout}; it must be at least 0 (off) and below 1")
-        for name in ("label_share", "dpace_smoothing", "own_guesses"):
+        for name in ("hard_label_weight", "dpace_smoothing", "scheduled_sampling"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RequestError(f"training.{name} is {getattr(self, name)}; it must lie between 0 and 1")
         if self.early_stopping_patience is not None:
@@ -183,7 +183,7 @@ class Taught(NamedTuple):
     teacher: Teacher | None
     following: Tensor | None
     """[R, K, H] embeddings of the tokens behind each position, where the heads follow the path."""
-    memory: Memory | None
+    context_kv: ContextKV | None
     """The texts before, where the heads look back."""
 
 
@@ -198,11 +198,11 @@ class HeadsOnBackbone(nn.Module):
         super().__init__()
         self.heads, self.args = heads, args
         self.weighting = args.weighting
-        self.own_guesses = 0.0  # the probability in force; the trainer lets it rise
-        if args.own_guesses and not heads.follows_path:
+        self.scheduled_sampling = 0.0  # the probability in force; the trainer lets it rise
+        if args.scheduled_sampling and not heads.follows_path:
             raise RequestError(
-                f"training.own_guesses: heads of kind {heads.config.kind} see no guesses; leave it out, or take a kind "
-                "that follows the path (docs/heads.md)"
+                f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses; leave it out, or take "
+                "a kind that follows the path (docs/heads.md)"
             )
         if args.dropout:
             heads.set_dropout(args.dropout)
@@ -232,8 +232,8 @@ class HeadsOnBackbone(nn.Module):
         lm_head, backend = self._outside[0].head, self.args.loss_backend
         if self.heads.vocabulary is not None and self.heads.lm_heads is None:
             lm_head = rows_for(self.heads, lm_head)
-        hidden, labels, teacher, following, memory = taught
-        return head_losses(self.heads, hidden, labels, lm_head, self.weighting, teacher, backend, following, memory)
+        hidden, labels, teacher, following, context_kv = taught
+        return head_losses(self.heads, hidden, labels, lm_head, self.weighting, teacher, backend, following, context_kv)
 
     def taught(
         self,
@@ -259,35 +259,36 @@ class HeadsOnBackbone(nn.Module):
         teacher = None
         if args.objective == "distill":
             words = self.heads.vocabulary
-            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.label_share, words)
+            teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.hard_label_weight, words)
         shown = hidden.view(*input_ids.shape, -1).to(next(self.heads.parameters()).dtype)
         if self.training and args.hidden_noise:
             shown = with_noise(shown, args.hidden_noise)
         read = self.heads.read(shown, position_ids, document_ids)
         next_ids = following_ids(input_ids, 1)[..., 0]
-        memory = self.heads.recall(read, next_ids, backbone.embed, position_ids, document_ids, taught)
+        context_kv = self.heads.context_kv(read, next_ids, backbone.embed, position_ids, document_ids, taught)
         read = read.flatten(0, 1)[taught]
         following = None
         if self.heads.follows_path:
             ids = following_ids(input_ids, self.heads.config.num_heads).flatten(0, 1)[taught]
             with torch.no_grad():
-                if self.training and self.own_guesses:
-                    ids = self.with_own_guesses(read, ids, memory)
+                if self.training and self.scheduled_sampling:
+                    ids = self.with_scheduled_sampling(read, ids, context_kv)
                 following = backbone.embed(ids).to(read.dtype)
-        return Taught(read, labels[:, taught], teacher, following, memory)
+        return Taught(read, labels[:, taught], teacher, following, context_kv)
 
-    def with_own_guesses(self, read: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+    def with_scheduled_sampling(self, read: Tensor, ids: Tensor, context_kv: ContextKV | None = None) -> Tensor:
         """What the heads read [R, H] and the tokens behind each position [R, K] -> these tokens, some of them replaced.
 
-        With probability `own_guesses` head k sees what head k - 1 guesses there, in one pass over the text's own tokens
+        With probability `scheduled_sampling` head k sees what head k - 1 guesses there, in one pass over the text's
+        own tokens
         (scheduled sampling, Bengio et al. 2015; in parallel, Duckworth et al. 2019). The root is never a head's guess.
         """
         if ids.shape[1] == 1:
             return ids
-        backbone, replaced = self._outside[0], torch.rand(ids[:, 1:].shape, device=ids.device) < self.own_guesses
+        backbone, replaced = self._outside[0], torch.rand(ids[:, 1:].shape, device=ids.device) < self.scheduled_sampling
         lm_head, following = lm_head_for(self.heads, backbone), backbone.embed(ids).to(read.dtype)
         rows = chunk_rows(ids.shape[1], backbone.vocab_size, read.device.type)
-        features = self.heads.features(read, ids.shape[1] - 1, following, memory)
+        features = self.heads.features(read, ids.shape[1] - 1, following, context_kv)
         guesses = [
             token_ids(self.heads, self.heads.logits(part, lm_head).argmax(-1)).T for part in features.split(rows, dim=1)
         ]
@@ -372,7 +373,7 @@ class MedusaTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """The batches of one optimiser step, and how many labels are in all of them on all processes."""
-        self.trained.own_guesses = self.trained.args.own_guesses * self.progress()
+        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * self.progress()
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
@@ -422,7 +423,9 @@ class MedusaTrainer(Trainer):
             if "hidden" not in batch:
                 batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
             taught = self.trained.taught(**batch)
-            ranks = ranks_of(self.backbone, self.heads, taught.hidden, taught.labels, taught.following, taught.memory)
+            ranks = ranks_of(
+                self.backbone, self.heads, taught.hidden, taught.labels, taught.following, taught.context_kv
+            )
             self._guesses.add(ranks, taught.labels != IGNORE)
             return self.compute_loss(model, batch).detach(), None, None
 
@@ -479,7 +482,7 @@ class MedusaTrainer(Trainer):
         """A training step by the clock, on heads that are left as they were; what `prepare` does is not timed."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
-        self.trained.own_guesses = self.trained.args.own_guesses  # what they cost at most
+        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # what they cost at most
         device, times = self.args.device, []
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             batches = iter(self.get_train_dataloader())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from train.architecture import vocabulary_gain
 from train.data import PackedDataset, StreamedDataset
 from train.features import Features
@@ -95,5 +95,5 @@ def require_worthwhile(heads: MedusaHeads, backbone: nn.Module, coverage: float,
         f"expected to make decoding {gain:.3f} times as fast"
     )
     if gain < 1 and not insist:
-        raise RequestError(f"{line}; leave it out, take more tokens, or insist with heads.vocabulary_anyway=true")
+        raise RequestError(f"{line}; leave it out, take more tokens, or insist with heads.force_vocabulary=true")
     return line

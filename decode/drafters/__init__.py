@@ -6,22 +6,22 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any
 
-from decode.draft import Materials, Plan, Source
+from decode.draft import DrafterConfig, DrafterContext, DrafterFactory
 from medusa.errors import RequestError
 
 DRAFTERS = {
-    "heads": "decode.drafters.trained:HeadsPlan",  # Medusa heads of any kind, on a tree
-    "blockwise": "decode.drafters.blockwise:BlockwisePlan",  # heads on a chain
-    "model": "decode.drafters.model:ModelPlan",  # a small language model
-    "ngram": "decode.drafters.ngram:NgramPlan",  # what followed the last words where they stood before
-    "rest": "decode.drafters.rest:RestPlan",  # what followed them in a datastore of other texts
-    "lookahead": "decode.drafters.lookahead:LookaheadPlan",  # n-grams of its own Jacobi iteration
-    "mix": "decode.drafters.mix:MixPlan",  # several of these
+    "heads": "decode.drafters.trained_heads:HeadsDrafterConfig",  # Medusa heads of any kind, on a tree
+    "blockwise": "decode.drafters.blockwise:BlockwiseConfig",  # heads on a chain
+    "model": "decode.drafters.model:DraftModelConfig",  # a small language model
+    "ngram": "decode.drafters.ngram:NgramConfig",  # what followed the last words where they stood before
+    "rest": "decode.drafters.retrieval.rest:RestConfig",  # what followed them in a datastore of other texts
+    "lookahead": "decode.drafters.lookahead:LookaheadConfig",  # n-grams of its own Jacobi iteration
+    "mix": "decode.drafters.mix:MixConfig",  # several of these
 }
-DrafterLike = Source | Plan | str | None
+DrafterLike = DrafterFactory | DrafterConfig | str | None
 
 
-def parse(spec: str) -> Plan:
+def parse(spec: str) -> DrafterConfig:
     """`NAME[:option,option=value,...]` -> the plan.
 
     Raises:
@@ -30,11 +30,11 @@ def parse(spec: str) -> Plan:
     if name not in DRAFTERS:
         raise RequestError(f"there is no drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
     module, _, kind = DRAFTERS[name].partition(":")
-    plan: type[Plan] = getattr(import_module(module), kind)
+    plan: type[DrafterConfig] = getattr(import_module(module), kind)
     return plan(**_options(name, plan, rest))
 
 
-def _options(name: str, plan: type[Plan], text: str) -> dict[str, Any]:
+def _options(name: str, plan: type[DrafterConfig], text: str) -> dict[str, Any]:
     known = {field.name: field for field in fields(plan)}  # type: ignore[arg-type]
     allowed = ", ".join(f"{option}=" for option in known) or "none"
     given: dict[str, Any] = {}
@@ -69,16 +69,16 @@ def _value(name: str, option: str, value: str, kind: type) -> Any:
         raise RequestError(f"drafter {name}: {option} is {value!r}; it must be a {what}") from None
 
 
-def source_of(drafter: DrafterLike, materials: Materials) -> Source:
+def drafter_factory(drafter: DrafterLike, materials: DrafterContext) -> DrafterFactory:
     """By default the heads.
 
     Raises:
         RequestError: no such drafter, or what it needs is missing or does not fit."""
-    if isinstance(drafter, Source):
+    if isinstance(drafter, DrafterFactory):
         require_no_tree(materials.tree, materials.stop_drafting)  # it has one, or needs none
         return drafter
     plan = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, DrafterConfig):
         raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")
     return plan.source(materials)
 

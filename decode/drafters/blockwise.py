@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from decode.draft import Materials, Plan, Source
+from decode.draft import DrafterConfig, DrafterContext, DrafterFactory
 from decode.drafters import require_at_least, require_no_tree
-from decode.drafters.trained import TrainedHeads, require_heads
+from decode.drafters.trained_heads import TrainedHeads, require_heads
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 
 
 @dataclass(frozen=True)
-class BlockwisePlan(Plan):
+class BlockwiseConfig(DrafterConfig):
     """A chain of the heads' best guesses."""
 
     tokens: int = 0
@@ -37,7 +37,7 @@ class BlockwisePlan(Plan):
             raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads")
         return (Tree.chain(self.tokens or count),)
 
-    def source(self, materials: Materials) -> Source:
+    def source(self, materials: DrafterContext) -> DrafterFactory:
         require_no_tree(materials.tree, materials.stop_drafting)
         heads = require_heads(materials)
         return TrainedHeads(heads, *self.layouts(heads))

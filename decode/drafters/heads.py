@@ -7,15 +7,15 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
-from decode.dynamic import DynamicTree, Layout
-from decode.greatest import top_k
+from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.ops.fast_topk import top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads import LMHead, MedusaHeads
-from medusa.memory import Memory
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import LMHead, MedusaHeads
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
@@ -76,18 +76,18 @@ def head_logits(
     num_heads: int | None = None,
     following: Tensor | None = None,
     lm_head: LMHead | None = None,
-    memory: Memory | None = None,
+    context_kv: ContextKV | None = None,
 ) -> Tensor:
     """hidden [..., H] of the backbone -> logits [k, ..., V] of the first k = `num_heads` heads (all); [k, ..., N] where
     they guess among N tokens (`medusa.vocabulary`).
 
     `following`: [..., k] ids of the tokens behind, for heads that follow the path; `lm_head`: that of `lm_head_for`;
-    `memory`: for those that look back.
+    `context_kv`: for those that look back.
     """
     # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
     example = next(heads.parameters())
     path = None if following is None else backbone.embed(following).to(example)
-    return heads(hidden.to(example), lm_head or lm_head_for(heads, backbone), num_heads, path, memory)
+    return heads(hidden.to(example), lm_head or lm_head_for(heads, backbone), num_heads, path, context_kv)
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:

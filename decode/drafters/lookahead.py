@@ -25,17 +25,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode.draft import Aside, Draft, Drafter, Frontier, Materials, Plan, Source
+from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier, SideBranch
 from decode.drafters import require_at_least, require_no_tree
 from decode.drafters.tries import Trie, draft_of
-from decode.greatest import argmax
 from decode.loop import Session
+from decode.ops.fast_topk import argmax
 from decode.sequences import Sequences
 from decode.topology import Topology
 
 
 @dataclass(frozen=True)
-class LookaheadPlan(Plan):
+class LookaheadConfig(DrafterConfig):
     """Lookahead decoding."""
 
     window: int = 10
@@ -49,17 +49,17 @@ class LookaheadPlan(Plan):
         require_at_least(1, "lookahead", window=self.window, guesses=self.guesses)
         require_at_least(3, "lookahead", n=self.n)  # with 2, the first column holds nothing but the root
 
-    def source(self, materials: Materials) -> Source:
+    def source(self, materials: DrafterContext) -> DrafterFactory:
         require_no_tree(materials.tree, materials.stop_drafting)
         return Lookahead(self)
 
 
-class Lookahead(Source):
+class Lookahead(DrafterFactory):
     """Starts lookahead drafters."""
 
     warm_up = 16
 
-    def __init__(self, plan: LookaheadPlan) -> None:
+    def __init__(self, plan: LookaheadConfig) -> None:
         self.plan = plan
 
     @property
@@ -104,7 +104,7 @@ class Pool:
 class Window:
     """The made-up tokens of a row, and the pool that they fill."""
 
-    def __init__(self, plan: LookaheadPlan, text: list[int]) -> None:
+    def __init__(self, plan: LookaheadConfig, text: list[int]) -> None:
         """At first each column holds a passage of the text: something that could be said, and the same words under
         another vocabulary."""
         levels, columns = range(plan.n - 1), range(plan.window)
@@ -132,7 +132,7 @@ class Window:
 class LookaheadDrafter:
     """One window and pool a row."""
 
-    def __init__(self, plan: LookaheadPlan, sequences: Sequences, device: torch.device) -> None:
+    def __init__(self, plan: LookaheadConfig, sequences: Sequences, device: torch.device) -> None:
         self.plan, self.sequences = plan, sequences
         self.topology = window_topology(plan.window, plan.n - 1, device)
         self.rows: dict[int, Window] = {}
@@ -146,7 +146,7 @@ class LookaheadDrafter:
             return draft  # n-grams come too late: what the next step writes is decided on without being drafted
         tokens = [self.rows[row].tokens(self._root(row), self.sequences.lengths[row]) for row in frontier.rows]
         ids = torch.tensor(tokens, device=frontier.root.device)
-        return draft._replace(asides=(Aside(ids, self.topology, partial(self._hear, frontier.rows)),))
+        return draft._replace(side_branches=(SideBranch(ids, self.topology, partial(self._hear, frontier.rows)),))
 
     def _root(self, row: int) -> int:
         return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]

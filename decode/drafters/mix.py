@@ -17,17 +17,17 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from decode.draft import Draft, Drafter, Frontier, Materials, Plan, Source
+from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
 from decode.drafters import parse, require_at_least, require_no_tree
-from decode.dynamic import Layout
+from decode.drafters.dynamic_tree import Layout
 from decode.loop import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads, bytes_of
+from medusa.heads.independent import MedusaHeads, bytes_of
 
 
 @dataclass(frozen=True)
-class MixPlan(Plan):
+class MixConfig(DrafterConfig):
     """Drafters by name, the most trusted first."""
 
     parts: str
@@ -46,11 +46,11 @@ class MixPlan(Plan):
             raise RequestError(f"drafter mix: {self.parts!r} is one drafter; join several by +, as in mix:heads+ngram")
         if len(set(names)) < len(names):
             raise RequestError(f"drafter mix: of {self.parts} one is given twice")
-        if any(isinstance(plan, MixPlan) for plan in self.plans):
+        if any(isinstance(plan, MixConfig) for plan in self.plans):
             raise RequestError("drafter mix: a mix in a mix; name all drafters in one, joined by +")
 
     @cached_property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[DrafterConfig]:
         return [parse(name) for name in self.parts.split("+")]
 
     @property
@@ -73,17 +73,17 @@ class MixPlan(Plan):
     def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
         return tuple(found for plan in self.plans for found in plan.layouts(heads, tree, stop_drafting))
 
-    def source(self, materials: Materials) -> Source:
+    def source(self, materials: DrafterContext) -> DrafterFactory:
         if not self.takes_tree:
             require_no_tree(materials.tree, materials.stop_drafting)
         without = materials._replace(tree=None, stop_drafting=0.0)
         return Mix([plan.source(materials if plan.takes_tree else without) for plan in self.plans], self.nodes)
 
 
-class Mix(Source):
+class Mix(DrafterFactory):
     """Sources whose drafts are joined."""
 
-    def __init__(self, parts: Sequence[Source], nodes: int = 0) -> None:
+    def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
         """`nodes`: of the union at most, root included; 0: all.
 
         Raises:
@@ -132,8 +132,8 @@ class MixDrafter:
             draft = speaking[0]
         else:
             draft = union(speaking, self.num_nodes)
-        asides = tuple(aside for part in drafts for aside in part.asides)
-        return draft._replace(asides=asides) if asides else draft
+        side_branches = tuple(aside for part in drafts for aside in part.side_branches)
+        return draft._replace(side_branches=side_branches) if side_branches else draft
 
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:

@@ -16,31 +16,31 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.attention import grouped
 from decode.cache import TreeCache
-from decode.capability import require_tree_forward
-from decode.companion import companion_path, load_companion, require_same_vocabulary
-from decode.draft import Draft, Drafter, Frontier, Materials, Plan, Source
+from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
 from decode.drafters import require_at_least, require_no_tree
+from decode.drafters.dynamic_tree import DynamicTree, Layout
 from decode.drafters.paths import PathDrafter, levels_of, width_of
+from decode.drafters.small_model import companion_path, load_companion, require_same_vocabulary
 from decode.drafters.tries import chain
-from decode.dynamic import DynamicTree, Layout
-from decode.greatest import argmax, top_k
 from decode.loop import Session
-from decode.prefill import read
+from decode.ops.fast_topk import argmax, top_k
+from decode.ops.grouped_attention import grouped
+from decode.prefill import prefill
 from decode.sampling import Target
 from decode.topology import Topology
+from decode.tree_check import require_tree_forward
 from decode.verify import Mask, Verifier, layer_kinds, path_masks
 from medusa.backbone import Backbone, load_config, require_tree_support
 from medusa.errors import RequestError
-from medusa.heads import bytes_of
-from medusa.memory import Memory
-from medusa.steps import State
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import bytes_of
+from medusa.heads.sequential import State
 from medusa.tree import Tree
 
 
 @dataclass(frozen=True)
-class ModelPlan(Plan):
+class DraftModelConfig(DrafterConfig):
     """A draft model by name."""
 
     model: str
@@ -85,12 +85,12 @@ class ModelPlan(Plan):
     def check(self, config: PretrainedConfig) -> None:
         require_same_vocabulary(self.model, load_config(companion_path(self.model)), config)
 
-    def source(self, materials: Materials) -> Source:
+    def source(self, materials: DrafterContext) -> DrafterFactory:
         require_no_tree(materials.tree, materials.stop_drafting)
         return DraftModel(load_companion(self.model, materials), self.tree, self.topk, self.confidence)
 
 
-class DraftModel(Source):
+class DraftModel(DrafterFactory):
     """A loaded draft model and the shape of its drafts."""
 
     can_draw = True
@@ -192,7 +192,7 @@ class ModelDrafter(PathDrafter):
 
     def _read_prompts(self, rows: list[int]) -> Tensor:
         texts = [self.sequences.tail(row, 0) for row in rows]
-        return read(self.backbone, self.cache, self._padded(texts), [len(text) for text in texts]).logits
+        return prefill(self.backbone, self.cache, self._padded(texts), [len(text) for text in texts]).logits
 
     def _read_news(self, rows: list[int]) -> Tensor:
         # Whoever asks again without having written gets the same answer.
@@ -270,7 +270,7 @@ class ModelDrafter(PathDrafter):
         self._first = self._root_logits(frontier.rows)
         return (frontier.root.new_empty(len(frontier.rows), 1, 0),)
 
-    def _step(self, head: int, state: State, tokens: Tensor, memory: Memory | None) -> tuple[Tensor, State]:
+    def _step(self, head: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         """Ancestors [B, W, A] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and with themselves."""
         if head == 0:  # the root is the text's last token
             return self._candidates(self._first[:, None]), state

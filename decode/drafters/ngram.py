@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from decode.draft import Draft, Drafter, Frontier, Materials, Plan, Source
+from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
 from decode.drafters import require_at_least, require_no_tree
 from decode.drafters.tries import Trie, draft_of
 from decode.loop import Session
@@ -20,12 +20,12 @@ from decode.sequences import Sequences
 
 
 @dataclass(frozen=True)
-class NgramPlan(Plan):
+class NgramConfig(DrafterConfig):
     """Prompt lookup."""
 
     n: int = 3
     """The longest n-gram that is looked up."""
-    least: int = 1
+    min_n: int = 1
     """The shortest one."""
     tokens: int = 10
     """Drafted behind a match, at most."""
@@ -35,19 +35,19 @@ class NgramPlan(Plan):
     """Of the trie at most, root included; 0: as many as there can be."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, "ngram", least=self.least, tokens=self.tokens, matches=self.matches)
-        require_at_least(self.least, "ngram", n=self.n)
+        require_at_least(1, "ngram", min_n=self.min_n, tokens=self.tokens, matches=self.matches)
+        require_at_least(self.min_n, "ngram", n=self.n)
         require_at_least(0, "ngram", nodes=self.nodes)
 
-    def source(self, materials: Materials) -> Source:
+    def source(self, materials: DrafterContext) -> DrafterFactory:
         require_no_tree(materials.tree, materials.stop_drafting)
         return PromptLookup(self)
 
 
-class PromptLookup(Source):
+class PromptLookup(DrafterFactory):
     """Starts n-gram drafters."""
 
-    def __init__(self, plan: NgramPlan) -> None:
+    def __init__(self, plan: NgramConfig) -> None:
         self.plan = plan
 
     @property
@@ -61,8 +61,8 @@ class PromptLookup(Source):
 class Index:
     """Where the n-grams of a text stand, without the one that it ends in; it only ever reads new tokens."""
 
-    def __init__(self, least: int, n: int) -> None:
-        self.sizes = range(n, least - 1, -1)
+    def __init__(self, min_n: int, n: int) -> None:
+        self.sizes = range(n, min_n - 1, -1)
         self.text: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> the places right behind it
         self.read = 0  # n-grams that end here or before are in
@@ -98,7 +98,7 @@ class Index:
 class NgramDrafter:
     """One index a row."""
 
-    def __init__(self, plan: NgramPlan, sequences: Sequences, num_nodes: int) -> None:
+    def __init__(self, plan: NgramConfig, sequences: Sequences, num_nodes: int) -> None:
         self.plan, self.sequences, self.num_nodes = plan, sequences, num_nodes
         self.rows: dict[int, Index] = {}
 
@@ -107,7 +107,7 @@ class NgramDrafter:
 
     def _of_row(self, row: int) -> Trie:
         if row not in self.rows:
-            self.rows[row] = Index(self.plan.least, self.plan.n)
+            self.rows[row] = Index(self.plan.min_n, self.plan.n)
         index, trie = self.rows[row], Trie(self.num_nodes)
         index.extend(self.sequences.tail(row, len(index.text)))
         # What the text has no room for is not drafted; the last token is decided on without being drafted.

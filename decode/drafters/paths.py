@@ -1,4 +1,5 @@
-"""Heads that follow the path (`medusa.steps`) as a drafter: the tree is grown level by level, all its nodes at once.
+"""Heads that follow the path (`medusa.heads.sequential`) as a drafter: the tree is grown level by level, all its
+nodes at once.
 
 Every level costs one pass of a head over the nodes that have children. With a static tree these are given; with a
 dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed, unless drafting
@@ -17,14 +18,14 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
+from decode.drafters.dynamic_tree import STEEPNESS, TOP, DynamicTree, Layout, bounded
 from decode.drafters.heads import require_draftable
-from decode.dynamic import STEEPNESS, TOP, DynamicTree, Layout, bounded
-from decode.greatest import Greatest, top_k
+from decode.ops.fast_topk import Greatest, top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
 from medusa.backbone import Backbone
-from medusa.memory import Memory
-from medusa.steps import State, StepHeads
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.sequential import SequentialHeads, State
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
@@ -79,7 +80,7 @@ def width_of(tree: DynamicTree) -> int:
 class PathDrafter:
     """Grows a static tree, a dynamic one, or with a `target` draws one."""
 
-    def __init__(self, heads: StepHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
+    def __init__(self, heads: SequentialHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Raises:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
@@ -102,7 +103,7 @@ class PathDrafter:
             return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
         ids, state, tokens = [frontier.root[:, None]], self._begin(frontier), frontier.root[:, None]
         for head, level in enumerate(self.levels):
-            logits, state = self._step(head, state, tokens, frontier.memory)
+            logits, state = self._step(head, state, tokens, frontier.context_kv)
             count = self.top[head]
             guesses = token_ids(self.heads, top_k(logits, count).indices).flatten(1).to(tokens.device)  # [B, W * R]
             found = guesses[:, level.parent * count + level.rank]
@@ -115,10 +116,10 @@ class PathDrafter:
         """[B, 1, S]: the state at each root."""
         return self.heads.begin(frontier.hidden.to(next(self.heads.parameters()))[:, None])
 
-    def _step(self, head: int, state: State, tokens: Tensor, memory: Memory | None) -> tuple[Tensor, State]:
+    def _step(self, head: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""
         embedded = self.backbone.embed(tokens).to(device=state[0].device, dtype=self.dtype)
-        features, state = self.heads.step(head, state, embedded, memory)
+        features, state = self.heads.step(head, state, embedded, context_kv)
         return self.heads.logits_of(head, features, self.lm_head), state
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
@@ -128,7 +129,7 @@ class PathDrafter:
         worth_above = torch.zeros(root.shape, device=root.device)
         ids, parents, worths, depths, count = [root], [above], [worth_above], [above], 1
         for head in range(tree.max_depth):
-            logits, state = self._step(head, state, tokens, frontier.memory)
+            logits, state = self._step(head, state, tokens, frontier.context_kv)
             best = top_k(tree.log_confidences(logits, head), min(TOP, tree.num_nodes - 1))  # [B, W, R]
             worth = bounded(best.values.to(root.device)) - STEEPNESS + worth_above[:, :, None]
             # [B, M], the best first
@@ -176,7 +177,7 @@ class PathDrafter:
         past = torch.arange(rows, device=root.device).repeat_interleave(copies)[:, None]
         ids, distributions, of_children, known = [root[:, None]], [], [past], 0
         for head, level in enumerate(self.levels):
-            logits, state = self._step(head, state, tokens, frontier.memory)
+            logits, state = self._step(head, state, tokens, frontier.context_kv)
             logits = over_all(self.heads, logits, self.backbone.vocab_size)
             q = target.draft_probabilities(frontier.rows, logits).flatten(0, 1).to(root.device)  # [P, V]
             distributions.append(q)

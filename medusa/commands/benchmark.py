@@ -24,9 +24,9 @@ from medusa.commands import common
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
-    from decode.benchmark import Contender
-    from decode.comparison import Comparison
-    from decode.draft import Source
+    from decode.bench.benchmark import Contender
+    from decode.bench.compare import Comparison
+    from decode.draft import DrafterFactory
     from decode.settings import Settings
     from medusa.backbone import Loaded
 
@@ -104,14 +104,14 @@ def read_benchmark(name: str) -> dict[str, Any]:
 
     content = read_json(Path(name))
     if not isinstance(content, dict) or "prompts_sha256" not in content.get("settings", {}):
-        from decode.comparison import require_benchmark
+        from decode.bench.compare import require_benchmark
 
         require_benchmark(content, name)
     return content
 
 
 def compare_files(args: argparse.Namespace, earlier: list[tuple[str, dict[str, Any]]]) -> list[Comparison]:
-    from decode.comparison import compare
+    from decode.bench.compare import compare
 
     if len(earlier) < 2:
         raise RequestError(
@@ -146,7 +146,7 @@ def run_and_compare(
         )
     common.check_models(args, *plans)
 
-    from decode.comparison import compare
+    from decode.bench.compare import compare
     from medusa.records import prompt_ids
 
     common.prepare_machine(args)
@@ -182,7 +182,7 @@ def run_and_compare(
 def measure(
     args: argparse.Namespace,
     loaded: Loaded,
-    source: Source,
+    source: DrafterFactory,
     settings: Settings,
     prompts: list[list[int]],
     categories: list[str | None],
@@ -192,18 +192,18 @@ def measure(
     """Take turns, and sum up: what `--json` writes. `others`: further methods that take part."""
     import torch
 
-    from decode import benchmark
-    from decode.clock import StageClock
+    from decode.bench import benchmark
     from decode.results import medusa_method, plain_method, transformers_method
+    from decode.timers import StageTimer
     from medusa.backbone import require_tree_support
-    from medusa.heads import bytes_of
+    from medusa.heads.independent import bytes_of
     from train.footprint import peak_memory
 
     require_tree_support(loaded.model)
     if settings.stop and loaded.tokenizer is None:
         raise RequestError("--stop needs a tokenizer, and this backbone has none")
     wait = torch.cuda.synchronize if loaded.model.device.type == "cuda" else None
-    clocks = {name: StageClock(wait) for name in ("plain", "medusa")}
+    clocks = {name: StageTimer(wait) for name in ("plain", "medusa")}
     model, tokenizer = loaded.model, loaded.tokenizer
     contenders = [
         benchmark.Contender("plain", plain_method(model, settings, tokenizer, clocks["plain"]), clocks["plain"]),
@@ -244,7 +244,7 @@ def take_turns(
     """`benchmark.run_rounds` with a bar of progress."""
     from rich.progress import Progress
 
-    from decode import benchmark
+    from decode.bench import benchmark
 
     batches = common.batches(prompts, args.batch_size)
     with Progress(console=common.console(args), disable=args.quiet, transient=True) as progress:
@@ -270,11 +270,10 @@ def commit() -> str | None:
 
 def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> list[Contender]:
     """The other ways to guess ahead that `model.generate` has."""
-    from importlib import resources
-
-    from decode.benchmark import Contender
+    from decode.bench.benchmark import Contender
     from decode.results import transformers_method
     from medusa.backbone import load_backbone
+    from medusa.files import ASSETS
 
     found = []
     if args.prompt_lookup:
@@ -286,7 +285,7 @@ def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> li
         )
     if args.draft_model:
         name = args.draft_model
-        path = str(resources.files("medusa").joinpath("assets", "draft")) if name == "demo" else name
+        path = str(ASSETS / "draft") if name == "demo" else name
         draft = load_backbone(
             path,
             dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -306,9 +305,9 @@ def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> li
     return found
 
 
-def drafting(spec: str, source: Source, loaded: Loaded, settings: Settings) -> Contender:
+def drafting(spec: str, source: DrafterFactory, loaded: Loaded, settings: Settings) -> Contender:
     """A further drafter that takes part."""
-    from decode.benchmark import Contender
+    from decode.bench.benchmark import Contender
     from decode.results import medusa_method
 
     return Contender(spec, medusa_method(loaded.model, source.heads, settings, loaded.tokenizer, drafter=source))
@@ -317,7 +316,7 @@ def drafting(spec: str, source: Source, loaded: Loaded, settings: Settings) -> C
 def at_temperature(
     args: argparse.Namespace,
     loaded: Loaded,
-    source: Source,
+    source: DrafterFactory,
     settings: Settings,
     prompts: list[list[int]],
     temperature: float,
@@ -332,7 +331,7 @@ def at_temperature(
 def lossy(
     args: argparse.Namespace,
     loaded: Loaded,
-    source: Source,
+    source: DrafterFactory,
     settings: Settings,
     prompts: list[list[int]],
 ) -> list[dict[str, Any]]:
@@ -341,7 +340,7 @@ def lossy(
     Quality: mean log-likelihood of a written token under the backbone at that temperature. A true sample has the
     backbone's own; text above it is more predictable than the model speaks, text below it less.
     """
-    from decode.benchmark import Contender, summarize
+    from decode.bench.benchmark import Contender, summarize
     from decode.request import LOSSY
     from decode.results import medusa_method, plain_method, transformers_method
     from medusa.backbone import Backbone
@@ -393,13 +392,13 @@ def log_likelihood(backbone: Any, results: list[Any], temperature: float) -> flo
 def looked_into(
     args: argparse.Namespace,
     loaded: Loaded,
-    source: Source,
+    source: DrafterFactory,
     settings: Settings,
     prompts: list[list[int]],
 ) -> dict[str, Any]:
     """What only a report shows: the nodes that steps accepted, and the calibration that holds here, if there is one."""
-    from decode import calibrate
-    from decode.benchmark import accepted_by_node
+    from decode.bench import calibrate
+    from decode.bench.benchmark import accepted_by_node
     from decode.results import medusa_method, prompt_seeds
     from medusa.backbone import Backbone
 
@@ -421,7 +420,7 @@ def looked_into(
 
 def write_report(place: Path, written: dict[str, Any]) -> None:
     """One page; in a folder, also its pictures and the figures."""
-    from decode.benchmark_page import page
+    from decode.bench.report.benchmark_page import page
     from medusa.files import replacing_folder, write_json
 
     made = page(written)
@@ -498,7 +497,7 @@ def show_comparison(args: argparse.Namespace, comparison: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from decode.comparison import interval_in_words
+    from decode.bench.compare import interval_in_words
 
     console = common.output_console(args)
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)

@@ -19,7 +19,7 @@ from medusa.commands import common
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
-    from decode.calibrate import Calibration
+    from decode.bench.calibrate import Calibration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
     from rich.progress import Progress
 
-    from decode import calibrate
+    from decode.bench import calibrate
     from decode.request import require_fitting
     from decode.results import medusa_method, plain_method, prompt_seeds, tau
     from medusa.backbone import Backbone
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     place = calibrate.store(calibrate.files_for(common.heads_folder(args.heads)), found)
     show(args, found, measured, place)
     if args.plot:
-        from decode.pictures import calibration_plot
+        from decode.bench.report.plots import calibration_plot
 
         calibration_plot(found.to_dict()).savefig(args.plot, dpi=140, bbox_inches="tight")
     common.write_results(args, found.to_dict() | {"measured_tau": measured, "kept_in": str(place)})

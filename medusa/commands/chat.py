@@ -21,10 +21,10 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from decode.conversation import Conversation, Turn, Writer
     from decode.results import Result
+    from decode.serve.conversation import Conversation, Turn, Writer
+    from decode.serve.text_stream import Piece
     from decode.settings import Settings
-    from decode.stream import Piece
 
 PORT = 8765
 HELP = """\
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     _check_place(args)
     common.check_models(args, *([] if plan is None else [plan]))
 
-    from decode.conversation import Conversation, Writer
+    from decode.serve.conversation import Conversation, Writer
 
     loaded, tokenizer = common.open_for_text(args, plan, "a chat is text")
     Conversation(tokenizer, args.system)  # refused now, if at all
@@ -90,13 +90,13 @@ def _check_place(args: argparse.Namespace) -> None:
 
 
 def _serve_page(args: argparse.Namespace, writer: Writer, settings: Settings, begin: list[int]) -> None:
-    from decode.chat_page import Desk, Site, serve
+    from decode.serve.chat_page import PageConfig, Worker, serve
 
-    desk = Desk(writer)
+    desk = Worker(writer)
     with common.warming_up(args):
         desk.call(writer.warm_up, begin, settings)
     drafter = args.drafter or "heads"
-    site = Site(desk, settings, args.backbone, drafter, args.system, args.seed)
+    site = PageConfig(desk, settings, args.backbone, drafter, args.system, args.seed)
 
     def say_where() -> None:  # the one thing that must be seen, also with --quiet
         print(f"chat: {common.url_of(args.host, args.port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
@@ -108,7 +108,7 @@ class _Terminal:
     """Reads lines, writes answers: those to standard output, all else to standard error."""
 
     def __init__(self, args: argparse.Namespace, writer: Writer, settings: Settings) -> None:
-        from decode.conversation import Conversation
+        from decode.serve.conversation import Conversation
 
         self.args, self.writer, self.settings = args, writer, settings
         self.conversation: Conversation = Conversation(writer.tokenizer, args.system)
@@ -166,7 +166,7 @@ class _Terminal:
 
     def _answer(self, turn: Turn) -> None:
         from decode.results import prompt_seeds, tau
-        from decode.stream import TextStream
+        from decode.serve.text_stream import TextStream
 
         tokenizer, templated = self.writer.tokenizer, self.conversation.has_template
         seed = prompt_seeds(self.args.seed, [len(self.results)])[0]

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.status import Status
     from transformers import PreTrainedTokenizerBase
 
-    from decode.contrast import Amateur, Contrast
-    from decode.draft import Plan, Source
-    from decode.dynamic import Layout
+    from decode.draft import DrafterConfig, DrafterFactory
+    from decode.drafters.dynamic_tree import Layout
     from decode.settings import Settings
+    from decode.strategies.contrastive import Amateur, Contrast
     from medusa.backbone import Loaded
-    from medusa.heads import MedusaHeads
+    from medusa.heads.independent import MedusaHeads
     from medusa.records import Record
 
 
@@ -302,7 +302,9 @@ def open_backbone(args: argparse.Namespace) -> Loaded:
     )
 
 
-def open_for_text(args: argparse.Namespace, plan: Plan | None, use: str) -> tuple[Loaded, PreTrainedTokenizerBase]:
+def open_for_text(
+    args: argparse.Namespace, plan: DrafterConfig | None, use: str
+) -> tuple[Loaded, PreTrainedTokenizerBase]:
     """The backbone and its tokenizer, for a `use` that is of texts, drafted for as `plan` says.
 
     Raises:
@@ -323,8 +325,8 @@ def contrast_of(args: argparse.Namespace) -> Contrast | None:
 
     Raises:
         RequestError: a constant out of range, or without an amateur to belong to; or steps are to be compiled."""
-    from decode.contrast import Contrast
     from decode.request import require_uncontrasted
+    from decode.strategies.contrastive import Contrast
 
     named = {"contrast-alpha": "alpha", "contrast-beta": "beta", "amateur-temperature": "temperature"}
     given = {name: getattr(args, name.replace("-", "_")) for name in named}
@@ -343,15 +345,15 @@ def with_amateur(args: argparse.Namespace, loaded: Loaded, settings: Settings) -
 
     Raises:
         RequestError: an amateur that is none, or of another tokenizer."""
-    from decode.companion import load_companion
-    from decode.contrast import Amateur
-    from decode.draft import Materials
+    from decode.draft import DrafterContext
+    from decode.drafters.small_model import load_companion
+    from decode.strategies.contrastive import Amateur
 
     contrast = contrast_of(args)
     if contrast is None:
         return settings
     trusts = args.trust_remote_code
-    materials = Materials(loaded.model, tokenizer=loaded.tokenizer, name=args.backbone, trust_remote_code=trusts)
+    materials = DrafterContext(loaded.model, tokenizer=loaded.tokenizer, name=args.backbone, trust_remote_code=trusts)
     model = load_companion(args.amateur, materials, "amateur")
     return replace(settings, amateur=Amateur(model, contrast, args.amateur))
 
@@ -367,7 +369,7 @@ def require_fitting(prompts: list[list[int]], loaded: Loaded, amateur: Amateur |
         require_fitting(prompts, Backbone(amateur.model), "amateur")
 
 
-def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> Plan:
+def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> DrafterConfig:
     """The drafter asked for, by default the heads; `alone`: no other drafter is, to which --tree could belong.
 
     Raises:
@@ -387,15 +389,17 @@ def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> P
     return plan
 
 
-def open_source(args: argparse.Namespace, loaded: Loaded, plan: Plan, settings: Settings | None = None) -> Source:
+def open_source(
+    args: argparse.Namespace, loaded: Loaded, plan: DrafterConfig, settings: Settings | None = None
+) -> DrafterFactory:
     """The drafter that `plan` stands for, with the models that it takes.
 
     `settings`: what a tree is calibrated for where none is given; without them none is calibrated.
 
     Raises:
         RequestError: something that it needs does not fit the backbone."""
-    from decode.draft import Materials
-    from decode.drafters import source_of
+    from decode.draft import DrafterContext
+    from decode.drafters import drafter_factory
 
     heads, tree, stop_drafting = None, None, 0.0
     if plan.needs_heads:
@@ -404,13 +408,13 @@ def open_source(args: argparse.Namespace, loaded: Loaded, plan: Plan, settings: 
         assert heads is not None, "a tree is of heads"
         stop_drafting = args.stop_drafting
         tree = args.tree if settings is None else choose_tree(args, loaded, heads, settings)
-    materials = Materials(
+    materials = DrafterContext(
         loaded.model, heads, tree, loaded.tokenizer, args.backbone, args.trust_remote_code, stop_drafting
     )
-    return source_of(plan, materials)
+    return drafter_factory(plan, materials)
 
 
-def drafter_json(spec: str | None, source: Source | None) -> dict[str, Any]:
+def drafter_json(spec: str | None, source: DrafterFactory | None) -> dict[str, Any]:
     """What a result says of its drafter: its name, the heads' tree if it has one, and how many nodes a draft has."""
     if source is None:
         return {"drafter": None, "tree": None, "nodes": None}
@@ -422,12 +426,12 @@ def drafter_json(spec: str | None, source: Source | None) -> dict[str, Any]:
     }
 
 
-def check_models(args: argparse.Namespace, *plans: Plan) -> None:
+def check_models(args: argparse.Namespace, *plans: DrafterConfig) -> None:
     """See that all models and the tree fit before the backbone's weights are loaded: a quick no to a wrong request."""
     from decode.drafters.heads import require_drawable, require_sizes
-    from decode.drafters.trained import HeadsPlan
+    from decode.drafters.trained_heads import HeadsDrafterConfig
     from medusa.backbone import load_config, require_placement
-    from medusa.checkpoint import load_heads
+    from medusa.checkpoints.load import load_heads
 
     require_placement(args.dtype, args.device, args.attention)
     config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
@@ -440,7 +444,7 @@ def check_models(args: argparse.Namespace, *plans: Plan) -> None:
     heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
     asked = getattr(args, "tree", None), getattr(args, "stop_drafting", 0.0)
-    for tree in [tree for plan in plans or (HeadsPlan(),) for tree in plan.layouts(heads, *asked)]:
+    for tree in [tree for plan in plans or (HeadsDrafterConfig(),) for tree in plan.layouts(heads, *asked)]:
         tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
         if getattr(args, "draft", None) == "sample":
             require_drawable(tree)
@@ -449,7 +453,7 @@ def check_models(args: argparse.Namespace, *plans: Plan) -> None:
 def _check_amateur(args: argparse.Namespace, config: Any) -> None:
     """Raises:
     RequestError: it is no model, or its vocabulary or tokenizer is not that of the backbone, whose `config` this is."""
-    from decode.companion import companion_path, require_same_tokenizer, require_same_vocabulary
+    from decode.drafters.small_model import companion_path, require_same_tokenizer, require_same_vocabulary
     from medusa.backbone import load_config, load_tokenizer
 
     path, trusts = companion_path(args.amateur), args.trust_remote_code
@@ -463,7 +467,7 @@ def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
     """Heads for `loaded`, checked against it; a backbone other than theirs gives a warning."""
     from decode.drafters.heads import require_sizes
     from medusa.backbone import Backbone, differs
-    from medusa.checkpoint import load_heads
+    from medusa.checkpoints.load import load_heads
 
     backbone = Backbone(loaded.model)
     heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head_weight.device)
@@ -494,10 +498,10 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
 
     Raises:
         RequestError: no such tree, or the heads cannot fill it."""
-    from decode import calibrate
-    from decode.capability import require_tree_forward
-    from decode.dynamic import DynamicTree
+    from decode.bench import calibrate
+    from decode.drafters.dynamic_tree import DynamicTree
     from decode.request import resolve_tree
+    from decode.tree_check import require_tree_forward
 
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
     asked: DynamicTree | None = None
@@ -533,7 +537,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
 
 def tree_json(tree: Layout) -> Any:
     """What a result says of its tree: the paths, or how many nodes are chosen anew in each step."""
-    from decode.dynamic import DynamicTree
+    from decode.drafters.dynamic_tree import DynamicTree
 
     if isinstance(tree, DynamicTree):
         content = {"dynamic": tree.num_nodes, "temperatures": list(tree.temperatures)}
@@ -580,7 +584,7 @@ def hint_at_bfloat16(args: argparse.Namespace, loaded: Loaded) -> None:
     """Say what a float32 run on a CPU with fast bfloat16 leaves on the table; small models gain nothing by it."""
     import torch
 
-    from decode.benchmark import has_fast_bfloat16
+    from decode.bench.benchmark import has_fast_bfloat16
 
     model = loaded.model
     slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000

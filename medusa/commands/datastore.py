@@ -22,7 +22,7 @@ from medusa.records import DOCUMENT_SEPARATOR, read_records
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from decode.datastore import Piece
+    from decode.drafters.retrieval.datastore import Piece
 
 PIECE = 2**16
 """Characters tokenised at once: a longer text is cut behind a line, so that a word may be told otherwise there."""
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from decode.datastore import build, require_output, tokenizer_fingerprint
+    from decode.drafters.retrieval.datastore import build, require_output, tokenizer_fingerprint
     from medusa.backbone import load_config, load_tokenizer
     from medusa.files import readable
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _records(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
-    from decode.datastore import Piece
+    from decode.drafters.retrieval.datastore import Piece
     from train.data import to_example
 
     for record in read_records(args.data, split=args.split, separator=args.document_separator):
@@ -129,7 +129,7 @@ def _files(args: argparse.Namespace) -> Iterator[Piece]:
 
 
 def _cut(where: str, text: str) -> Iterator[Piece]:
-    from decode.datastore import Piece
+    from decode.drafters.retrieval.datastore import Piece
 
     start = 0
     while len(text) - start > PIECE:

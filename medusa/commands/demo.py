@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa.commands import benchmark, common, distill
 from medusa.errors import RequestError
-from medusa.files import write_json
+from medusa.files import ASSETS, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from decode.results import Method, Result
     from medusa.backbone import Loaded
-    from medusa.heads import MedusaHeads
+    from medusa.heads.independent import MedusaHeads
 
 TEXTS, TEXT_TOKENS, TEMPERATURE = 384, 256, 0.7
 WRITING_SECONDS = 50  # at most; a slower machine trains on less text
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     if output.exists() and not args.overwrite:
         raise RequestError(f"{output} exists already; choose another place with --output or add --overwrite")
     if args.prompts is None:
-        args.prompts = str(resources.files("medusa").joinpath("assets", "prompts.jsonl"))
+        args.prompts = str(ASSETS / "prompts.jsonl")
     records = common.read_prompts(args)
 
     from medusa.records import prompt_ids
@@ -104,12 +103,12 @@ def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Pa
 
 def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, output: Path) -> MedusaHeads:
     """Stage 2: heads, trained on that text."""
-    from medusa.checkpoint import load_heads
+    from medusa.checkpoints.load import load_heads
     from train.config import parse_config
     from train.run import train
 
     folder = output / "heads"
-    recipe = resources.files("medusa").joinpath("assets", "demo.yaml")
+    recipe = ASSETS / "demo.yaml"
     stage(
         console,
         2,
@@ -226,8 +225,8 @@ def measure(
     output: Path,
 ) -> dict[str, Any]:
     """Stage 4: the speedup."""
-    from decode.draft import Materials
-    from decode.drafters import source_of
+    from decode.draft import DrafterContext
+    from decode.drafters import drafter_factory
     from decode.settings import Settings
 
     stage(
@@ -237,7 +236,7 @@ def measure(
         f"medusa benchmark --backbone demo --heads {output / 'heads'} --prompts {args.prompts}",
     )
     args.heads, args.batch_size = str(output / "heads"), 1
-    source = source_of("heads", Materials(loaded.model, heads))
+    source = drafter_factory("heads", DrafterContext(loaded.model, heads))
     outcome = benchmark.measure(args, loaded, source, Settings(max_new_tokens=128), prompts, categories, rounds=3)
     benchmark.show(args, outcome)
     write_json(output / "benchmark.json", outcome)

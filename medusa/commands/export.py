@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from medusa.commands import common
 from medusa.errors import RequestError
-from medusa.formats import FORMATS
+from medusa.export import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from medusa.card import Facts
-    from medusa.heads import MedusaHeads
+    from medusa.export.card import Facts
+    from medusa.heads.independent import MedusaHeads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from medusa.backbone import DEMO as DEMO_BACKBONE
     from medusa.backbone import DTYPES, require_placement
-    from medusa.checkpoint import find_folder, load_heads
+    from medusa.checkpoints.load import find_folder, load_heads
+    from medusa.export import Export, writer
+    from medusa.export.own import read_lm_head
     from medusa.files import replacing_folder, require_absent
-    from medusa.formats import Export, writer
-    from medusa.formats.own import read_lm_head
 
     common.check_output(args.json)
     write = writer(args.to)
@@ -96,7 +96,7 @@ def facts_of(args: argparse.Namespace) -> Facts:
     Raises:
         RequestError: something that is not what it should be, or a card asked of a format that has none.
     """
-    from medusa.card import Facts, read_benchmark
+    from medusa.export.card import Facts, read_benchmark
 
     for option in ("benchmark", "license", "repo_id"):
         if args.to != "hub" and getattr(args, option) is not None:
@@ -116,9 +116,9 @@ def same_place(name: str, other: str) -> bool:
 
 def calibrations_of(source: Path) -> list[dict[str, Any]]:
     """Those kept beside the heads that were made with these very heads, and none of heads that lay there before."""
-    from decode.calibrate import FILE, fingerprint
+    from decode.bench.calibrate import FILE, fingerprint
     from medusa.backbone import DTYPES
-    from medusa.checkpoint import load_heads
+    from medusa.checkpoints.load import load_heads
     from medusa.files import read_json
 
     kept = read_json(source / FILE) if (source / FILE).is_file() else []
@@ -148,7 +148,7 @@ def require_same(expected: MedusaHeads, again: MedusaHeads) -> None:
     import torch
 
     from medusa.errors import RunError
-    from medusa.formats import sample_logits
+    from medusa.export import sample_logits
 
     if not torch.equal(sample_logits(expected), sample_logits(again)):
         raise RunError("what was written gives other logits when it is read again; nothing was kept")

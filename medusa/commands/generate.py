@@ -21,7 +21,7 @@ from medusa.commands import common, strategies
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
-    from decode.draft import Source
+    from decode.draft import DrafterFactory
     from decode.settings import Settings
     from medusa.backbone import Loaded
     from train.features import Recorder
@@ -158,7 +158,7 @@ class _Printer:
 
 
 def _say_how_it_went(
-    args: argparse.Namespace, source: Source | None, tokens: int, seconds: float, tokens_per_step: float
+    args: argparse.Namespace, source: DrafterFactory | None, tokens: int, seconds: float, tokens_per_step: float
 ) -> None:
     if args.quiet:
         return

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
-    from medusa.checkpoint import PROVENANCE, find_folder, load_heads
+    from medusa.checkpoints.load import PROVENANCE, find_folder, load_heads
     from medusa.config import GATED
     from medusa.files import read_json
     from medusa.tree import Tree

@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> None:
     common.require_listening(host, port)
     common.check_models(args, *([] if plan is None else [plan]))
 
-    from decode.conversation import Writer
-    from decode.server import Engine, Service, serve
+    from decode.serve.conversation import Writer
+    from decode.serve.openai import Engine, Service, serve
 
     loaded, tokenizer = common.open_for_text(args, plan, "the API is of texts")
     source = None if plan is None else common.open_source(args, loaded, plan, settings)

@@ -139,8 +139,8 @@ def _beam(args: argparse.Namespace, beams: Beams, loaded: Loaded, prompts: list[
 def _best_first(
     args: argparse.Namespace, beams: Beams, loaded: Loaded, prompts: list[list[int]], settings: Settings
 ) -> Any:
-    from decode.best_first import best_first_beam
     from decode.results import Result
+    from decode.strategies.best_first_beam import best_first_beam
 
     for prompt in prompts:
         start = perf_counter()

@@ -23,9 +23,9 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from decode.draft import Source
-    from decode.evidence import Case, Greedy
-    from decode.report import Page
+    from decode.bench.losslessness import Case, Greedy
+    from decode.bench.report.html import Page
+    from decode.draft import DrafterFactory
     from decode.settings import Settings
 
 TOKENS_SHOWN = 24
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     require_absent(Path(args.report), args.overwrite)
     common.check_models(args, plan)
 
-    from decode.evidence import require_room
+    from decode.bench.losslessness import require_room
     from decode.settings import Settings
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         require_room(prompts[: args.sampled_prompts], Backbone(settings.amateur.model), "amateur")
     greedy, cases = measure(args, loaded, source, prompts, settings)
 
-    from decode import evidence
+    from decode.bench import losslessness as evidence
 
     passed = greedy.passed and evidence.passes(cases)
     content = {
@@ -121,12 +121,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def measure(args: argparse.Namespace, loaded: Any, source: Source, prompts: list[list[int]], settings: Settings) -> Any:
+def measure(
+    args: argparse.Namespace, loaded: Any, source: DrafterFactory, prompts: list[list[int]], settings: Settings
+) -> Any:
     """Both experiments, with a bar of progress; `settings`: of greedy decoding."""
     import torch
     from rich.progress import Progress
 
-    from decode import evidence
+    from decode.bench import losslessness as evidence
     from decode.results import medusa_method, plain_method
 
     model = loaded.model
@@ -176,8 +178,8 @@ class TokenNames:
 
 def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bool, names: TokenNames) -> Page:
     """The report."""
-    from decode import evidence
-    from decode.report import Page
+    from decode.bench import losslessness as evidence
+    from decode.bench.report.html import Page
 
     who = f"the heads {settings['heads']}" if settings["heads"] else f"drafts by {settings['drafter']}"
     made = Page(f"Do {who} change what the backbone {settings['backbone']} says?")
@@ -307,7 +309,7 @@ def show(args: argparse.Namespace, dtype: str, greedy: Greedy, cases: list[Case]
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from decode import evidence
+    from decode.bench import losslessness as evidence
 
     console = common.output_console(args)
     console.print(f"greedy: {in_words(greedy, dtype)}")

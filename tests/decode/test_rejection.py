@@ -23,10 +23,10 @@ from transformers import (
 
 import decode.accept
 from decode.accept import Acceptance, accept_sampled, accept_walk, typical
+from decode.bench.chi2 import Comparison, compare
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.sampling import RowDraws, SharedDraws, cumulative, draw_distinct, invert
-from decode.stats import Comparison, compare
 from decode.topology import Topology
 from medusa import Tree
 

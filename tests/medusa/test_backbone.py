@@ -133,7 +133,7 @@ def test_supported_models_are_not_refused(family: str) -> None:
 
 
 def test_where_longrope_switches() -> None:
-    """Told by the parameters, also where each kind of layer has its own; other rotations switch nowhere."""
+    """Told by the parameters, also where each kind of layer has its own; other rope_angles switch nowhere."""
     assert Backbone(tiny_model("phi3, longrope")).rope_boundary == 32
     for family in ("llama", "llama, dynamic rope", "gpt2", "gemma3_text"):
         assert Backbone(tiny_model(family)).rope_boundary is None

@@ -195,7 +195,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_distill_wrote_is_data(tmp_path: Path) -> None:
-    """Beside `own.jsonl` lie its settings and what failed, which are no records."""
+    """AmateurState `own.jsonl` lie its settings and what failed, which are no records."""
     write(tmp_path / "own.failed.jsonl", '{"index": 1, "error": "too long"}\n')
     write(tmp_path / "own.jsonl", '{"input_ids": [1, 2, 3], "prompt_tokens": 1}\n')
     write(tmp_path / "own.settings.json", '{"max_new_tokens": 2}')

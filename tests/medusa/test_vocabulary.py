@@ -12,22 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import decode.compiled
+import decode.compiled.regions
 from decode import generate
-from decode.calibrate import TOP, record
+from decode.bench.calibrate import TOP, record
+from decode.bench.losslessness import Experiment, Rule, passes
 from decode.draft import Draft, Frontier
-from decode.dynamic import DynamicTree
-from decode.evidence import Experiment, Rule, passes
-from decode.front import heads_drafter
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.generation import heads_drafter
 from decode.request import prepare
 from decode.sampling import Target
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
-from medusa.checkpoint import CONFIG, WEIGHTS, load_heads
+from medusa.checkpoints.load import CONFIG, WEIGHTS, load_heads
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
-from medusa.kinds import KINDS
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.kinds import KINDS
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train import loss as loss_module
@@ -238,13 +238,13 @@ def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
 def test_whole_steps_can_be_compiled(
     llama: Any, kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured without a break, as in tests/decode/test_compiled.py."""
+    """Captured without a break, as in tests/decode/compiled/test_compiled.py."""
 
     def traced(step: Any, device: torch.device) -> Any:
         torch._dynamo.reset()
         return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
 
-    monkeypatch.setattr(decode.compiled, "compiled", traced)
+    monkeypatch.setattr(decode.compiled.regions, "compiled", traced)
     _, some = pair(llama, kind, lm_head)
     prompt = random_ids(5)
     out = generate(llama, some, torch.tensor([prompt]), tree=tree, max_new_tokens=8, do_sample=False, compile=True)
@@ -386,7 +386,7 @@ def recipe(tmp_path: Path) -> Callable[..., Any]:
     ("kind", "objective"), [("medusa", "argmax"), ("hydra", "distill"), ("recurrent", "text"), ("eagle", "argmax")]
 )
 def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, objective: str, lm_head: str) -> None:
-    recipe(kind, {"objective": objective}, lm_head=lm_head, vocabulary=WORDS, vocabulary_anyway=True)
+    recipe(kind, {"objective": objective}, lm_head=lm_head, vocabulary=WORDS, force_vocabulary=True)
     heads = load_heads(tmp_path / "out")
     assert heads.vocabulary is not None
     assert (len(heads.vocabulary), int(heads.vocabulary.max())) == (WORDS, 44), "of 45 tokens that come at all"
@@ -399,7 +399,7 @@ def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, o
 def test_a_loss_is_refused_with_its_figures(recipe: Any) -> None:
     message = (
         rf"heads.vocabulary {WORDS} of {VOCAB} tokens holds [0-9.]+% of the labels and is expected to make decoding "
-        r"0\.\d+ times as fast; leave it out, take more tokens, or insist with heads.vocabulary_anyway=true"
+        r"0\.\d+ times as fast; leave it out, take more tokens, or insist with heads.force_vocabulary=true"
     )
     with pytest.raises(RequestError, match=message):
         recipe(vocabulary=WORDS)
@@ -408,9 +408,11 @@ def test_a_loss_is_refused_with_its_figures(recipe: Any) -> None:
 def test_a_teacher_that_leans_on_all_tokens_is_refused(llama: Any) -> None:
     _, some = pair(llama)
     content: dict[str, Any] = {"backbone": "demo", "data": "text.txt", "output_dir": "out", "adapter": {}}
-    with pytest.raises(RequestError, match=r"adapter.lean needs heads that know all tokens; add adapter.lean=0"):
+    with pytest.raises(
+        RequestError, match=r"adapter.teacher_tilt needs heads that know all tokens; add adapter.teacher_tilt=0"
+    ):
         _require_adaptable(parse_config(content, "test"), some)
-    _require_adaptable(parse_config(content | {"adapter": {"lean": 0.0}}, "test"), some)
+    _require_adaptable(parse_config(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some)
 
 
 def test_streams_and_tiny_lists_are_refused(recipe: Any) -> None:

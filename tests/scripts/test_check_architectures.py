@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from decode import front, verify
+from decode import generation as front
+from decode import verify
 from tests.helpers import architectures as script
 from tests.helpers import random_ids, tiny_model
 

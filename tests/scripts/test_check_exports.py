@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa.checkpoint import save_heads
+from medusa.checkpoints.load import save_heads
 from tests.helpers import load_script, random_heads, tiny_model
 
 script = load_script("check_exports")

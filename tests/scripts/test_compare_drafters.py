@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from medusa.backbone import load_backbone
-from medusa.checkpoint import save_heads
+from medusa.checkpoints.load import save_heads
 from tests.helpers import load_script, random_heads
 
 script = load_script("compare_drafters")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from decode import calibrate
+from decode.bench import calibrate
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone, load_backbone
-from medusa.checkpoint import save_heads
+from medusa.checkpoints.load import save_heads
 from medusa.errors import RequestError
 from tests.helpers import load_script, random_heads
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa.backbone import Backbone, fingerprint
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from tests.helpers import HIDDEN, random_ids, tiny_model
 from train import features as features_module

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
-from medusa.kinds import KINDS
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.kinds import KINDS
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig
@@ -23,7 +23,7 @@ from train.run import new_heads
 from train.trainer import HeadsOnBackbone, with_noise
 
 HEADS, STEPS = 3, 6
-GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "own_guesses": 0.5}
+GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "scheduled_sampling": 0.5}
 
 
 def on_backbone(kind: str = "medusa", tmp_path: Path = Path("unused"), **settings: Any) -> HeadsOnBackbone:
@@ -125,8 +125,8 @@ def test_heads_that_were_trained_with_dropout_are_ready_to_decode(tmp_path: Path
 )
 def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
     """Written down once more, a position at a time: with probability 1 every token but the root is a guess."""
-    module = on_backbone(kind, own_guesses=1.0).train()
-    module.own_guesses = 1.0
+    module = on_backbone(kind, scheduled_sampling=1.0).train()
+    module.scheduled_sampling = 1.0
     backbone, inputs = module._outside[0], batch()
     hidden = module.states(inputs["input_ids"], inputs["position_ids"])
     rows = module.taught(**inputs).following
@@ -137,28 +137,28 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
         row, at = where[index]
         text = following_ids(inputs["input_ids"], HEADS)[row, at]
         next_ids, place = following_ids(inputs["input_ids"], 1)[..., 0], torch.tensor([row * 40 + at])
-        memory = module.heads.recall(hidden, next_ids, backbone.embed, inputs["position_ids"], place=place)
+        memory = module.heads.context_kv(hidden, next_ids, backbone.embed, inputs["position_ids"], place=place)
         here, path = hidden[row, at][None], backbone.embed(text)[None]
-        logits = module.heads(here, backbone.lm_head, following=path, memory=memory)[:, 0]  # [K, V]
+        logits = module.heads(here, backbone.lm_head, following=path, context_kv=memory)[:, 0]  # [K, V]
         shown = torch.cat([text[:1], logits.argmax(-1)[: HEADS - 1]])
         torch.testing.assert_close(rows[index], backbone.embed(shown))
 
 
 @torch.no_grad()
 def test_own_guesses_come_with_their_probability_in_training_and_not_in_evaluation() -> None:
-    module = on_backbone("hydra", own_guesses=0.3)
+    module = on_backbone("hydra", scheduled_sampling=0.3)
     text = torch.randint(VOCAB, (2000, HEADS))
     read = torch.randn(2000, module._outside[0].hidden_size)
-    module.own_guesses = 1.0
-    guesses = module.with_own_guesses(read, text)
-    module.own_guesses = 0.3
-    changed = module.with_own_guesses(read, text) != text
+    module.scheduled_sampling = 1.0
+    guesses = module.with_scheduled_sampling(read, text)
+    module.scheduled_sampling = 0.3
+    changed = module.with_scheduled_sampling(read, text) != text
     wrong = guesses != text
     assert not changed[:, 0].any()
     assert not (changed & ~wrong).any()
     assert abs(float(changed[wrong].float().mean()) - 0.3) < 0.03  # 4000 draws: sigma is 0.007
     before = module.eval().taught(**batch()).following
-    module.own_guesses = 0.0
+    module.scheduled_sampling = 0.0
     assert torch.equal(before, module.taught(**batch()).following)
 
 
@@ -167,18 +167,20 @@ def test_their_probability_rises_over_the_run(tmp_path: Path, monkeypatch: pytes
     ours = HeadsOnBackbone.taught
 
     def watched(self: HeadsOnBackbone, *args: Any, **kwargs: Any) -> Any:
-        seen.append(self.own_guesses)
+        seen.append(self.scheduled_sampling)
         return ours(self, *args, **kwargs)
 
     monkeypatch.setattr(HeadsOnBackbone, "taught", watched)
-    trainer(tmp_path, "recurrent", own_guesses=0.6, save_strategy="no").train()
+    trainer(tmp_path, "recurrent", scheduled_sampling=0.6, save_strategy="no").train()
     assert seen == pytest.approx([0.6 * step / STEPS for step in range(STEPS)])
 
 
 @pytest.mark.parametrize("kind", ["medusa", "cascade"])
 def test_heads_that_see_no_guesses_are_shown_none(kind: str) -> None:
-    with pytest.raises(RequestError, match=f"training.own_guesses: heads of kind {kind} see no guesses; leave it out"):
-        on_backbone(kind, own_guesses=0.5)
+    with pytest.raises(
+        RequestError, match=f"training.scheduled_sampling: heads of kind {kind} see no guesses; leave it out"
+    ):
+        on_backbone(kind, scheduled_sampling=0.5)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def test_a_seed_says_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, kind:
         ({"hidden_noise": -0.1}, "training.hidden_noise is -0.1; it must be 0"),
         ({"hidden_noise": float("nan")}, "training.hidden_noise is nan"),
         ({"dropout": 1.0}, "training.dropout is 1.0; it must be at least 0"),
-        ({"own_guesses": 1.5}, "training.own_guesses is 1.5; it must lie between 0 and 1"),
+        ({"scheduled_sampling": 1.5}, "training.scheduled_sampling is 1.5; it must lie between 0 and 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, float], message: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import loss as loss_module
 from train.labels import IGNORE
@@ -101,7 +101,7 @@ def test_chunks_change_neither_figures_nor_gradients(
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-@pytest.mark.parametrize("teacher", [None, {}, {"temperature": 0.5}, {"label_share": 0.3}], ids=str)
+@pytest.mark.parametrize("teacher", [None, {}, {"temperature": 0.5}, {"hard_label_weight": 0.3}], ids=str)
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_nor_do_they_under_any_objective_and_weighting(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str, teacher: dict[str, float] | None, weighting: str
@@ -157,7 +157,7 @@ def test_a_cold_teacher_is_the_backbones_choice(backbone: Backbone) -> None:
     teacher = some_teacher(backbone, temperature=1e-5)
     choices = teacher.targets(slice(None), labels)[2]
     expected, gradients = outcome(head_losses, heads, hidden, choices, backbone.head)
-    sharp = Teacher(teacher.hidden, teacher.position, backbone.head, label_share=1.0)
+    sharp = Teacher(teacher.hidden, teacher.position, backbone.head, hard_label_weight=1.0)
     for of in (teacher, sharp):
         figures, ours = outcome(head_losses, heads, hidden, labels, backbone.head, teacher=of)
         torch.testing.assert_close(figures.loss, expected.loss, **CLOSE)

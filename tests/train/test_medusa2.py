@@ -18,7 +18,7 @@ from decode.results import medusa_method, plain_method
 from decode.settings import Settings
 from medusa.__main__ import main
 from medusa.backbone import Backbone, differs, load_backbone, quantized
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
@@ -49,7 +49,8 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "output_dir": str(tmp_path / output),
             "heads": {"num": 2},
             "device": "cpu",
-            "adapter": {"rank": 4, "alpha": 16, "heads_first": 0.0, "lambda_0": 0.2, "lean": 0.0} | (adapter or {}),
+            "adapter": {"rank": 4, "alpha": 16, "heads_first": 0.0, "lambda_0": 0.2, "teacher_tilt": 0.0}
+            | (adapter or {}),
             "training": {"max_steps": STEPS, "logging_steps": 1, "save_steps": 3, "seed": 1} | (training or {}),
         }
         return train(parse_config(content | overrides, "test"), quiet=True, **(with_ or {}))
@@ -210,19 +211,19 @@ def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(
     heads = random_heads(model, 2, lm_head=lm_head, kind=kind, prefix_layers=prefix_layers).float()
     adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
     module = HeadsAndAdapter(heads, model, MedusaTrainingArguments(str(tmp_path), use_cpu=True), "kl")
-    module.lean = 0.25
+    module.teacher_tilt = 0.25
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2], list(range(7))])
     ids = torch.tensor([random_ids(7, seed=1), random_ids(7, seed=2)])
     taught = documents >= 0
     taught[:, -1] = False
     hidden = torch.randn(*documents.shape, HIDDEN, dtype=dtype)
-    gain = module.leaning(hidden, ids, positions, documents, taught)
+    gain = module.tilt(hidden, ids, positions, documents, taught)
     found = torch.cat([gain(slice(0, 5)), gain(slice(5, 12))]).reshape(2, 6, VOCAB)
     read, backbone = heads.read(hidden.float(), positions, documents), module._outside[0]
     following = backbone.embed(following_ids(ids, 2)).float()
-    memory = heads.recall(read, following_ids(ids, 1)[..., 0], backbone.embed, positions, documents)
-    guess = heads(read, backbone.lm_head, following=following, memory=memory)[0]
+    memory = heads.context_kv(read, following_ids(ids, 1)[..., 0], backbone.embed, positions, documents)
+    guess = heads(read, backbone.lm_head, following=following, context_kv=memory)[0]
     guess = 0.25 * guess.float().log_softmax(-1)  # [2, 7, V]
     for row, position in ((0, 1), (0, 3), (0, 5), (1, 1), (1, 5)):
         torch.testing.assert_close(found[row, position], guess[row, position - 1], rtol=1e-4, atol=1e-5)
@@ -235,7 +236,7 @@ def test_a_leaning_teacher_makes_the_text_easier_to_foresee(recipe: Any, seen: A
     settings = {"max_steps": 30, "save_strategy": "no", "learning_rate": 1e-9}
     still = {"training": settings, "heads": {"num": 2, "lm_head": "shared"}}
     recipe("upright", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2}, **still)
-    recipe("leaning", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2, "lean": 0.5}, **still)
+    recipe("tilt", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2, "teacher_tilt": 0.5}, **still)
     expected = []
     for trainer in seen:
         ids = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(16)])
@@ -244,8 +245,8 @@ def test_a_leaning_teacher_makes_the_text_easier_to_foresee(recipe: Any, seen: A
             guess = trainer.heads(hidden[:, :-1], trainer.backbone.lm_head)[0].log_softmax(-1)
             chosen = trainer.backbone.lm_head(hidden[:, 1:]).softmax(-1)
         expected.append(float((chosen * guess).sum(-1).mean()))
-    assert seen[0].trained.lean == 0
-    assert seen[1].trained.lean == 0.5
+    assert seen[0].trained.teacher_tilt == 0
+    assert seen[1].trained.teacher_tilt == 0.5
     assert expected[1] > expected[0] + 0.3, "nats"
 
 
@@ -440,9 +441,9 @@ def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) 
 
 
 def test_a_teacher_leans_unless_there_is_none() -> None:
-    assert AdapterConfig().lean == 0.06
-    assert AdapterConfig(lean=0.0).lean == 0
-    assert AdapterConfig(lm_loss="text").lean == 0
+    assert AdapterConfig().teacher_tilt == 0.06
+    assert AdapterConfig(teacher_tilt=0.0).teacher_tilt == 0
+    assert AdapterConfig(lm_loss="text").teacher_tilt == 0
 
 
 @pytest.mark.parametrize(
@@ -454,8 +455,8 @@ def test_a_teacher_leans_unless_there_is_none() -> None:
         {"heads_first": 1.0},
         {"dropout": 1},
         {"lambda_0": 0},
-        {"lean": 1.0},
-        {"lean": 0.1, "lm_loss": "text"},
+        {"teacher_tilt": 1.0},
+        {"teacher_tilt": 0.1, "lm_loss": "text"},
     ],
 )
 def test_settings_of_the_adapter_are_checked(settings: dict[str, Any]) -> None:

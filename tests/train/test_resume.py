@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from train.config import parse_config
 from train.resume import LogBeforeSaving, checkpoints, is_whole
@@ -155,7 +155,7 @@ def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     save, state_save, file_save = torch.save, TrainerState.save_to_json, __import__("safetensors.torch").torch.save_file
     monkeypatch.setattr(
-        "medusa.checkpoint.save_file",
+        "medusa.checkpoints.load.save_file",
         lambda tensors, path, **kwargs: half("weights", Path(path), lambda: file_save(tensors, path, **kwargs)),
     )
 

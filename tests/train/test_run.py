@@ -233,7 +233,7 @@ def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch:
 def test_a_disk_that_fills_midway_ends_in_one_line_and_costs_no_checkpoint(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    from medusa.checkpoint import save_heads
+    from medusa.checkpoints.load import save_heads
     from train.trainer import MedusaTrainer
 
     def full(*args: Any, **kwargs: Any) -> None:

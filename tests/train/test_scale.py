@@ -18,7 +18,7 @@ import torch
 from accelerate import dispatch_model
 
 from medusa.backbone import load_backbone
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from tests.helpers import random_ids, tiny_model
 from train.config import parse_config

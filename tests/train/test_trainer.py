@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from decode.results import medusa_method, plain_method, tau
 from decode.settings import Settings
 from medusa.backbone import Backbone, differs, fingerprint
-from medusa.checkpoint import load_heads
+from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
-from medusa.heads import MedusaHeads
+from medusa.heads.independent import MedusaHeads
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig, parse_config
@@ -580,7 +580,7 @@ def test_a_run_shorter_than_a_line_of_the_log_gives_its_figures_too(recipe: Any)
         {"objective": "sft"},
         {"head_weighting": "even"},
         {"teacher_temperature": 0.0},
-        {"label_share": 1.5},
+        {"hard_label_weight": 1.5},
         {"dpace_smoothing": -0.1},
         {"loss_backend": "fast"},
         {"loss_backend": "liger", "objective": "distill"},

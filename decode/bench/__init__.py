@@ -1,0 +1,1 @@
+"""Measurements: speedup, calibration of trees, and evidence that the text does not change."""

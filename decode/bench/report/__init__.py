@@ -1,0 +1,1 @@
+"""Reports of measurements as HTML pages, with plots."""

@@ -1,0 +1,1 @@
+"""Retrieval (REST): drafts from a datastore of other texts."""

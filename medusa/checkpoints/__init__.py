@@ -1,0 +1,1 @@
+"""Heads on disk: the published tensor names, read strictly and written atomically."""

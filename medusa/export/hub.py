@@ -1,0 +1,36 @@
+"""A repository for the Hub, with which plain transformers decodes: see `medusa.export.repository` for what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medusa.backbone import DEMO
+from medusa.errors import RequestError
+from medusa.export import Export, Written
+from medusa.export.card import Facts
+from medusa.export.repository import why_no_code, write_repository
+
+NAME = "hub"
+
+
+def write(export: Export) -> Written:
+    heads, facts = export.heads, export.facts or Facts()
+    unknown = why_no_code(heads)
+    if unknown is not None:
+        raise RequestError(
+            f"--to {NAME}: the code that it ships knows independent and cascaded heads, not heads with {unknown}; "
+            "publish them without it by heads.push_to_hub, for use with this package"
+        )
+    if Path(export.backbone) == DEMO.resolve():
+        heads.config.base_model_name_or_path = "demo"  # not its folder in this installation
+    written = write_repository(heads, export.folder, facts)
+    where = facts.repo_id or str(export.place)
+    return Written(
+        serve=f'model.generate(**inputs, custom_generate="{where}", trust_remote_code=True, max_new_tokens=256)',
+        lost="trees are static, rows of a batch are decoded one after the other, and steps are not compiled",
+        heads=written,
+        notes=[f"to publish it: hf upload {facts.repo_id or 'ORG/NAME'} {export.place}"]
+        + ([] if heads.config.tree else ["these heads came without a tree; config.json now holds `eight`"])
+        + ([] if facts.benchmark else ["the card says nothing about speed: measure it (--benchmark)"])
+        + ([] if facts.license else ["the card names no licence (--license)"]),
+    )

@@ -1,0 +1,44 @@
+"""FasterDecoding's first form: `config.json` and `medusa_lm_head.pt`, an nn.ModuleList's state_dict.
+
+    {h}.{l}.linear.weight [H, H]   {h}.{l}.linear.bias [H]   {h}.{L}.weight [V, H]
+
+Its code puts one block L times into a head, so that of several blocks the last one's weights stand for all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, to_published
+from medusa.errors import RequestError
+from medusa.export import Export, Written, published_config, quoted, require_square
+from medusa.export.own import with_own_lm_heads
+from medusa.files import write_json
+
+NAME = "original-v1"
+
+
+def write(export: Export) -> Written:
+    require_square(export.heads.config, NAME)
+    state = export.heads.state_dict()
+    for name, tensor in state.items():
+        if name.startswith("blocks.") and not torch.equal(tensor, state[f"blocks.0.{name.split('.')[2]}"]):
+            raise RequestError(
+                f"{NAME} cannot hold heads of {export.heads.config.num_layers} different blocks: its loader would take "
+                "one for all; train them with heads.layers=1"
+            )
+    heads = with_own_lm_heads(export)
+    # Copies: a view of the stacked weights would be saved with the storage of all heads.
+    copies = {name: tensor.detach().contiguous().clone() for name, tensor in to_published(heads).items()}
+    torch.save(copies, export.folder / LEGACY_WEIGHTS)
+    write_json(export.folder / CONFIG, published_config(heads.config))
+    return Written(
+        serve=f"python -m medusa.inference.cli --model {quoted(export.place)}",
+        lost="samples are not the model's (typical acceptance at every temperature above 0), one text at a time, "
+        "Llama backbones only",
+        heads=heads,
+        notes=[
+            "the command is that of FasterDecoding's package medusa-llm, in an environment without this one",
+            "its last sources make five heads whatever the config says, and fill up with untrained ones",
+        ],
+    )

@@ -1,0 +1,1 @@
+"""What heads are made of: one file per kind, and what the kinds share."""

@@ -1,0 +1,183 @@
+"""`medusa chat` as a user types it: a pipe, a terminal, wrong requests."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from decode.results import Run
+from medusa.__main__ import main
+from medusa.commands import common
+
+CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")
+WITH_HEADS = (*CHAT, "--heads", "demo", "--tree", "eight")
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+    """Run the command in this process, with lines on standard input."""
+
+    def run(*words: str, lines: str = "") -> Said:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        status = main([str(word) for word in words])
+        return Said(status, *capsys.readouterr())
+
+    return run
+
+
+def test_a_conversation_through_a_pipe(say: Any, tmp_path: Path) -> None:
+    """Text, going on, plain decoding (which gives the same text), what is no command, and the end of the input."""
+    kept = tmp_path / "chat.json"
+    lines = "Once upon a time\n\n/reset\n/plain\nOnce upon a time\n/frobnicate now\n/help\n/reset\n\n"
+    done = say(*WITH_HEADS, "--json", str(kept), lines=lines)
+    assert done.status == 0
+    first, second, again = done.out.splitlines()
+    assert first == again != second
+    assert done.err.count("has no chat template") == 1
+    assert "one token a step" in done.err
+    assert "no command /frobnicate" in done.err
+    assert "/quit    leave" in done.err
+    assert "the prompt is empty" in done.err
+    told = [line for line in done.err.splitlines() if line.startswith("16 tokens, ")]
+    assert [line.endswith("1.00 a step") for line in told] == [False, False, True]
+    content = json.loads(kept.read_text(encoding="utf-8"))
+    assert [result["text"] for result in content["results"]] == [first, second, again]
+    assert content["settings"]["drafter"] == "heads"
+
+
+def test_quiet_leaves_the_answers_alone(say: Any) -> None:
+    done = say(*CHAT, "--plain", "--quiet", lines="Once upon a time\n/plain\n/quit\nnever read\n")
+    assert (done.status, len(done.out.splitlines()), done.err) == (0, 1, "")
+
+
+def test_another_drafter_and_the_options_of_generate(say: Any) -> None:
+    done = say(*CHAT, "--drafter", "ngram", "--temperature", "0.7", "--seed", "3", "--stop", ".", lines="The dog\n")
+    again = say(*CHAT, "--plain", "--temperature", "0.7", "--seed", "3", "--stop", ".", lines="The dog\n")
+    assert done.status == again.status == 0
+    assert done.out == again.out
+    assert "." not in done.out
+
+
+def test_contrastive_decoding_is_no_other_text_with_heads(say: Any) -> None:
+    lines = "Once upon a time\n/plain\n/reset\nOnce upon a time\n"
+    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", lines=lines)
+    assert done.status == 0, done.err
+    first, second = done.out.splitlines()
+    assert first == second
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Run.__iter__
+
+    def interrupted(self: Run) -> Any:
+        for number, step in enumerate(steps(self)):
+            if number == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Run, "__iter__", interrupted)
+    monkeypatch.setattr("decode.serve.conversation.Writer.warm_up", lambda *_: None)
+    done = say(*WITH_HEADS, lines="Once upon a time\nOne day\n")
+    assert done.status == 0
+    assert len(done.out.splitlines()) == 2
+    assert done.err.count("(stopped)") == 2
+    assert "16 tokens" not in done.err
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (CHAT, "no heads: give --heads H or --drafter ngram, or --plain"),
+        ((*CHAT, "--web", "--plain"), "no heads: give --heads H or --drafter ngram"),
+        ((*WITH_HEADS, "--port", "80"), "--port belongs to the page in the browser"),
+        ((*WITH_HEADS, "--web", "--json", "x.json"), "--json belongs to the chat in the terminal"),
+        ((*WITH_HEADS, "--system", "Be kind."), "--system needs a chat template"),
+        ((*WITH_HEADS, "--temperature", "-1"), "temperature is -1.0; it must be 0"),
+        ((*WITH_HEADS, "--acceptance", "typical"), "needs a temperature above 0"),
+        ((*CHAT, "--drafter", "nobody"), "nobody"),
+        ((*WITH_HEADS, "--json", "/no/such/folder/x.json"), "cannot write /no/such/folder/x.json"),
+    ],
+)
+def test_wrong_requests_are_told_in_one_line(say: Any, words: tuple[str, ...], told: str) -> None:
+    done = say(*words)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert told in done.err
+
+
+def test_without_the_extra_the_page_says_how_to_get_it(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nicegui", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(common.RequestError, match=r"pip install 'medusa-heads\[web\]'"):
+        common.require_extra("web", "nicegui")
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(common.RequestError, match=r"cannot listen at 127\.0\.0\.1, port"):
+            common.require_listening("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(common.RequestError, match=r"cannot listen at 192\.0\.2\.1"):
+        common.require_listening("192.0.2.1", 8765)
+    with pytest.raises(common.RequestError, match="--port is 70000"):
+        common.require_listening("127.0.0.1", 70_000)
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("box", False)]
+)
+def test_only_a_server_for_others_takes_any_name(host: str, alone: bool) -> None:
+    assert (common.allowed_hosts(host) == ["*"]) is not alone
+
+
+def _until(terminal: int, word: bytes) -> bytes:
+    """What a terminal shows until it shows `word`."""
+    shown = b""
+    while word not in shown:
+        ready, _, _ = select.select([terminal], [], [], 120)
+        assert ready, f"the terminal waits after {shown[-200:]!r}"
+        shown += os.read(terminal, 4096)
+    return shown
+
+
+def test_in_a_terminal_accepted_tokens_are_green() -> None:
+    """A terminal of the test's own: answers, colours, Ctrl-D."""
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "medusa", *WITH_HEADS]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200"}
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    try:
+        os.close(theirs)
+        shown = _until(ours, b"> ")
+        os.write(ours, b"Once upon a time\r")
+        shown += _until(ours, b"\r\n> ")
+        os.write(ours, b"\x04")
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+    os.close(ours)
+    text = shown.decode()
+    assert "\x1b[32m there was" in text or "\x1b[32m there" in text
+    assert "tokens, " in text

@@ -1,0 +1,1078 @@
+"""The `medusa` command as a user types it, on a tiny backbone that lies on disk with a tokenizer of letters."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from decode.bench import calibrate
+from decode.drafters.retrieval.datastore import Datastore
+from decode.drafters.retrieval.suffix_array import DEPTH
+from decode.results import Result, medusa_method
+from decode.timers import STAGES
+from medusa.__main__ import COMMANDS, main
+from medusa.backbone import Backbone, load_backbone
+from medusa.checkpoints.load import load_heads
+from medusa.commands import common
+from medusa.commands.datastore import PIECE
+from medusa.tree import named_trees
+from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
+from train.features import shards
+
+PROMPTS = ["abc", "hgfedcba", "d"]
+NEW = 12
+GENERATION = ("--max-new-tokens", str(NEW))
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+class Place(NamedTuple):
+    """What lies on disk, and what it should write."""
+
+    backbone: str
+    bare: str
+    """The same without a tokenizer and special tokens."""
+    heads: str
+    prompts: str
+    texts: list[list[int]]
+    """Greedy continuations of PROMPTS, EOS ignored."""
+    eos: int
+
+
+def tokenizer_of_letters(bos: int, eos: int) -> PreTrainedTokenizerFast:
+    """Token i is the i-th letter, but for BOS and EOS."""
+    names = {letter: index for index, letter in enumerate(LETTERS)}
+    names = {"<s>" if i == bos else "</s>" if i == eos else letter: i for letter, i in names.items()}
+    inner = Tokenizer(models.WordLevel(names, unk_token=LETTERS[0]))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+def talkative() -> tuple[Any, list[list[int]], int]:
+    """A random backbone whose texts are no loops, and a token of the first one that can serve as EOS."""
+    ids = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
+    for seed in range(100):
+        model = tiny_model("llama", seed)
+        texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in ids]
+        for place, token in enumerate(texts[0]):
+            alone = token not in texts[0][:place] and not any(token in other for other in (*ids, *texts[1:]))
+            if place >= 4 and alone and all(len(set(text)) > 6 for text in texts):
+                return model, texts, token
+    raise AssertionError("no seed gives a backbone that these tests can use")
+
+
+def build(folder: Path) -> Place:
+    """A backbone that ends its answer to the first prompt after a few tokens, heads for it, and prompts."""
+    model, texts, eos = talkative()
+    used = {LETTERS.index(letter) for letter in "".join(PROMPTS)}.union([eos], *texts)
+    bos = next(token for token in reversed(range(VOCAB)) if token not in used)
+    model.save_pretrained(folder / "bare")  # neither tokenizer nor special tokens
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    model.config.bos_token_id = model.generation_config.bos_token_id = bos
+    model.save_pretrained(folder / "backbone")
+    tokenizer_of_letters(bos, eos).save_pretrained(folder / "backbone")
+    heads = random_heads(model)
+    heads.config.tree = named_trees()["eight"]  # without one of its own, `auto` would calibrate
+    heads.config.tree = [path for path in heads.config.tree if len(path) <= heads.config.num_heads]
+    heads.save_pretrained(folder / "heads")
+    lines = [{"prompt": text, "category": kind} for text, kind in zip(PROMPTS, "xyx", strict=True)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return Place(*(str(folder / name) for name in ("backbone", "bare", "heads", "prompts.jsonl")), texts, eos)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return build(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture
+def medusa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run the command in this process."""
+
+    def run(*argv: str) -> Outcome:
+        capsys.readouterr()
+        status = main([str(word) for word in argv])
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def generate(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
+    """`medusa generate` with --json; gives its results."""
+
+    def run(*argv: str, prompts: tuple[str, ...] = ("--prompts",), heads: bool = True) -> Any:
+        given = (*prompts, place.prompts) if prompts == ("--prompts",) else prompts
+        path = tmp_path / "generated.json"
+        with_heads = ("--heads", place.heads) if heads else ()
+        done = medusa("generate", "--backbone", place.backbone, *with_heads, *given, *GENERATION, "--json", path, *argv)
+        assert done.status == 0, done.err
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    return run
+
+
+def until_eos(place: Place) -> list[list[int]]:
+    return [text[: text.index(place.eos) + 1] if place.eos in text else text for text in place.texts]
+
+
+def letters(ids: list[int], place: Place) -> str:
+    return "".join(LETTERS[token] for token in ids if token != place.eos)
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_gives_exactly_the_json_of_the_interface(generate: Any, place: Place) -> None:
+    content = generate()
+    assert content.keys() == {"settings", "results"}
+    assert [result["new_ids"] for result in content["results"]] == until_eos(place)
+    for result, prompt in zip(content["results"], PROMPTS, strict=True):
+        names = {"input_ids", "new_ids", "text", "steps", "step_lengths", "finish_reason", "seconds"}
+        assert result.keys() == names
+        assert result["input_ids"] == [LETTERS.index(letter) for letter in prompt]
+        assert sum(result["step_lengths"]) == len(result["new_ids"])
+        assert result["steps"] == len(result["step_lengths"])
+        assert result["finish_reason"] == ("eos" if place.eos in result["new_ids"] else "length")
+        assert result["text"] == letters(result["new_ids"], place), "no special token in it"
+        assert result["seconds"] > 0
+    assert content["results"][0]["finish_reason"] == "eos"
+    assert content["settings"]["acceptance"] == "greedy"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--batch-size", "2"),
+        ("--plain",),
+        ("--tree", "chain"),
+        ("--tree", "topk:3,2"),
+        ("--attention", "eager"),
+        ("--threads", "1"),
+        ("--dtype", "float64"),
+        ("--quiet",),
+    ],
+    ids=" ".join,
+)
+def test_how_the_text_is_computed_does_not_change_it(generate: Any, place: Place, argv: tuple[str, ...]) -> None:
+    assert [result["new_ids"] for result in generate(*argv)["results"]] == until_eos(place)
+
+
+def test_plain_needs_no_heads(generate: Any, place: Place) -> None:
+    results = generate("--plain", heads=False)["results"]
+    assert [result["new_ids"] for result in results] == until_eos(place)
+    assert all(set(result["step_lengths"]) == {1} for result in results)
+
+
+def test_eos_can_be_ignored(generate: Any, place: Place) -> None:
+    results = generate("--ignore-eos")["results"]
+    assert [result["new_ids"] for result in results] == place.texts
+    assert {result["finish_reason"] for result in results} == {"length"}
+
+
+@pytest.mark.parametrize("batch_size", ["1", "3"])
+def test_the_text_ends_before_the_stop_string_that_comes_first(generate: Any, place: Place, batch_size: str) -> None:
+    text = letters(place.texts[1], place)
+    first, second = text[3:5], text[6:8]
+    argv = ("--stop", second, "--stop", first, "--ignore-eos", "--batch-size", batch_size)
+    result = generate(*argv)["results"][1]
+    end = min(text.index(first), text.index(second))
+    assert result["text"] == text[:end]
+    assert result["finish_reason"] == "stop"
+    assert len(result["new_ids"]) > end, "the ids hold the stop string"
+
+
+def test_prompts_come_from_the_command_line_in_order(generate: Any, place: Place) -> None:
+    results = generate(prompts=("--prompt", PROMPTS[2], "--prompt", PROMPTS[0]))["results"]
+    assert [result["new_ids"] for result in results] == [until_eos(place)[2], until_eos(place)[0]]
+
+
+def test_the_first_prompts_of_a_file(generate: Any) -> None:
+    assert len(generate("--max-prompts", "2")["results"]) == 2
+
+
+def test_a_prompt_may_fill_the_context(generate: Any) -> None:
+    for length, left in ((127, 1), (120, 8)):
+        (result,) = generate("--ignore-eos", prompts=("--prompt", "b" * length))["results"]
+        assert (len(result["new_ids"]), result["finish_reason"]) == (left, "length")
+
+
+def test_the_seed_decides_what_is_sampled(generate: Any) -> None:
+    def sampled(seed: int) -> list[list[int]]:
+        results = generate("--temperature", "1", "--top-k", "50", "--top-p", "0.99", "--seed", str(seed))["results"]
+        return [result["new_ids"] for result in results]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+# --- generate --record -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(place: Place, generate: Any, tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """`medusa generate --record`; gives its results, and the newest shard of what it left."""
+
+    def run(*argv: str, **kwargs: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        results = generate("--record", tmp_path / "used", *argv, **kwargs)["results"]
+        return results, load_file(shards(tmp_path / "used")[-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "heads"),
+    [((), True), (("--batch-size", "3"), True), (("--plain",), False), (("--temperature", "0.7"), True)],
+    ids=["greedy", "a batch", "plain", "sampled"],
+)
+def test_use_leaves_texts_with_the_hidden_states_of_a_fresh_forward(
+    used: Any, place: Place, argv: tuple[str, ...], heads: bool
+) -> None:
+    results, shard = used(*argv, heads=heads)
+    texts = [result["input_ids"] + result["new_ids"] for result in results]
+    assert shard["input_ids"].tolist() == [token for text in texts for token in text]
+    assert shard["document_ids"].tolist() == [number for number, text in enumerate(texts) for _ in text]
+    lengths = [(len(result["input_ids"]), len(text)) for result, text in zip(results, texts, strict=True)]
+    taught = [position >= prompt for prompt, length in lengths for position in range(length)]
+    assert shard["loss_mask"].tolist() == taught
+    backbone = Backbone(load_backbone(place.backbone).model)
+    for text, kept in zip(texts, shard["hidden"].split([len(text) for text in texts]), strict=True):
+        fresh = backbone.hidden_states(torch.tensor([text]), use_cache=False)[0]
+        # The last token may not have been read. The tolerance is rounding, as in tests/decode/test_results.py.
+        torch.testing.assert_close(kept[:-1], fresh[:-1], atol=1e-5, rtol=1e-5)
+
+
+def test_heads_go_on_from_what_use_left(
+    used: Any, medusa: Any, recipe: Callable[..., Path], place: Place, tmp_path: Path
+) -> None:
+    used()
+    used("--temperature", "1")
+    assert len(shards(tmp_path / "used")) == 2, "a second sitting adds to the first"
+    go_on = recipe(data={"path": str(tmp_path / "used"), "sequence_length": 16}, heads={"num": 3, "start": place.heads})
+    done = medusa("train", go_on, "training.learning_rate=1e-4")
+    assert done.status == 0, done.err
+    assert "data: 6 documents" in done.err
+    before, after = load_heads(place.heads), load_heads(tmp_path / "trained")
+    assert after.config.num_heads == 3
+    for old, new in zip(before.parameters(), after.parameters(), strict=True):
+        assert 0 < (old - new).abs().max() < 1e-3, "three small steps from where the given ones are"
+
+
+def test_a_recording_says_what_it_keeps_and_quiet_does_not(medusa: Any, place: Place, tmp_path: Path) -> None:
+    words = ("generate", "--backbone", place.bare, "--plain", "--prompts", tmp_path / "ids.jsonl", *GENERATION)
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n', encoding="utf-8")
+    done = medusa(*words, "--record", tmp_path / "used")
+    size = (3 + NEW) * (4 * 32 + 9)
+    assert f"recorded in {tmp_path / 'used'}: 1 texts, {3 + NEW} tokens, {size / 1000:.3g} kB" in done.err
+    assert not medusa(*words, "--record", tmp_path / "used", "--quiet").err
+
+
+def test_an_interruption_keeps_what_was_finished(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = common.batches
+
+    def interrupted(*args: Any) -> Any:
+        yield next(iter(batches(*args)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "batches", interrupted)
+    words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    assert medusa(*words, "--record", tmp_path / "used").status == 130
+    (shard,) = shards(tmp_path / "used")
+    assert load_file(shard)["input_ids"].tolist()[: len(PROMPTS[0])] == [LETTERS.index(c) for c in PROMPTS[0]]
+    assert set(load_file(shard)["document_ids"].tolist()) == {0}
+
+
+def test_a_disk_that_fills_up_ends_a_recording_in_one_line(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("train.features.save_file", full)
+    words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    done = medusa(*words, "--record", tmp_path / "used", "--quiet")
+    assert done.status == 1
+    assert "is full" in done.err
+    assert done.err.count("\n") == 1
+    assert not shards(tmp_path / "used")
+
+
+def test_typical_acceptance_must_be_asked_for(generate: Any) -> None:
+    assert generate("--temperature", "0.7")["settings"]["acceptance"] == "rejection"
+    argv = ("--temperature", "0.7", "--acceptance", "typical", "--epsilon", "0.2", "--delta", "0.4")
+    settings = generate(*argv)["settings"]
+    assert (settings["acceptance"], settings["epsilon"], settings["delta"]) == ("typical", 0.2, 0.4)
+
+
+@pytest.mark.parametrize("batch_size", ["1", "2"])
+def test_texts_go_to_standard_output_and_the_rest_to_standard_error(medusa: Any, place: Place, batch_size: str) -> None:
+    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    done = medusa("generate", *argv, "--batch-size", batch_size)
+    assert done.out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
+    assert "a step" in done.err
+    quiet = medusa("generate", *argv, "--quiet")
+    assert (quiet.out, quiet.err) == ("", "")
+
+
+def test_ids_go_in_and_out_of_a_backbone_without_tokenizer(medusa: Any, place: Place, tmp_path: Path) -> None:
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [0, 1, 2]}), encoding="utf-8")
+    argv = ("--backbone", place.bare, "--heads", place.heads, "--prompts", tmp_path / "ids.jsonl", *GENERATION)
+    done = medusa("generate", *argv)
+    assert (done.status, done.out.strip()) == (0, str(place.texts[0]))
+
+
+def test_heads_of_another_backbone_of_the_same_shape_give_a_warning(medusa: Any, place: Place, tmp_path: Path) -> None:
+    from medusa.backbone import fingerprint
+
+    heads = random_heads(tiny_model("llama"))
+    heads.config.backbone = fingerprint(tiny_model("llama", seed=7), "org/other")
+    heads.save_pretrained(tmp_path / "heads")
+    argv = ("--backbone", place.backbone, "--heads", tmp_path / "heads", "--prompt", "abc", *GENERATION)
+    done = medusa("generate", *argv)
+    assert done.status == 0
+    assert "warning" in done.err
+    assert "org/other" in done.err
+
+
+# --- a LoRA adapter as a backbone ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def adapter(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a LoRA adapter for the backbone, that changes what it says; it holds no tokenizer of its own."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(place.backbone)
+    peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_an_adapters_folder_is_a_backbone(medusa: Any, place: Place, adapter: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    model = AutoPeftModelForCausalLM.from_pretrained(str(adapter)).eval()
+    prompt = torch.tensor([[0, 1, 2]])
+    expected = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )[0, 3:].tolist()
+    assert expected != place.texts[0], "or the adapter would change nothing"
+    out = tmp_path / "out.json"
+    argv = ("--heads", place.heads, "--prompt", "abc", "--ignore-eos", *GENERATION, "--json", out)
+    done = medusa("generate", "--backbone", adapter, *argv)
+    assert done.status == 0, done.err
+    assert json.loads(out.read_text())["results"][0]["new_ids"] == expected
+
+
+def test_heads_can_be_trained_on_an_adapters_folder(
+    medusa: Any, adapter: Path, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = medusa("train", recipe(backbone=str(adapter)), "--quiet")
+    assert done.status == 0, done.err
+    assert load_heads(tmp_path / "trained").config.base_model_name_or_path == str(adapter)
+
+
+# --- info, train, evaluate -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(place: Place, tmp_path: Path) -> Callable[..., Path]:
+    """A training YAML; its data are the backbone's texts."""
+    data = tmp_path / "own.jsonl"
+    lines = [
+        json.dumps({"prompt": prompt + letters(text, place)}) for prompt, text in zip(PROMPTS, place.texts, strict=True)
+    ]
+    data.write_text("\n".join(lines), encoding="utf-8")
+
+    def write(**changes: Any) -> Path:
+        content = {
+            "backbone": place.backbone,
+            "data": {"path": str(data), "sequence_length": 16},
+            "output_dir": str(tmp_path / "trained"),
+            "heads": {"num": 2},
+            "training": {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True},
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(content | changes), encoding="utf-8")  # JSON is YAML
+        return path
+
+    return write
+
+
+def test_info_tells_what_heads_are(medusa: Any, place: Place, tmp_path: Path) -> None:
+    done = medusa("info", place.heads, "--json", tmp_path / "info.json")
+    about = json.loads((tmp_path / "info.json").read_text())
+    assert done.status == 0
+    assert done.err == ""
+    assert {
+        "kind": "medusa",
+        "heads": 3,
+        "hidden size": 32,
+        "vocabulary": 61,
+        "LM head": "own",
+    }.items() <= about.items()
+    assert about["config"]["medusa_num_heads"] == 3
+    for word in ("heads", "hidden size", "vocabulary", "tree", "backbone"):
+        assert word in done.out
+    assert medusa("info", place.heads, "--quiet") == (0, "", "")
+
+
+def test_train_writes_heads_that_everything_else_takes(
+    medusa: Any, place: Place, recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = medusa("train", recipe(), "heads.num=3", "training.learning_rate=1e-3", "--json", tmp_path / "fit.json")
+    assert done.status == 0, done.err
+    assert json.loads((tmp_path / "fit.json").read_text())["steps"] == 3
+    assert load_heads(tmp_path / "trained").config.num_heads == 3
+    told = medusa("info", tmp_path / "trained")
+    assert "command" in told.out, "provenance is shown"
+    argv = ("--backbone", place.backbone, "--heads", tmp_path / "trained", "--prompts", place.prompts, *GENERATION)
+    assert medusa("generate", *argv).out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
+
+
+def test_train_tells_its_progress_on_standard_error(medusa: Any, recipe: Callable[..., Path]) -> None:
+    done = medusa("train", recipe())
+    assert "step      3  loss" in done.err
+    assert "top-1" in done.err
+    assert done.out == "", "standard output is for results"
+
+
+def test_quiet_training_prints_nothing(medusa: Any, recipe: Callable[..., Path]) -> None:
+    done = medusa("train", recipe(), "--quiet")
+    assert (done.status, done.out, done.err) == (0, "", "")
+
+
+def test_an_interrupted_training_goes_on(medusa: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    steps = {"logging_steps": 1, "save_steps": 1, "use_cpu": True}
+    assert medusa("train", recipe(training=steps | {"max_steps": 2})).status == 0
+    again = recipe(training=steps | {"max_steps": 4})
+    assert medusa("train", again).status == 2, "not without being told how"
+    assert medusa("train", again, "--resume", "--json", tmp_path / "fit.json").status == 0
+    assert json.loads((tmp_path / "fit.json").read_text())["steps"] == 4
+
+
+def test_evaluate_gives_exactly_the_json_of_the_interface(medusa: Any, place: Place, tmp_path: Path) -> None:
+    argv = ("--backbone", place.backbone, "--heads", place.heads, "--data", place.prompts, *GENERATION)
+    done = medusa("evaluate", *argv, "--json", tmp_path / "evaluated.json")
+    assert done.status == 0, done.err
+    content = json.loads((tmp_path / "evaluated.json").read_text())
+    assert content.keys() == {"heads", "tokens"}
+    assert [head["head"] for head in content["heads"]] == [1, 2, 3]
+    for head in content["heads"]:
+        assert head.keys() == {"head", "top", "conditional_top1"}
+        assert head["top"].keys() == {"1", "5", "10"}
+        assert head["top"]["1"] <= head["top"]["5"] <= head["top"]["10"]
+    # A position counts where all three heads' labels lie within the text: the last three tokens are no starts.
+    assert content["tokens"] == sum(max(len(ids) - 3 - 0, 0) for ids in until_eos(place))
+    assert "right guesses" in done.out
+    assert "right guesses" not in done.err
+
+
+def test_evaluate_reads_documents_of_a_text_file_apart(medusa: Any, place: Place, tmp_path: Path) -> None:
+    """`--data` takes training text: the line between documents is no text to continue."""
+    one, two = "hgfedcba" * 3, "abcdefgh" * 3
+    for name, lines in {"with.txt": [one, "<|endoftext|>", two, "<|endoftext|>"], "without.jsonl": []}.items():
+        content = "\n".join(lines) if lines else "\n".join(json.dumps({"text": text}) for text in (one, two))
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    figures = []
+    for name in ("with.txt", "without.jsonl"):
+        argv = ("--backbone", place.backbone, "--heads", place.heads, "--data", tmp_path / name, *GENERATION)
+        assert medusa("evaluate", *argv, "--json", tmp_path / "out.json").status == 0
+        figures.append(json.loads((tmp_path / "out.json").read_text()))
+    assert figures[0] == figures[1]
+
+
+# --- calibrate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_place(place: Place, tmp_path: Path) -> Place:
+    """Heads in a folder of this test's own, with no tree saved."""
+    heads = load_heads(place.heads)
+    heads.config.tree = None
+    heads.save_pretrained(tmp_path / "heads")
+    return place._replace(heads=str(tmp_path / "heads"))
+
+
+def test_calibrate_keeps_its_tree_for_auto(
+    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
+    out, plot = tmp_path / "c.json", tmp_path / "c.png"
+    small = ("--prompts", own_place.prompts, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
+    done = medusa("calibrate", *models, *small, "--json", str(out), "--plot", str(plot))
+    assert done.status == 0, done.err
+    assert "kept for --tree auto" in done.out
+    told = json.loads(out.read_text(encoding="utf-8"))
+    assert told["kept_in"] == str(Path(own_place.heads) / "calibration.json")
+    assert told["points"][0]["nodes"] == 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.setattr("decode.bench.calibrate.calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
+    done = medusa("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
+    assert done.status == 0, done.err
+    assert f"tree: {told['points'][told['chosen']]['nodes']} nodes" in done.err
+
+
+def test_auto_calibrates_once_on_text_of_the_backbones_own(
+    medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tree of the heads' own, `auto` is the default; the run's prompts are not looked at."""
+    argv = ("generate", "--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
+    seen: list[Any] = []
+    real = calibrate.calibrate
+
+    def spy(model: Any, heads: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(texts)
+        return real(model, heads, texts, *args, **kwargs | {"sizes": (4, 8), "rounds": 1})
+
+    monkeypatch.setattr(calibrate, "calibrate", spy)
+    for _ in range(2):
+        done = medusa(*argv, "--max-new-tokens", "4")
+        assert done.status == 0, done.err
+    assert len(seen) == 1, "the second run reads what the first one kept"
+    prompts = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
+    assert not any(text[0] == prompt for text in seen[0] for prompt in prompts)
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def verify(medusa: Any, place: Place, tmp_path: Path, *argv: str) -> tuple[Outcome, Path]:
+    report = tmp_path / "report.html"
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    small = ("--draws", "30000", "--sampled-prompts", "2", "--max-new-tokens", "12", "--json", str(tmp_path / "v.json"))
+    return medusa("verify", *models, *small, "--report", str(report), *argv), report
+
+
+def test_verify_gives_the_json_of_the_interface_and_a_report(medusa: Any, place: Place, tmp_path: Path) -> None:
+    done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
+    assert done.status == 0, done.err
+    assert "passed" in done.out
+    assert "\u2026" not in done.out, "a column was cut off"
+    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert content.keys() == {"settings", "greedy", "sampling", "passed"}
+    assert content["passed"] is True
+    assert (content["greedy"]["prompts"], content["greedy"]["equal"], content["greedy"]["divergences"]) == (3, 3, [])
+    cases = content["sampling"]["cases"]
+    assert content["sampling"]["draws"] == 30_000
+    assert {case["prompt"] for case in cases} == {0, 1}
+    judged = [case for case in cases if case["judged"]]
+    assert {(case["acceptance"], case["draft"]) for case in judged} == {
+        ("rejection", "topk"),
+        ("rejection", "sample"),
+        ("typical-sampled", "topk"),
+    }
+    assert min(case["chi2_p_value"] for case in judged) > content["sampling"]["smallest_allowed_p_value"]
+    page = report.read_text(encoding="utf-8")
+    assert page.count("<svg role=") == 2, "a picture for each prompt"
+    assert "3 of 3 texts are equal" in page
+    assert 'src="http' not in page
+    assert "<script" not in page
+    for case in cases:
+        assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
+
+
+def test_verify_fails_where_the_text_or_the_samples_are_wrong(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
+    done, report = verify(medusa, place, tmp_path)
+    assert done.status == 1
+    assert "FAILED" in done.out
+    assert "there is evidence against equality" in report.read_text(encoding="utf-8")
+
+
+def test_verify_tells_of_a_text_that_ends_early(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        whole = medusa_method(*args, **kwargs)
+        return lambda prompts: [Result(r.input_ids, r.new_ids[:3]) for r in whole(prompts)]
+
+    monkeypatch.setattr("decode.results.medusa_method", cut)
+    done, report = verify(medusa, place, tmp_path)
+    assert done.status == 1
+    assert "<td>the end</td>" in report.read_text(encoding="utf-8")
+    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
+
+
+def test_verify_in_full_tries_more_temperatures(medusa: Any, place: Place, tmp_path: Path) -> None:
+    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "5000", "--sampled-prompts", "1")
+    assert done.status == 0, done.out
+    assert "\u2026" not in done.out, "a column was cut off"
+    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
+    assert pairs == {(t, p) for t in (0.5, 1.0, 1.5) for p in (1.0, 0.9)}
+
+
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_a_prompts_sample_does_not_depend_on_the_batch(generate: Any, place: Place, draft: str) -> None:
+    sampling = ("--temperature", "1", "--seed", "5", "--draft", draft)
+    alone = [result["new_ids"] for result in generate(*sampling)["results"]]
+    assert [result["new_ids"] for result in generate(*sampling, "--batch-size", "3")["results"]] == alone
+    assert [result["new_ids"] for result in generate(*sampling, "--seed", "6")["results"]] != alone
+
+
+# --- benchmark -------------------------------------------------------------------------------------------------------
+
+
+def test_benchmark_gives_the_json_of_the_interface(medusa: Any, place: Place, tmp_path: Path) -> None:
+    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    done = medusa("benchmark", *argv, "--rounds", "2", "--tree", "topk:2,2", "--json", tmp_path / "b.json")
+    assert done.status == 0, done.err
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert content.keys() == {"machine", "settings", "methods"}
+    assert content["methods"].keys() >= {"plain", "transformers", "medusa"}
+    for name, figures in content["methods"].items():
+        assert figures["equal_to_plain"] == 1.0
+        assert figures["tokens_per_second"].keys() == {"median", "min", "max"}
+        assert figures["new_tokens"] == sum(map(len, until_eos(place)))
+        assert {"tau", "steps", "accepted_by_depth", "speedup", "speedup_vs_generate", "by_category"} <= figures.keys()
+        assert figures["by_category"].keys() == {"x", "y"}
+        if name != "transformers":  # whose steps nobody can look into
+            assert figures["step_ms"].keys() == set(STAGES)
+    assert content["methods"]["plain"]["speedup"] == 1.0
+    assert content["methods"]["medusa"]["steps"] <= content["methods"]["plain"]["steps"]
+    assert content["settings"]["rounds"] == 2
+    assert "medusa" in done.out
+    assert "tokens/s" in done.out
+
+
+def test_a_benchmark_in_batches_of_sampled_text_works(medusa: Any, place: Place) -> None:
+    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    done = medusa("benchmark", *argv, "--rounds", "1", "--batch-size", "2", "--temperature", "1")
+    assert done.status == 0
+    assert "(sampled)" in done.out
+
+
+def test_a_benchmark_of_prompts_that_fill_the_context_is_no_crash(medusa: Any, place: Place) -> None:
+    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompt", "b" * 128, *GENERATION)
+    assert medusa("benchmark", *argv, "--rounds", "1").status in (0, 2)
+
+
+def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
+    return ("benchmark", *models, "--rounds", "1", "--tree", "topk:2,2", *argv)
+
+
+def test_a_benchmark_says_what_else_was_asked(medusa: Any, place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--prompt-lookup", "--json", file))
+    assert done.status == 0, done.err
+    content = json.loads(file.read_text())
+    assert [row["temperature"] for row in content["temperatures"]] == [0.5, 1.0]
+    rules = {row["acceptance"]: row for row in content["lossy"]}
+    assert rules.keys() == {"plain", "rejection", "typical", "typical-sampled"}
+    assert [name for name, row in rules.items() if not row["lossless"]] == ["typical", "typical-sampled"]
+    assert rules["typical"]["log_likelihood"] > rules["plain"]["log_likelihood"], "it takes the most probable roots"
+    lookup = content["methods"]["prompt lookup"]
+    assert (lookup["equal_to_plain"], lookup["steps"]) == (1.0, 0)
+    assert "typical (lossy)" in done.out
+    settings = content["settings"]
+    assert settings["command"].startswith(f"medusa benchmark --backbone {place.backbone} ")
+    assert settings["prompts_sha256"]
+    assert content["machine"]["memory"]["heads"] > 0
+
+
+def test_a_benchmarks_report_is_a_page_or_a_folder(medusa: Any, place: Place, tmp_path: Path) -> None:
+    page, folder = tmp_path / "r.html", tmp_path / "report"
+    assert medusa(*benchmark(place, "--report", page)).status == 0
+    assert "times model.generate" in page.read_text()
+    assert medusa(*benchmark(place, "--report", folder)).status == 0
+    assert {file.name for file in folder.iterdir()} >= {"report.html", "benchmark.json", "speedups.png", "tree.png"}
+    content = json.loads((folder / "benchmark.json").read_text())
+    figures = content["methods"]["medusa"]
+    nodes = figures["accepted_by_node"]
+    assert all(node["path"] in content["settings"]["tree"] for node in nodes)
+    by_depth = [sum(node["share"] for node in nodes if len(node["path"]) == depth) for depth in (1, 2)]
+    reached = [*figures["accepted_by_depth"], 0.0, 0.0][:2]
+    assert all(abs(one - other) < 0.12 for one, other in zip(by_depth, reached, strict=True)), "but for last roots"
+    again = medusa(*benchmark(place, "--report", folder))
+    assert again.status == 2
+    assert "--overwrite" in again.err
+    assert medusa(*benchmark(place, "--report", folder, "--overwrite")).status == 0
+
+
+def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path) -> None:
+    first, second, both = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    assert medusa(*benchmark(place, "--json", first)).status == 0
+    done = medusa(*benchmark(place, "--tree", "chain", "--compare", first, "--json", second))
+    assert done.status == 0, done.err
+    assert "now / then" in done.out
+    assert "tree: 7 nodes -> 4 nodes" in done.out
+    (comparison,) = json.loads(second.read_text())["comparisons"]
+    assert comparison["same_machine"] is True
+    assert {change["figure"] for change in comparison["changes"]} >= {"speedup", "speedup_vs_generate", "tau"}
+    page = tmp_path / "compared.html"
+    done = medusa("benchmark", "--compare", first, second, "--json", both, "--report", page)
+    assert done.status == 0, done.err
+    (again,) = json.loads(both.read_text())["comparisons"]
+    assert again["changes"] == comparison["changes"]
+    assert str(second) in page.read_text()
+
+
+def test_what_cannot_be_compared_is_refused(medusa: Any, place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    assert medusa(*benchmark(place, "--json", file)).status == 0
+    for argv, said in (
+        (("benchmark", "--compare", file), "nothing to be compared with"),
+        (("benchmark", "--compare", file, tmp_path / "absent.json"), "absent.json"),
+        (("benchmark", "--compare", file, place.prompts), "not JSON"),
+        (benchmark(place, "--max-prompts", "2", "--compare", file), "other prompts"),
+        (("benchmark",), "--backbone is missing"),
+        (benchmark(place, "--batch-size", "2", "--prompt-lookup"), "--batch-size"),
+    ):
+        done = medusa(*argv)
+        assert done.status == 2, argv
+        assert said in done.err
+        assert done.err.count("\n") == 1
+
+
+# --- distill ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def distill(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
+    """`medusa distill`; gives its outcome and the lines that are there afterwards."""
+    output = tmp_path / "own.jsonl"
+
+    def run(*argv: str, prompts: bool = True) -> tuple[Outcome, list[dict[str, Any]]]:
+        given = ("--prompts", place.prompts) if prompts else ()
+        done = medusa("distill", "--backbone", place.backbone, *given, "--output", output, *GENERATION, *argv)
+        lines = output.read_text(encoding="utf-8").split("\n")[:-1] if output.exists() else []
+        return done, [json.loads(line) for line in lines]
+
+    return run
+
+
+def test_distill_writes_the_backbones_own_answers(distill: Any, place: Place) -> None:
+    done, lines = distill("--batch-size", "2")
+    assert (done.status, done.out) == (0, "")
+    for line, prompt, ids in zip(lines, PROMPTS, until_eos(place), strict=True):
+        assert line["input_ids"][: line["prompt_tokens"]] == [LETTERS.index(letter) for letter in prompt]
+        assert line["input_ids"][line["prompt_tokens"] :] == ids
+        assert line["answer"] == letters(ids, place)
+        assert line["finish_reason"] == ("eos" if ids[-1] == place.eos else "length")
+
+
+def test_what_distill_wrote_can_be_trained_on(distill: Any, medusa: Any, recipe: Any, tmp_path: Path) -> None:
+    distill()
+    data = {"path": str(tmp_path / "own.jsonl"), "sequence_length": 16}
+    assert medusa("train", recipe(data=data), "--quiet").status == 0
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("cut", ["", '{"input_ids": [1, 2'], ids=["between lines", "within a line"])
+def test_an_interrupted_distillation_goes_on_as_if_nothing_had_happened(
+    distill: Any, tmp_path: Path, temperature: str, cut: str
+) -> None:
+    """Also in the middle of a batch, and also where every batch is drawn at random."""
+    argv = ("--batch-size", "2", "--temperature", temperature)
+    whole = distill(*argv)[1]
+    output = tmp_path / "own.jsonl"
+    output.write_text(output.read_text(encoding="utf-8").split("\n")[0] + "\n" + cut, encoding="utf-8")
+    done, lines = distill(*argv)
+    assert done.status == 0, done.err
+    assert lines == whole
+
+
+def test_a_finished_distillation_is_left_as_it_is(distill: Any) -> None:
+    whole = distill()[1]
+    done, lines = distill()
+    assert (done.status, lines) == (0, whole)
+
+
+@pytest.mark.parametrize("letter", ["\u2028", "\x85"])
+def test_only_a_newline_ends_a_line_of_distilled_text(distill: Any, tmp_path: Path, letter: str) -> None:
+    whole = distill()[1]
+    whole[0]["answer"] = f"a{letter}b"
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in whole)
+    (tmp_path / "own.jsonl").write_text(text, encoding="utf-8")
+    done, lines = distill()
+    assert done.status == 0, done.err
+    assert lines == whole
+
+
+def test_distill_does_not_go_on_with_other_settings(distill: Any) -> None:
+    whole = distill()[1]
+    assert distill()[0].status == 0
+    for argv in (("--temperature", "0.5"), ("--seed", "3"), ("--ignore-eos",)):
+        done, lines = distill(*argv)
+        assert done.status == 2
+        assert "other settings" in done.err
+        assert "--overwrite" in done.err
+        assert lines == whole
+    done, lines = distill("--ignore-eos", "--overwrite")
+    assert done.status == 0
+    assert lines[0]["finish_reason"] == "length"
+
+
+def test_a_wrong_request_does_not_cost_the_text_that_is_there(distill: Any, medusa: Any, tmp_path: Path) -> None:
+    whole = distill()[1]
+    argv = ("--self-talk", "2", "--output", tmp_path / "own.jsonl", "--overwrite")
+    assert medusa("distill", "--backbone", tmp_path / "absent", *argv).status == 2
+    assert [json.loads(line) for line in (tmp_path / "own.jsonl").read_text("utf-8").splitlines()] == whole
+
+
+def test_self_talk_starts_from_bos_alone(distill: Any, medusa: Any, place: Place, tmp_path: Path) -> None:
+    done, lines = distill("--self-talk", "3", "--temperature", "1", "--ignore-eos", prompts=False)
+    assert done.status == 0
+    assert [line["prompt_tokens"] for line in lines] == [1, 1, 1]
+    assert len({line["input_ids"][0] for line in lines}) == 1
+    assert len({line["answer"] for line in lines}) == 3, "every text is a draw of its own"
+    refused = medusa("distill", "--backbone", place.bare, "--self-talk", "2", "--output", tmp_path / "bare.jsonl")
+    assert refused.status == 2
+    assert "BOS" in refused.err
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+MACHINE = ("--dtype", "--device", "--attention", "--seed", "--threads", "--json", "--quiet")
+BACKBONE = ("--backbone", "--revision", "--trust-remote-code")
+SAMPLING = ("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--repetition-penalty", "--stop")
+SAMPLING += ("--batch-size", "--ignore-eos")
+TREES = ("--acceptance", "--epsilon", "--delta", "--tree")
+OPTIONS = {
+    "info": ("HEADS", "--json", "--quiet"),
+    "train": ("CONFIG.yaml", "key=value", "--resume", "--overwrite", "--threads", "--json", "--quiet"),
+    "generate": (*BACKBONE, "--heads", "--prompt", "--prompts", *SAMPLING, *TREES, *MACHINE),
+    "evaluate": (*BACKBONE, "--heads", "--data", *MACHINE),
+    "benchmark": (*BACKBONE, "--heads", "--prompts", *SAMPLING, *TREES, *MACHINE, "--report", "--compare"),
+    "distill": (*BACKBONE, "--prompts", "--output", *SAMPLING, *MACHINE),
+}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_every_command_mentions_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert ending.value.code == 0
+    for option in OPTIONS.get(command, ()):
+        assert option in text, f"medusa {command} --help does not mention {option}"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for command, summary in COMMANDS.items():
+        assert command in text
+        assert summary.split()[0] in text
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["generate", "--help"], ["train", "--help"]], ids=" ".join)
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    """In a fresh interpreter: a second of waiting for `--help` is a second too much."""
+    code = (
+        "import sys, contextlib, medusa.__main__ as m\n"
+        f"with contextlib.suppress(SystemExit): m.main({argv!r})\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'rich', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["sing"])
+    assert ending.value.code == 2
+    assert "sing" in capsys.readouterr().err
+
+
+def test_control_c_is_no_traceback(medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medusa.checkpoints.load.load_heads", interrupted)
+    done = medusa("info", place.heads)
+    assert done.status == 130
+    assert done.err == "medusa info: interrupted\n"
+
+
+def test_float32_where_bfloat16_is_fast_gets_one_hint(
+    place: Place, medusa: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only for models of some size, only in float32, only where the processor says so, and never with --quiet."""
+    from transformers import PreTrainedModel
+
+    asked = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    asked += ("--rounds", "1", "--tree", "chain", *GENERATION)
+    monkeypatch.setattr("decode.bench.benchmark.has_fast_bfloat16", lambda: True)
+    assert "bfloat16" not in medusa(*asked).err, "a tiny model"
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda self: 100_000_000)
+    assert medusa(*asked).err.count("try --dtype bfloat16") == 1
+    assert "hint" not in medusa(*asked, "--dtype", "bfloat16").err
+    assert "hint" not in medusa(*asked, "--quiet").err
+    monkeypatch.setattr("decode.bench.benchmark.has_fast_bfloat16", lambda: False)
+    assert "hint" not in medusa(*asked).err
+
+
+# --- drafters other than heads ---------------------------------------------------------------------------------------
+
+
+def test_generate_with_another_drafter(generate: Any, place: Place) -> None:
+    """No heads, the same text; what drafted is told."""
+    content = generate("--drafter", "ngram:n=2,tokens=4", heads=False)
+    assert [result["new_ids"] for result in content["results"]] == until_eos(place)
+    told = {name: content["settings"][name] for name in ("heads", "drafter", "tree", "nodes")}
+    assert told == {"heads": None, "drafter": "ngram:n=2,tokens=4", "tree": None, "nodes": 5}
+
+
+def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) -> None:
+    report = tmp_path / "v.html"
+    done = medusa(
+        *("verify", "--backbone", place.backbone, "--drafter", "ngram:n=1", "--prompts", place.prompts, "--draws"),
+        *("5000", "--max-new-tokens", str(NEW), "--report", report, "--sampled-prompts", "1"),
+    )
+    assert done.status == 0, done.out + done.err
+    assert "drafts by ngram:n=1" in report.read_text(encoding="utf-8")
+    assert "sample" not in {line.split()[1] for line in done.out.splitlines() if line.startswith("rejection")}
+
+
+def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path) -> None:
+    """The first is `medusa`; the others take part under their own names."""
+    path, report = tmp_path / "b.json", tmp_path / "b.html"
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    drafters = ("--drafter", "ngram", "--drafter", "heads", "--drafter", "ngram:n=1,tokens=2")
+    done = medusa("benchmark", *models, *drafters, *GENERATION, "--rounds", "1", "--json", path, "--report", report)
+    assert done.status == 0, done.err
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert list(content["methods"]) == ["plain", "transformers", "heads", "ngram:n=1,tokens=2", "medusa"]
+    assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
+    assert content["settings"]["drafter"] == "ngram"
+    assert "ngram:n=1,tokens=2" in report.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def amateur(place: Place, tmp_path: Path) -> str:
+    """A smaller model with the backbone's tokenizer."""
+    tiny_model("llama", seed=7, num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(place.backbone).save_pretrained(tmp_path / "small")
+    return str(tmp_path / "small")
+
+
+def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
+    """With heads as without, and `verify` and `benchmark` of it."""
+    asked = ("--amateur", amateur, "--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")
+    said = {"model": amateur, "alpha": 0.05, "beta": 2.0, "temperature": 0.7}
+    plain_text = generate("--plain", *asked)
+    assert plain_text["settings"]["amateur"] == said
+    texts = [result["new_ids"] for result in plain_text["results"]]
+    assert texts != until_eos(place)
+    with_heads = generate("--tree", "topk:4,2", "--batch-size", "3", *asked)
+    assert [result["new_ids"] for result in with_heads["results"]] == texts
+
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *asked, *GENERATION)
+    report, path = tmp_path / "verify.html", tmp_path / "out.json"
+    done = medusa("verify", *models, "--draws", "5000", "--report", report, "--json", path)
+    assert done.status == 0, done.err
+    assert json.loads(path.read_text(encoding="utf-8"))["settings"]["amateur"] == said
+    assert "contrasted with an amateur" in report.read_text(encoding="utf-8")
+    done = medusa("benchmark", *models, "--rounds", "1", "--drafter", "ngram", "--drafter", "heads", "--json", path)
+    assert done.status == 0, done.err
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["settings"]["amateur"] == said
+    assert all(figures["equal_to_plain"] == 1 for figures in content["methods"].values())
+
+
+def test_searches(generate: Any, medusa: Any, place: Place) -> None:
+    """Best-first beam search writes what transformers' beam search writes; a beam of one is greedy."""
+    for options in (("--num-beams", "3"), ("--num-beams", "3", "--length-penalty", "1", "--ignore-eos")):
+        beam = generate("--strategy", "beam", "--batch-size", "2", *options, heads=False)
+        best = generate("--strategy", "best-first-beam", *options, heads=False)
+        assert [r["new_ids"] for r in best["results"]] == [r["new_ids"] for r in beam["results"]]
+        assert [r["finish_reason"] for r in best["results"]] == [r["finish_reason"] for r in beam["results"]]
+        assert best["settings"]["num_beams"] == 3
+        assert all(r["search"]["calls"] > 0 == r["search"]["dropped"] for r in best["results"])
+    greedy = generate("--strategy", "best-first-beam", "--num-beams", "1", heads=False)
+    assert [r["new_ids"] for r in greedy["results"]] == until_eos(place)
+    models = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION)
+    assert "beginnings scored" in medusa("generate", *models, "--strategy", "best-first-beam").err
+
+
+# --- datastores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def datastore(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Outcome, Path]]:
+    """`medusa datastore build`, by default of what the backbone itself wrote."""
+
+    def run(*argv: Any, backbone: str = place.backbone, name: str = "store") -> tuple[Outcome, Path]:
+        own = tmp_path / "own.jsonl"
+        texts = zip(PROMPTS, place.texts, strict=True)
+        lines = [{"input_ids": [*map(LETTERS.index, prompt), *text]} for prompt, text in texts]
+        own.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        given = argv if "--data" in argv else ("--data", own, *argv)
+        return medusa(
+            "datastore", "build", "--backbone", backbone, *given, "--output", tmp_path / name
+        ), tmp_path / name
+
+    return run
+
+
+def test_a_datastore_of_the_backbones_own_text(datastore: Any, generate: Any, place: Place, tmp_path: Path) -> None:
+    done, store = datastore("--json", tmp_path / "built.json")
+    assert done.status == 0, done.err
+    tokens = sum(len(prompt) + len(text) + 1 for prompt, text in zip(PROMPTS, place.texts, strict=True))
+    assert f"store: 3 documents, {tokens} tokens" in done.err
+    assert json.loads((tmp_path / "built.json").read_text(encoding="utf-8"))["tokens"] == tokens
+    drafter = f"rest:{store},nodes=8,min_n=1"
+    content = generate("--drafter", drafter, "--batch-size", "3", heads=False)
+    assert [result["new_ids"] for result in content["results"]] == until_eos(place)
+    assert content["settings"]["nodes"] == 8
+    assert min(len(result["new_ids"]) / result["steps"] for result in content["results"]) > 1.5
+
+
+def test_verify_with_a_datastore(datastore: Any, medusa: Any, place: Place, tmp_path: Path) -> None:
+    _, store = datastore()
+    done = medusa(
+        *("verify", "--backbone", place.backbone, "--drafter", f"rest:{store},min_n=1", "--prompts", place.prompts),
+        *("--draws", "5000", "--max-new-tokens", str(NEW), "--report", tmp_path / "v.html", "--sampled-prompts", "1"),
+    )
+    assert done.status == 0, done.out + done.err
+    assert "drafts by rest:" in (tmp_path / "v.html").read_text(encoding="utf-8")
+
+
+def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path) -> None:
+    """In the order of their names, whole; what is no UTF-8 is left out, and counted."""
+    sources = tmp_path / "sources"
+    (sources / "b").mkdir(parents=True)
+    long = ("abcdefg\n" * (PIECE // 4))[:-1]
+    (sources / "b" / "one.py").write_text("defg", encoding="utf-8")
+    (sources / "a.py").write_text(long, encoding="utf-8")
+    (sources / "c.py").write_bytes(b"\xff\xfe")
+    (sources / "d.md").write_text("zzz", encoding="utf-8")
+    done, store = datastore("--data", sources, "--suffix", ".py")
+    assert done.status == 0, done.err
+    assert "1 of 3 files are no UTF-8" in done.err
+    opened, end = Datastore(store), [place.eos, VOCAB]
+    spelled = [max(LETTERS.find(letter), 0) for letter in long]  # a new line is an unknown word, and that is token 0
+    assert opened.tokens.tolist() == [*spelled, *end, *map(LETTERS.index, "defg"), *end, *[VOCAB] * DEPTH]
+    assert datastore("--data", sources, "--suffix", ".py", "--max-bytes", "5", name="less")[0].status == 0
+    assert Datastore(tmp_path / "less").about["documents"] == 1

@@ -1,0 +1,129 @@
+"""The client of OpenAI-compatible servers: what it sends, what it tries again, and what it gives up on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from medusa.commands.distill.client import Server, ServerError
+from medusa.errors import RequestError
+from tests.commands.fake_server import FakeServer, serving
+
+FEW = {"max_tokens": 9, "temperature": 0.0}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def waits() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def client(server: FakeServer, waits: list[float]) -> Server:
+    return Server(server.url, sleep=waits.append)
+
+
+def test_texts_and_conversations(server: FakeServer, client: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert client.complete("abc", FEW).text == "cba"
+    assert client.complete([0, 1, 2], FEW).text == "cba"
+    messages = [{"role": "user", "content": "hello, hello"}]
+    reply = client.chat(messages, None, FEW)
+    assert (reply.text, reply.finish_reason) == ("olleh ,ol", "length")
+    paths, bodies, headers = zip(*server.asked, strict=True)
+    assert paths == ("/v1/completions", "/v1/completions", "/v1/chat/completions")
+    assert bodies[2] == {"model": "the-model", "messages": messages} | FEW
+    assert all(header["Authorization"] == "Bearer secret" for header in headers)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_name_the_version(server: FakeServer, ending: str) -> None:
+    assert Server(server.url + ending).complete("ab", FEW).text == "ba"
+
+
+def test_no_key_is_sent_where_there_is_none(server: FakeServer, client: Server, monkeypatch: Any) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    client.complete("abc", FEW)
+    assert "Authorization" not in server.asked[0][2]
+
+
+TROUBLE = {
+    "overloaded": (503, {}, "later"),
+    "too many": (429, {}, "slowly"),
+    "broken JSON": (200, {}, '{"choices": [{"te'),
+    "no word": None,
+}
+
+
+@pytest.mark.parametrize("name", list(TROUBLE))
+def test_what_may_pass_is_tried_again(server: FakeServer, client: Server, waits: list[float], name: str) -> None:
+    server.trouble = lambda number, body: TROUBLE[name] if number <= 3 else False
+    assert client.complete("abc", FEW).text == "cba"
+    assert waits == [1, 2, 4], "longer every time"
+
+
+def test_a_server_may_say_how_long_to_wait(server: FakeServer, client: Server, waits: list[float]) -> None:
+    server.trouble = lambda number, body: (
+        (429, {"Retry-After": str(7 * 10 ** (number - 1))}, "") if number < 3 else False
+    )
+    client.complete("abc", FEW)
+    assert waits == [7, 60], "but not for ever"
+
+
+def test_what_does_not_pass_is_given_up_on(server: FakeServer, client: Server, waits: list[float]) -> None:
+    server.trouble = lambda number, body: (500, {}, "out of order")
+    with pytest.raises(ServerError, match=r"HTTP 500: out of order \(6 attempts\)"):
+        client.complete("abc", FEW)
+    assert len(server.asked) == 6
+
+
+def test_what_the_server_refuses_is_not_tried_again(server: FakeServer, client: Server) -> None:
+    server.trouble = lambda number, body: (400, {}, '{"error": "too\\nlong"}')
+    with pytest.raises(ServerError, match=r"HTTP 400.*too"):
+        client.complete("abc", FEW)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [({"choices": []}, "no choice"), ([], "no choice"), ({"choices": [{"finish_reason": "stop"}]}, "no text")],
+)
+def test_replies_of_another_form_are_failures(server: FakeServer, client: Server, body: Any, said: str) -> None:
+    server.trouble = lambda number, asked: (200, {}, json.dumps(body))
+    with pytest.raises(ServerError, match=said):
+        client.complete("abc", FEW)
+
+
+def test_calls_and_thoughts_are_kept(server: FakeServer, client: Server) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    reply = {"choices": [{"message": message | {"reasoning_content": "hm"}, "finish_reason": "tool_calls"}]}
+    server.trouble = lambda number, asked: (200, {}, json.dumps(reply))
+    found = client.chat([{"role": "user", "content": "a"}], [{"type": "function"}], FEW)
+    assert found.text == ""
+    assert found.beside == {"tool_calls": message["tool_calls"], "reasoning_content": "hm"}
+    assert server.asked[0][1]["tools"] == [{"type": "function"}]
+
+
+def test_a_server_that_is_not_there_is_a_wrong_request(server: FakeServer) -> None:
+    for url in ("localhost:8000", "ftp://localhost", ""):
+        with pytest.raises(RequestError, match="http://localhost:8000/v1"):
+            Server(url)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RequestError, match="no OpenAI-compatible server at"):
+        Server(server.url)
+
+
+def test_of_several_models_one_must_be_chosen(server: FakeServer) -> None:
+    server.models = ["one", "two"]
+    with pytest.raises(RequestError, match=r"serves one, two; choose one with --model"):
+        Server(server.url)
+    assert Server(server.url, "two").model == "two"

@@ -1,0 +1,268 @@
+"""The page of a benchmark: its figures are the JSON's, read from the file and, where one is installed, in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from html import escape, unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from decode.bench.compare import compare, interval_in_words
+from decode.bench.report.benchmark_page import page
+from decode.bench.report.html import COLORS
+from decode.timers import StageTimer
+from tests.decode.bench.test_benchmark import Contender, Fake, run_rounds, summarize
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def outcome(seconds: list[float], **settings: Any) -> dict[str, Any]:
+    """All that a page can show, from methods whose times are made up."""
+    clocks = StageTimer(), StageTimer()
+    them = [
+        Contender("plain", Fake("p", [1.0, 1.1]), clocks[0]),
+        Contender("transformers", Fake("t", [1.3, 1.2])),
+        Contender("medusa", Fake("m", [1.0, *seconds], 3), clocks[1]),
+    ]
+    run_rounds(them, [[[index]] for index in range(8)], rounds=2)
+    for clock in clocks:
+        clock.seconds = {"propose": 0.1, "verify": 0.7, "accept": 0.05, "compact": 0.02, "other": 0.03}
+    methods = summarize(them, ["narration", "dialogue"] * 4)
+    points = [{"nodes": n, "tau": 1 + n / 8, "step_ms": 3 + n / 4, "dynamic": n == 8} for n in (1, 4, 8)]
+    methods["medusa"] |= {
+        "accepted_by_node": [
+            {"path": path, "share": share} for path, share in (([0], 0.9), ([0, 0], 0.8), ([1], 0.05), ([2], 0.004))
+        ],
+        "calibration": {"points": points, "chosen": 2, "texts": {"texts": 32}},
+    }
+    names = ("tau", "tau_interval", "speedup_vs_generate", "speedup_vs_generate_interval")
+    return {
+        "machine": {
+            **{"processor": "a processor", "gpu": None, "threads": 1, "system": "Linux", "python": "3.11"},
+            **{"torch": "2.13", "transformers": "5.23", "dtype": "float32", "medusa": "0.1.0"},
+            "memory": {"backbone": 22_000_000, "heads": 4_000_000, "peak": {"process": 600_000_000}},
+        },
+        "settings": {
+            **{"max_new_tokens": 12, "temperature": 0.0, "acceptance": "greedy", "stop": [], "backbone": "demo"},
+            **{"heads": "<b>heads</b>", "tree": [[0], [1], [0, 0]], "prompts": 8, "nodes": 4, "rounds": 2},
+            "prompts_sha256": "x",
+            **{"batch_size": 1, "date": "2026-01-02", "commit": "abc", "command": "medusa benchmark --x 'a b'"},
+        }
+        | settings,
+        "methods": methods,
+        "temperatures": [{"temperature": t} | {n: methods["medusa"][n] for n in names} for t in (0.0, 1.0)],
+        "lossy": [
+            {
+                **{"acceptance": "typical", "lossless": False, "temperature": 1.0, "tau": 3.25},
+                **{"speedup_vs_generate": 2.125, "log_likelihood": -1.375},
+            }
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[dict[str, Any], str]:
+    """A run compared with an earlier one, and its page."""
+    then, now = outcome([0.8, 0.9, 0.7]), outcome([0.4, 0.6, 0.5], tree=[[0], [0, 0], [1]])
+    now["comparisons"] = [compare(then, now, ("old.json", "this run")).to_dict()]
+    return now, written(now)
+
+
+def written(content: dict[str, Any]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "r.html"
+        page(content).save(path)
+        return path.read_text(encoding="utf-8")
+
+
+class HeadsCache(HTMLParser):
+    """The rows of all tables, and the texts of all pictures."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.drawn: list[str] = []
+        self.inside: str | None = None
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self.inside in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self.inside in ("text", "tspan"):
+            self.drawn.append(data.strip())
+
+
+def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
+    """Every table's rows, and the numbers in the pictures."""
+    seen = HeadsCache(html)
+    methods = content["methods"]
+    medusa = methods["medusa"]
+    for name, figures in methods.items():
+        rate = figures["tokens_per_second"]
+        expected = [
+            name,
+            *(f"{rate[k]:.1f}" for k in ("median", "min", "max")),
+            *(f"{figures['tau']:.3f}", f"{figures['speedup']:.3f}", interval_in_words(figures["speedup_interval"])),
+            f"{figures['speedup_vs_generate']:.3f}",
+            interval_in_words(figures["speedup_vs_generate_interval"]),
+            f"{figures['equal_to_plain']:.0%}",
+        ]
+        assert expected in seen.rows
+        assert f"{figures['speedup_vs_generate']:.2f} x" in seen.drawn
+        assert f"{rate['median']:.0f}" in seen.drawn
+    for depth, share in enumerate(medusa["accepted_by_depth"], 1):
+        assert [str(depth), f"{share:.3f}"] in seen.rows
+        assert f"{share:.0%}" in seen.drawn
+    for name in ("plain", "medusa"):
+        times = methods[name]["step_ms"].values()
+        assert [name, *(f"{t:.3f}" for t in times), f"{sum(times):.3f}"] in seen.rows
+    for kind, figures in medusa["by_category"].items():
+        (row,) = (row for row in seen.rows if row[0] == kind)
+        assert (row[2], row[6]) == (f"{figures['tau']:.3f}", f"{figures['speedup_vs_generate']:.3f}")
+    for node in medusa["accepted_by_node"]:
+        label = f"{node['path'][-1] + 1}: {node['share']:.0%}"
+        assert (label in seen.drawn) == (node["share"] >= 0.01)
+    for row in content["temperatures"]:
+        assert any(r[:2] == [f"{row['temperature']:g}", f"{row['tau']:.3f}"] for r in seen.rows)
+    assert ["typical (lossy)", "3.250", "2.125", "-1.375"] in seen.rows
+    for change in content["comparisons"][0]["changes"]:
+        (row,) = (row for row in seen.rows if row[0] == change["label"])
+        assert row[1:4] == [f"{change[k]:.3f}" for k in ("earlier", "later", "ratio")]
+        assert row[5] == change["verdict"]
+    assert ["commit", "abc"] in seen.rows
+    assert ["rounds", "2"] in seen.rows
+
+
+def test_the_figures_of_the_page_are_the_jsons(both: tuple[dict[str, Any], str]) -> None:
+    content, html = both
+    assert_figures_are_the_jsons(html, content)
+    assert "medusa benchmark --x &#x27;a b&#x27;" in html
+
+
+def test_the_check_sees_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:
+    content, html = both
+    wrong = html.replace(f"{content['methods']['medusa']['speedup_vs_generate']:.2f} x", "9.99 x")
+    with pytest.raises(AssertionError):
+        assert_figures_are_the_jsons(wrong, content)
+
+
+def test_the_page_is_whole_without_a_network(both: tuple[dict[str, Any], str]) -> None:
+    _, html = both
+    assert not re.search(r'(src|href)="(?!#)', html), "it loads something"
+    assert "<script" not in html
+    assert "<b>heads</b>" not in html, "names are escaped"
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids)), "every picture has ids of its own"
+    drawn = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
+    assert not re.findall(r"#[0-9a-f]{6}\b", drawn), "a colour that does not follow the theme"
+    assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= COLORS.keys()
+
+
+def test_one_prompt_and_one_round_have_no_interval_and_a_page() -> None:
+    content = outcome([0.5])
+    for figures in content["methods"].values():
+        for name in ("speedup_interval", "speedup_vs_generate_interval", "tau_interval"):
+            figures[name] = None
+    content["methods"]["medusa"]["accepted_by_depth"] = []
+    assert "a single measurement" in written(content)
+
+
+def test_files_alone_are_compared_on_a_page_too() -> None:
+    then = outcome([0.8, 0.9, 0.7])
+    html = written({"comparisons": [compare(then, then, ("a.json", "b.json")).to_dict()]})
+    assert "b.json against a.json" in html
+    assert "Machine and settings are the same." in html
+
+
+PROBE = """<script>
+const root = document.documentElement, style = getComputedStyle(document.body);
+const drawn = [...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect());
+parent.document.body.dataset.probe = JSON.stringify({
+  overflow: root.scrollWidth - innerWidth, inner: innerWidth,
+  low: drawn.filter(r => r.height < 60).length, wide: drawn.filter(r => r.width > innerWidth).length,
+  paper: style.backgroundColor, ink: style.color,
+  drawn: getComputedStyle(document.querySelector('figure svg text')).fill});
+</script></body>"""
+
+
+@pytest.fixture
+def in_browser(tmp_path: Path) -> Callable[..., str]:
+    """The page's document after a real browser has loaded it."""
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+
+    def load(html: str, *options: str) -> str:
+        path = tmp_path / "page.html"
+        path.write_text(html, encoding="utf-8")
+        words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+        command = [BROWSER, *words, *options, path.as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    return load
+
+
+def test_a_browser_shows_the_jsons_figures(both: tuple[dict[str, Any], str], in_browser: Any) -> None:
+    content, html = both
+    assert_figures_are_the_jsons(in_browser(html), content)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True), (1280, True)])
+def test_both_themes_can_be_read_on_a_desk_and_on_a_phone(
+    both: tuple[dict[str, Any], str], in_browser: Any, width: int, dark: bool
+) -> None:
+    _, html = both
+    options = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    # A window is never narrower than 500 pixels there, a frame is.
+    inside = escape(html.replace("</body>", PROBE))
+    frame = f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{inside}"></iframe>'
+    around = f"<!doctype html><style>:root {{ color-scheme: light dark }}</style><body>{frame}</body>"
+    shown = in_browser(around, *options)
+    found = json.loads(unescape(re.search(r'data-probe="([^"]*)"', shown)[1]))  # type: ignore[index]
+    assert found["inner"] == width
+    assert found["overflow"] <= 0, "the page scrolls sideways"
+    assert (found["low"], found["wide"]) == (0, 0), "a picture is squeezed or cut"
+    for name in ("paper", "ink"):
+        assert found[name] == rgb(COLORS[name][dark])
+    assert found["drawn"] == rgb(COLORS["ink"][dark]), "text in pictures follows the theme"
+
+
+def rgb(color: str) -> str:
+    return f"rgb({int(color[1:3], 16)}, {int(color[3:5], 16)}, {int(color[5:7], 16)})"
+
+
+def luminance(color: str) -> float:
+    """WCAG 2: relative luminance."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("ink", 7.0), ("faint", 4.5), ("good", 4.5), ("bad", 4.5), *((n, 2.0) for n in ("plain", "amber", "medusa"))],
+)
+def test_colours_stand_out_from_the_paper(theme: int, name: str, least: float) -> None:
+    """WCAG: 4.5 for text; bars carry their figure in words, so a weak contrast loses nothing."""
+    one, other = sorted((luminance(COLORS[name][theme]), luminance(COLORS["paper"][theme])))
+    assert (other + 0.05) / (one + 0.05) >= least

@@ -1,0 +1,263 @@
+"""decode/bench/calibrate.py: what is foretold is what decoding then does; the best tree is the best that can be
+found."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.bench import calibrate
+from decode.bench.calibrate import TOP, Calibration, Point, Recording, accepted, grow, predicted_tau, record, starts
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.results import medusa_method, plain_method
+from decode.settings import Settings
+from medusa import Tree
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from tests.helpers import random_heads, random_ids, random_tree
+
+SETTINGS = Settings(max_new_tokens=40)
+
+
+def random_ranks(seed: int, positions: int = 60, heads: int = 4) -> Tensor:
+    """Good guesses more often than bad ones, as of real heads; the last positions know nothing of what follows."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1]), positions * heads, True, generator=generator)
+    ranks = torch.where(ranks == 4, TOP, ranks).reshape(positions, heads)
+    for head in range(heads):
+        ranks[positions - head - 1 :, head] = TOP
+    return ranks
+
+
+def slow_accepted(tree: Tree, ranks: list[int]) -> int:
+    """The longest path of the tree whose every rank is the one that came."""
+    return max((len(path) for path in tree.rank_paths if list(path) == ranks[: len(path)]), default=0)
+
+
+def starts_of(tree: Tree, ranks: Tensor) -> list[int]:
+    return starts(accepted(tree, ranks), ranks.shape[1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_accepted_is_the_longest_right_path(seed: int) -> None:
+    tree, ranks = random_tree(20, seed, max_rank=3, max_depth=4), random_ranks(seed)
+    assert accepted(tree, ranks).tolist() == [slow_accepted(tree, line) for line in ranks.tolist()]
+
+
+def test_steps_start_where_the_last_one_ended() -> None:
+    """Ranks of head 1: right at positions 0, 3 and 4; the chain takes one more token there."""
+    ranks = torch.tensor([[0], [1], [1], [0], [0], [1], [1]])
+    assert starts_of(Tree.chain(1), ranks) == [0, 2, 3, 5]
+    assert predicted_tau(Tree.chain(1), Recording([ranks])) == (2 + 1 + 2 + 1) / 4
+    assert starts_of(Tree.chain(0), ranks) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
+    """Heads that guess a little, and texts of the backbone's own."""
+    heads = random_heads(llama, 3, lm_head="shared")
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.3)  # near the identity, whose guess is the token before
+    prompts = [random_ids(5 + i, seed=i) for i in range(6)]
+    results = plain_method(llama, SETTINGS)(prompts)
+    return llama, heads, [(result.input_ids, result.new_ids) for result in results]
+
+
+@pytest.mark.parametrize("spec", ["chain", "topk:4,3,2", "topk:12"])
+def test_recorded_ranks_foretell_every_step(decoded: Any, spec: str) -> None:
+    """Not the mean only: each step of real decoding starts and ends where the walk over the recording says."""
+    model, heads, texts = decoded
+    tree = Tree.chain(3) if spec == "chain" else Tree.top_k([int(w) for w in spec[5:].split(",")])
+    recording = record(Backbone(model), heads, texts)
+    method = medusa_method(model, heads, SETTINGS, tree=tree)
+    lengths = []
+    for (prompt, new), ranks in zip(texts, recording.ranks, strict=True):
+        (result,) = method([prompt])
+        assert result.new_ids == new
+        ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
+        foretold = starts_of(tree, ranks)
+        assert ends[: len(foretold)] == foretold
+        lengths += result.uncut_lengths[: len(foretold)]
+    assert predicted_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
+    assert sum(lengths) > len(lengths), "nothing was accepted: no power"
+
+
+@pytest.mark.parametrize("nodes", [2, 6, 20])
+def test_steps_of_a_dynamic_tree_are_foretold(decoded: Any, nodes: int) -> None:
+    model, heads, texts = decoded
+    recording = record(Backbone(model), heads, texts)
+    tree = DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5))
+    method = medusa_method(model, heads, SETTINGS, tree=tree)
+    lengths = []
+    for index, (prompt, new) in enumerate(texts):
+        (result,) = method([prompt])
+        assert result.new_ids == new
+        foretold = starts(recording.accepted(tree, index), 3)
+        assert list(itertools.accumulate(result.uncut_lengths, initial=0))[: len(foretold)] == foretold
+        lengths += result.uncut_lengths[: len(foretold)]
+    assert predicted_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
+    assert sum(lengths) > len(lengths), "nothing was accepted: no power"
+
+
+def test_temperatures_are_those_that_make_what_came_most_probable(decoded: Any) -> None:
+    model, heads, texts = decoded
+    recording = record(Backbone(model), heads, texts)
+    found = recording.temperatures()
+    came = torch.cat(recording.came)
+    best = torch.cat(recording.best)
+    for head in range(3):
+        known = ~came[:, head].isnan()
+        assert known.sum() == sum(len(new) - head - 1 for _, new in texts)
+        assert (best[known, head, 0] >= came[known, head]).all()
+        losses = [
+            (torch.cat(recording.log_z)[known, head, g] - came[known, head] / t).mean()
+            for g, t in enumerate(calibrate.TEMPERATURES)
+        ]
+        assert losses[calibrate.TEMPERATURES.index(found[head])] == min(losses)
+
+
+def test_sampled_text_is_foretold_as_well(decoded: Any) -> None:
+    """Rejection accepts what the sample says, and a prompt's sample is its seed's, with heads as without."""
+    model, heads, texts = decoded
+    settings, prompts = Settings(max_new_tokens=40, temperature=0.6), [prompt for prompt, _ in texts]
+    plain = plain_method(model, settings)(prompts, seeds=list(range(6)))
+    recording = record(Backbone(model), heads, [(result.input_ids, result.new_ids) for result in plain])
+    tree = Tree.top_k([6, 4])
+    for index, (prompt, ranks) in enumerate(zip(prompts, recording.ranks, strict=True)):
+        (result,) = medusa_method(model, heads, settings, tree=tree)([prompt], seeds=[index])
+        ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
+        assert ends[: len(starts_of(tree, ranks))] == starts_of(tree, ranks)
+
+
+@pytest.mark.parametrize("nodes", [2, 5, 9, 20])
+def test_no_random_tree_of_the_size_beats_the_grown_one(nodes: int) -> None:
+    recording = Recording([random_ranks(seed, 300) for seed in range(5)])
+    best = grow(recording, nodes)
+    assert best.num_nodes == nodes
+    tau = predicted_tau(best, recording)
+    others = [random_tree(nodes - 1, seed, max_rank=3, max_depth=4) for seed in range(200)]
+    assert tau >= max(predicted_tau(tree, recording) for tree in others)
+    if nodes <= 5:
+        assert tau >= predicted_tau(Tree.chain(nodes - 1), recording)
+
+
+def test_counting_where_steps_start_is_worth_it() -> None:
+    """Head 1's second guess is right only behind a wrong first one, so where steps start it is worth most."""
+    ranks = torch.tensor([[0, 0], [0, 1], [0, TOP], [1, TOP], [1, TOP]] * 60)
+    recording = Recording([ranks])
+    everywhere = Tree.from_paths(
+        [path for path, _ in calibrate._path_counts(recording, None).most_common(2)]
+    )  # all positions, as the original counts
+    assert predicted_tau(grow(recording, 3), recording) >= predicted_tau(everywhere, recording)
+
+
+def test_heads_that_are_never_right_leave_the_root_alone() -> None:
+    assert grow(Recording([torch.full((50, 3), TOP)]), 8).num_nodes == 1
+
+
+def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, heads, texts = decoded
+
+    def timed(slope: float) -> Calibration:
+        def cost(*args: Any) -> list[float]:
+            return [1.0 + slope * (tree.num_nodes > 1) for tree in args[3]]
+
+        monkeypatch.setattr(calibrate, "time_steps", cost)
+        return calibrate.calibrate(model, heads, texts, SETTINGS, sizes=(4, 8, 16))
+
+    free, dear = timed(0.0), timed(100.0)
+    assert free.points[free.chosen].tau == max(point.tau for point in free.points)
+    assert free.points[free.chosen].nodes > 1
+    assert dear.points[dear.chosen].nodes == 1, "where speculation loses, it is left alone"
+    assert dear.tree.num_nodes == 1
+
+
+def test_a_tree_must_be_clearly_faster() -> None:
+    """Timing errs by a percent or two: what promises less than 2 % leaves plain decoding as it is."""
+    plain, tree = Point(1, [], tau=1.0, step_ms=10.0), Point(4, [[0]], tau=1.01, step_ms=10.0)
+    assert calibrate.best_of([plain, tree]) == 0
+    assert calibrate.best_of([plain, tree, Point(6, [[0]], tau=1.03, step_ms=10.0)]) == 2
+
+
+def test_large_batches_on_a_cpu_try_small_trees() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert calibrate.sizes_for(cpu, 1) == [1, 4, 6, 8, 11, 16, 24, 32, 48, 64]
+    assert calibrate.sizes_for(cpu, 16) == [1, 2, 3, 4, 6, 8, 11, 16]
+    assert calibrate.sizes_for(cpu, 256) == [1, 2, 3, 4, 6, 8]
+    assert calibrate.sizes_for(cuda, 64)[-1] == 64
+
+
+def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
+    model, heads, texts = decoded
+    trees = [Tree.chain(0), Tree.chain(3), DynamicTree.over_heads(4, 3)]
+    seconds = calibrate.time_steps(model, heads, [texts[0][0]], trees, SETTINGS, batch_size=2, rounds=1, steps=6)
+    assert len(seconds) == 3
+    assert all(0 < value < 1 for value in seconds)
+
+
+def test_texts_too_short_for_a_step_are_refused(llama: Any) -> None:
+    heads = random_heads(llama, 3)
+    texts = [(random_ids(5, seed=seed), random_ids(3, seed=seed)) for seed in range(4)]
+    with pytest.raises(RequestError, match="has 3 tokens, but 3 heads need more than 3"):
+        calibrate.calibrate(llama, heads, texts, Settings(), sizes=(1, 4), rounds=1)
+
+
+def test_one_text_with_steps_is_enough(llama: Any) -> None:
+    """It falls into one of the halves, and the other one has nothing to say."""
+    heads, stopped = random_heads(llama, 3), Settings(stop=("x",))
+    texts = [(random_ids(5, seed=seed), random_ids(12 if seed == 2 else 2, seed=seed)) for seed in range(4)]
+    found = calibrate.calibrate(llama, heads, texts, stopped, sizes=(1, 4), rounds=1)
+    assert all(1 <= point.tau <= 4 for point in found.points)
+
+
+def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
+    state = torch.get_rng_state()
+    one, other = (calibrate.own_texts(llama, SETTINGS, bos=None) for _ in range(2))
+    assert one == other
+    assert len({tuple(prompt) for prompt, _ in one}) == calibrate.OWN_TEXTS
+    assert torch.equal(torch.get_rng_state(), state), "the run's own random numbers are left alone"
+    assert all(len(prompt) == 1 + calibrate.OPENING_TOKENS and new for prompt, new in one)
+
+
+def calibration(**holds_for: Any) -> Calibration:
+    return Calibration(
+        [Point(1, [], 1.0, 2.0), Point(3, [[0], [0, 0]], 2.5, 4.0)], 1, [1.0, 0.7], holds_for, {"texts": 3}
+    )
+
+
+def test_calibrations_are_kept_beside_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "heads" / "calibration.json"
+    assert calibrate.stored([file], {"batch_size": 1}) is None
+    for batch_size in (1, 8):
+        assert calibrate.store([file], calibration(batch_size=batch_size)) == file
+    again = calibration(batch_size=8)
+    again.chosen = 0
+    calibrate.store([file], again)
+    assert calibrate.stored([file], {"batch_size": 1}) == calibration(batch_size=1)
+    assert calibrate.stored([file], {"batch_size": 8}) == again
+    assert calibrate.stored([file], {"batch_size": 2}) is None
+    assert calibration().tree.rank_paths == [(0,), (0, 0)]
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    places = [tmp_path / "file" / "calibration.json", tmp_path / "cache" / "calibration.json"]
+    assert calibrate.store(places, calibration(batch_size=1)) == places[1]
+    assert calibrate.stored(places, {"batch_size": 1}) is not None
+    with pytest.raises(OSError, match="file"):
+        calibrate.store(places[:1], calibration())
+
+
+def test_other_heads_are_another_situation(llama: Any) -> None:
+    one, other = (random_heads(llama, 2, seed) for seed in (0, 1))
+    told = calibrate.situation(llama, one, SETTINGS, 1)
+    assert told == calibrate.situation(llama, one, SETTINGS, 1)
+    assert told != calibrate.situation(llama, other, SETTINGS, 1)
+    assert told != calibrate.situation(llama, one, SETTINGS, 2)
+    assert told != calibrate.situation(llama, one, Settings(temperature=1.0), 1)

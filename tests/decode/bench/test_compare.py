@@ -1,0 +1,100 @@
+"""decode/bench/compare.py: what changed between two benchmarks, and whether it is more than noise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from decode.bench.compare import compare
+from medusa import RequestError
+from tests.decode.bench.test_benchmark import Fake, contenders, run_rounds, summarize
+
+NAMES = ("a.json", "b.json")
+
+
+def benchmark(seconds: list[float], prompts: int = 12, length: int = 3, **settings: Any) -> dict[str, Any]:
+    """A benchmark whose heads need `seconds[prompt]`, and plain decoding 1 s."""
+    times = [seconds[index % len(seconds)] for index in range(prompts)]
+    them = contenders(Fake("p", [1.0]), Fake("t", [2.0]), Fake("m", [1.0, *times], length))
+    run_rounds(them, [[[index]] for index in range(prompts)], rounds=1)
+    return {
+        "machine": {"processor": "a machine", "torch": "2.13"},
+        "settings": {"prompts": prompts, "prompts_sha256": "x", "tree": [[0]], "command": "c", "date": "d"} | settings,
+        "methods": summarize(them, [None] * prompts),
+    }
+
+
+def change(earlier: dict[str, Any], later: dict[str, Any], figure: str = "speedup") -> Any:
+    (found,) = (c for c in compare(earlier, later, NAMES).changes if (c.method, c.figure) == ("medusa", figure))
+    return found
+
+
+def test_a_run_and_itself_show_no_difference() -> None:
+    run = benchmark([0.2, 0.9])
+    comparison = compare(run, copy.deepcopy(run), NAMES)
+    assert comparison.differences == []
+    assert comparison.same_machine
+    assert {c.ratio for c in comparison.changes} == {1.0}
+    assert {c.verdict for c in comparison.changes} == {"no difference seen"}
+
+
+def test_pairs_of_prompts_are_compared() -> None:
+    """Prompts differ by a factor of 9, the runs by 5 % on each: seen, since a resampling keeps the same prompts."""
+    times = [0.1, 0.3, 0.9]
+    better = change(benchmark(times), benchmark([0.95 * time for time in times]))
+    assert better.ratio == pytest.approx(1 / 0.95)
+    assert better.ratio_interval == pytest.approx([1 / 0.95] * 2, rel=1e-4)
+    assert better.verdict == "higher"
+    assert change(benchmark([0.95 * time for time in times]), benchmark(times)).verdict == "lower"
+
+
+def test_noise_is_no_difference() -> None:
+    """Each prompt is slower or faster by a tenth at random; the sums differ a little."""
+    first, second = [0.50, 0.55, 0.45, 0.50], [0.55, 0.50, 0.50, 0.45]
+    assert change(benchmark(first, 13), benchmark(second, 13)).verdict == "no difference seen"
+
+
+def test_tau_is_compared_too() -> None:
+    assert change(benchmark([0.5], length=3), benchmark([0.5], length=4), "tau").ratio == pytest.approx(4 / 3)
+
+
+def test_other_machines_and_settings_are_named() -> None:
+    run = benchmark([0.5])
+    other = benchmark([0.5], tree=[[0], [1]], temperature=1.0, command="another", date="today")
+    other["machine"]["processor"] = "another"
+    comparison = compare(run, other, NAMES)
+    assert not comparison.same_machine
+    assert comparison.differences == [
+        ("processor", "a machine", "another"),
+        ("tree", "2 nodes", "3 nodes"),
+        ("temperature", "None", "1.0"),
+    ]
+
+
+def test_a_new_torch_is_the_same_machine() -> None:
+    run, other = benchmark([0.5]), benchmark([0.5])
+    other["machine"]["torch"] = "2.14"
+    comparison = compare(run, other, NAMES)
+    assert comparison.same_machine
+    assert comparison.differences == [("torch", "2.13", "2.14")]
+
+
+def test_other_prompts_are_refused() -> None:
+    with pytest.raises(RequestError, match="other prompts"):
+        compare(benchmark([0.5]), benchmark([0.5], prompts_sha256="y"), NAMES)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [([], "b.json is no benchmark"), ({"machine": {}, "settings": {}, "methods": {}}, "run it again")],
+)
+def test_what_cannot_be_compared_is_refused(content: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        compare(benchmark([0.5]), content, NAMES)
+
+
+def test_a_single_measurement_gives_no_verdict() -> None:
+    run = benchmark([0.5], prompts=1)
+    assert change(run, run).verdict == "one measurement: no telling"

@@ -1,0 +1,251 @@
+"""decode/bench/losslessness.py: what passes where all is well, and what is found where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import decode.accept
+import decode.verify
+from decode.bench import losslessness as evidence
+from decode.bench.losslessness import RULES, Case, Experiment, Rule, compare_greedy, narrowed, passes, tie_bound
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.results import Result, medusa_method, plain_method
+from decode.settings import Settings
+from medusa import Tree
+from medusa.errors import RequestError
+from medusa.tree import load_tree
+from tests.helpers import VOCAB, random_heads, random_ids, random_tree, tiny_model
+
+DRAWS = 60_000
+PROMPT = random_ids(7, seed=3)
+
+
+def experiment(model: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> Experiment:
+    tree = Tree.from_paths([[0], [1], [4], [0, 0], [0, 2], [1, 0], [0, 0, 0]])
+    options = Settings(**({"temperature": 1.0} | settings))
+    return Experiment(model, random_heads(model, 3), tree, PROMPT, options, torch.Generator().manual_seed(0))
+
+
+def cases_of(model: Any, rules: Sequence[Rule] = RULES, **settings: Any) -> list[Case]:
+    made = experiment(model, **settings)
+    return [made.run(rule, 0, DRAWS) for rule in rules]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", initializer_range=0.15)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.97},
+    {"top_k": 40, "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_exact_rules_pass_and_lossy_ones_are_seen_to_differ(model: Any, settings: dict[str, Any]) -> None:
+    cases = cases_of(model, **settings)
+    assert passes(cases)
+    assert [case.rule for case in cases if case.joint.p_value < 1e-12] == [rule for rule in RULES if not rule.is_judged]
+    for case in cases[:2]:
+        assert case.first.draws == DRAWS
+        assert case.second.draws > 500, "hardly any second token was counted: no power"
+        assert 0 < case.mean_accepted < 2
+
+
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "eagle"])
+def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
+    heads = random_heads(model, 3, kind=kind)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.3)  # or next to nothing would be accepted
+    for tree in (Tree.top_k([12, 2]), DynamicTree.over_heads(20, 3)):
+        generator = torch.Generator().manual_seed(0)
+        made = Experiment(model, heads, tree, PROMPT, Settings(temperature=1.0), generator)
+        cases = [made.run(rule, 0, DRAWS) for rule in RULES[:3]]
+        assert passes(cases)
+        assert [case.joint.p_value < 1e-12 for case in cases] == [not rule.is_judged for rule in RULES[:3]]
+        assert all(case.second.draws > 500 for case in cases[:2]), "hardly any second token was counted: no power"
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("mistral", torch.float64), ("gemma3_text", torch.bfloat16)])
+def test_other_models_and_dtypes(family: str, dtype: torch.dtype) -> None:
+    """Below float32 the target is what the tree's own forward says: rounding is measured, not called exact."""
+    made = experiment(tiny_model(family, dtype=dtype, initializer_range=0.15))
+    assert made.is_independent == (dtype == torch.float64)
+    assert passes([made.run(rule, 0, DRAWS) for rule in RULES[:2]])
+
+
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_rounding_that_differs_between_forwards_is_no_evidence(
+    model: Any, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below float32 logits depend on what else is in the forward: here, by far more than a sample overlooks."""
+    verify = decode.verify.Verifier.__call__
+
+    def rounded(self: Any, draft: Any) -> Any:
+        found = verify(self, draft)
+        tilt = torch.linspace(0, 0.02 * draft.topology.num_nodes, VOCAB, dtype=found.logits.dtype)
+        return found._replace(logits=found.logits + tilt)
+
+    monkeypatch.setattr(decode.verify.Verifier, "__call__", rounded)
+    assert passes([experiment(tiny_model("llama", dtype=torch.bfloat16, initializer_range=0.15)).run(rule, 0, DRAWS)])
+    assert not passes([experiment(model).run(rule, 0, DRAWS)]), "too little to be seen: no power"
+
+
+FAULTS = {
+    "q left out": ("passes_ratio", lambda u, p, q: u < p),
+    "residual left out": ("residual", lambda p, q: p),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_production_code_fails(model: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.accept, *FAULTS[fault])
+    assert not passes(cases_of(model, [Rule("rejection", "sample")]))
+
+
+def test_a_warper_that_the_tree_forgets_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = experiment(model, temperature=0.8)
+    monkeypatch.setattr(made.session.target, "processors", [lambda ids, scores: scores])
+    assert not passes([made.run(RULES[0], 0, DRAWS)])
+
+
+def test_a_mask_that_hides_nothing_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures to compare with come from plain forwards, so a wrong forward of the tree is found too."""
+    masks = decode.verify.TreeMasks.__call__
+    monkeypatch.setattr(decode.verify.TreeMasks, "__call__", lambda self, *asked: masks(self, *asked) * 0)
+    assert not passes([experiment(model).run(RULES[0], 0, DRAWS)])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_up_to_the_last_one_that_leaves_room(family: str) -> None:
+    """Behind it stand a root and a first token, the context's last; GPT-2 has no embedding beyond."""
+    short = tiny_model(family, max_position_embeddings=32, initializer_range=0.15)
+    tree, options = Tree.top_k([2, 2, 1]), Settings(temperature=1.0)
+
+    def made(length: int) -> Experiment:
+        prompt, generator = random_ids(length), torch.Generator().manual_seed(0)
+        return Experiment(short, random_heads(short, 3), tree, prompt, options, generator)
+
+    assert passes([made(30).run(rule, 0, DRAWS) for rule in RULES[:2]])
+    with pytest.raises(RequestError, match="may have 30"):
+        made(31)
+
+
+def test_the_false_alarm_rate_is_shared_out(model: Any) -> None:
+    cases = cases_of(model)
+    assert evidence.threshold(cases) == pytest.approx(evidence.FALSE_ALARM / 4 / 6)  # three rules, two tests each
+    one = cases[0]
+    one.first = one.first._replace(p_value=evidence.threshold(cases) / 2)
+    assert not passes(cases)
+
+
+def test_the_json_has_the_interfaces_names(model: Any) -> None:
+    lines = [line for case in cases_of(model, RULES[:2]) for line in case.to_dict()]
+    names = {"prompt", "temperature", "top_p", "tokens", "draft", "acceptance", "total_variation", "std_of_difference"}
+    assert all(names | {"chi2_p_value", "expected_std"} <= set(line) for line in lines)
+    assert [line["draft"] for line in lines] == ["topk", "topk", "sample", "sample"]
+    assert [line["tokens"] for line in lines] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_narrowed_tree_keeps_the_first_children(seed: int) -> None:
+    tree = random_tree(25, seed)
+    narrow = narrowed(tree, 2)
+    kept = set(narrow.rank_paths)
+    assert kept <= set(tree.rank_paths)
+    for path in tree.rank_paths:
+        siblings = sorted(other for other in tree.rank_paths if other[:-1] == path[:-1])
+        assert (path in kept) == ((path[:-1] in kept or len(path) == 1) and siblings.index(path) < 2)
+
+
+# Greedy
+
+
+def methods(model: Any, tokens: int = 20) -> tuple[Any, Any]:
+    settings = Settings(max_new_tokens=tokens)
+    return plain_method(model, settings), medusa_method(model, random_heads(model), settings, tree="topk:3,2")
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_equal_texts_are_counted(model: Any, batch_size: int) -> None:
+    prompts = [random_ids(4 + i, seed=i) for i in range(5)]
+    progress: list[int] = []
+    greedy = compare_greedy(model, *methods(model), prompts, batch_size, lambda: progress.append(1))
+    assert (greedy.prompts, greedy.equal, greedy.divergences, greedy.passed) == (5, 5, [], True)
+    assert len(progress) == 5
+
+
+def liar(model: Any, change: Any) -> Any:
+    """A method that writes the plain text, and then says something else."""
+
+    def decode(prompts: Sequence[list[int]], on_step: Any = None, seeds: Any = None) -> list[Result]:
+        results = methods(model)[0](prompts)
+        for result in results:
+            result.new_ids = change(list(result.new_ids))
+        return results
+
+    return decode
+
+
+def test_a_wrong_token_is_reported_with_both_gaps(model: Any) -> None:
+    right = methods(model)[0]([PROMPT])[0].new_ids
+    wrong = (right[4] + 1) % VOCAB
+    greedy = compare_greedy(model, methods(model)[0], liar(model, lambda ids: [*ids[:4], wrong, *ids[5:]]), [PROMPT])
+    (found,) = greedy.divergences
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT + right[:4]])).logits[0, -1].double()
+    assert (found.prompt, found.position, found.plain_token, found.medusa_token) == (0, 4, right[4], wrong)
+    assert found.gap == pytest.approx(float(logits[right[4]] - logits[wrong]))
+    top = logits.topk(2).values
+    assert found.top2_gap == pytest.approx(float(top[0] - top[1]))
+    assert not greedy.passed
+
+
+def test_a_text_that_ends_early_is_no_rounding(model: Any) -> None:
+    greedy = compare_greedy(model, methods(model)[0], liar(model, lambda ids: ids[:7]), [PROMPT])
+    (found,) = greedy.to_dict()["divergences"]
+    assert (found["position"], found["medusa_token"], found["gap"], found["is_rounding"]) == (7, None, None, False)
+    assert not greedy.passed
+
+
+def test_a_tie_is_told_from_an_error(model: Any) -> None:
+    """Two tokens with the same LM head row: which of them is best is a matter of rounding."""
+    twin = tiny_model("llama", initializer_range=0.15)
+    with torch.no_grad():
+        twin.lm_head.weight[5] = twin.lm_head.weight[9]
+        twin.lm_head.weight[[5, 9]] *= 4
+    prompt = next(
+        p for p in (random_ids(6, seed=s) for s in range(60)) if 5 in methods(twin)[0]([p])[0].new_ids
+    )  # argmax takes the first of equals
+    swapped = liar(twin, lambda ids: [9 if token == 5 else token for token in ids])
+    greedy = compare_greedy(twin, methods(twin)[0], swapped, [prompt])
+    assert (greedy.ties, greedy.passed, greedy.equal) == (1, True, 0)
+    assert not compare_greedy(twin.double(), methods(twin)[0], swapped, [prompt]).divergences[0].bound
+
+
+def test_bounds_by_dtype() -> None:
+    assert tie_bound(torch.float64, 20.0) == 0
+    assert tie_bound(torch.float32, 20.0) == 1e-5
+    assert tie_bound(torch.bfloat16, 16.0) == 4 * 16 * 2**-7
+    assert tie_bound(torch.float16, -16.0) == 4 * 16 * 2**-10
+
+
+def test_the_tree_of_a_case_is_the_users(model: Any) -> None:
+    made = Experiment(
+        model,
+        random_heads(model),
+        load_tree("chain:1", 3),
+        PROMPT,
+        Settings(temperature=1.0),
+        torch.Generator().manual_seed(0),
+    )
+    cases = [made.run(rule, 0, DRAWS) for rule in RULES[:2]]
+    assert passes(cases)
+    assert all(case.mean_accepted < 1 for case in cases)

@@ -1,0 +1,436 @@
+"""The compiled step: the same shapes in every step, and the same texts as the eager loop.
+
+`as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
+`traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
+takes most of the time; one test goes all the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+import decode.compiled.regions
+from decode import generate
+from decode.bench.chi2 import compare
+from decode.compiled.regions import FixedCache, Regions, Sampler, _has_compiler
+from decode.draft import Draft
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.generation import medusa_session, steps
+from decode.loop import Acceptor
+from decode.reference import plain_session
+from decode.request import prepare
+from decode.sampling import Target, Truncation
+from decode.topology import Topology
+from medusa import Tree
+from medusa.errors import RequestError
+from medusa.heads.kinds import KINDS
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+
+FALSE_ALARM = 1e-5
+Step = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture
+def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.compiled.regions, "compiled", lambda step, device: step)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        made = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "tensor"]
+        assert not made, "a tensor made from numbers of the host is copied in every step, which no CUDA graph can hold"
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+
+
+def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **kwargs: Any) -> list[list[int]]:
+    inputs = left_padded(prompts)
+    out = generate(model, heads, **inputs, tree=tree, compile=True, **kwargs)
+    assert isinstance(out, Tensor)
+    return out[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+TREES: dict[str, Any] = {
+    "static": random_tree(12, max_depth=3),
+    "dynamic": "dynamic:30",
+    "chain": Tree.chain(3),
+    "root": Tree.chain(0),
+    "with temperatures": DynamicTree.over_heads(30, 3, (0.7, 1.1, 1.3)),
+}
+FAMILIES = ["llama", "mistral", "qwen2", "gemma3_text", "llama4_text", "gemma2", "gpt2", "gpt_neox", "deepseek_v3"]
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_generates_own(family: str, tree: str) -> None:
+    model = tiny_model(family)
+    heads = random_heads(model)
+    for seed in range(2):  # the second time in the first one's region
+        prompts = [random_ids(length, seed=length + seed) for length in (3, 11, 6)]
+        found = texts(model, heads, prompts, TREES[tree], max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert found == [plain(model, prompt, max_new_tokens=24, eos_token_id=None) for prompt in prompts]
+    assert len(Regions.of(model)) == 1
+
+
+@pytest.mark.usefixtures("as_written")
+def test_double_precision() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    prompt = random_ids(5)
+    found = texts(model, random_heads(model), [prompt], TREES["chain"], max_new_tokens=12, do_sample=False)
+    assert found == [plain(model, prompt, max_new_tokens=12)]
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+@pytest.mark.parametrize("prefix_layers", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_of_heads_step_as_in_the_eager_loop(
+    llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts, too, so that what heads keep of the text is in step; across capacities, and rows that end early."""
+    monkeypatch.setattr(decode.compiled.regions, "LEAST", 16)
+    monkeypatch.setattr(decode.compiled.regions.Compiled, "ahead", 4)
+    heads = random_heads(llama, kind=kind, prefix_layers=prefix_layers)
+    prompts = [random_ids(length, seed=length) for length in (5, 2, 9)]
+    stop = plain(llama, prompts[1], max_new_tokens=30, eos_token_id=None)[7]
+    requests = prepare(llama, prompts, max_new_tokens=40, do_sample=False, eos_token_id=stop)
+    eager, fixed = (
+        [
+            (step.ids, step.lengths)
+            for step in medusa_session(llama, heads, requests, TREES[tree], Acceptor("greedy"), compile=c)[1]
+        ]
+        for c in (False, True)
+    )
+    assert eager == fixed
+    assert max(length for _, lengths in eager for length in lengths.values()) > 1
+
+
+@pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("kind", ["recurrent", "eagle"])
+def test_machine_code_drafts_what_the_eager_loop_drafts(kind: str) -> None:
+    """A rule that accepts everything shows the drafts. With buffers written over, machine code of a chain spoiled the
+    recurrent heads' state from the third token on, and greedy texts were right all the same."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    heads = random_heads(model, 5, kind=kind, block="mlp", num_layers=2, expansion=4)
+    everything: dict[str, Any] = {"do_sample": True, "temperature": 1e3, "top_k": 0}  # is about as probable
+    requests = prepare(model, [random_ids(4)], max_new_tokens=30, seeds=[0], eos_token_id=None, **everything)
+    accept_all = Acceptor("typical", epsilon=1e-9, delta=1e-9)
+    eager, machine = (
+        [
+            (step.ids, step.lengths)
+            for step in medusa_session(model, heads, requests, Tree.chain(5), accept_all, compile=c)[1]
+        ]
+        for c in (False, True)
+    )
+    assert [lengths for _, lengths in eager] == [{0: 6}] * 5
+    assert machine == eager
+
+
+@pytest.mark.usefixtures("as_written")
+def test_rows_end_one_after_the_other() -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    prompts = [random_ids(6, seed=seed) for seed in range(3)]
+    long = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
+    stop = long[1][4]  # ends one row early, and others where it comes
+    found = list(
+        medusa_session(
+            model,
+            heads,
+            prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
+            TREES["static"],
+            Acceptor("greedy"),
+            compile=True,
+        )[1]
+    )
+    written: dict[int, list[int]] = {}
+    for step in found:
+        for row, ids in step.ids.items():
+            written[row] = written.get(row, []) + ids
+    assert [written[row] for row in range(3)] == [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in long]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.compiled.regions, "LEAST", 16)
+    monkeypatch.setattr(decode.compiled.regions.Compiled, "ahead", 4)
+    Regions.of(llama).clear()
+    prompts = [random_ids(9), random_ids(5)]
+    found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
+    assert found == [plain(llama, prompt, max_new_tokens=70) for prompt in prompts]
+    assert {32, 64, 128} <= {key[0] for key, _ in Regions.of(llama)}
+
+
+@pytest.mark.usefixtures("as_written")
+def test_the_end_of_the_context() -> None:
+    model = tiny_model("llama", max_position_embeddings=32)
+    prompt = random_ids(10)
+    found = texts(model, random_heads(model), [prompt], TREES["static"], max_new_tokens=22, do_sample=False)
+    assert found == [plain(model, prompt, max_new_tokens=22)]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_typical_acceptance_is_the_eager_one(llama: Any) -> None:
+    heads = random_heads(llama)
+    inputs = left_padded([random_ids(7), random_ids(4)])
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7, "acceptance": "typical"}
+    both = [generate(llama, heads, **inputs, tree=TREES["static"], **options, compile=c) for c in (False, True)]
+    assert torch.equal(both[0], both[1])  # type: ignore[arg-type]
+    greedy = generate(llama, heads, **inputs, tree=TREES["static"], max_new_tokens=40, do_sample=False)
+    assert not torch.equal(both[0], greedy)  # type: ignore[arg-type]  # or there was nothing to accept
+
+
+def outcomes(tree: Tree, ids: Tensor, p: Tensor) -> dict[tuple[int, int], float]:
+    """(node where the walk ends, next root) -> its probability, by enumeration; p [N, V], ids [N]."""
+    chance = {0: 1.0}
+    found = {}
+    for node in range(tree.num_nodes):
+        held = {}
+        for child in range(1, tree.num_nodes):
+            if int(tree.parent[child]) == node:
+                held[int(ids[child])] = child
+                chance[child] = chance[node] * float(p[node, ids[child]])
+        for token in range(p.shape[1]):
+            if token not in held:
+                found[node, token] = chance[node] * float(p[node, token])
+    return found
+
+
+@pytest.mark.parametrize("truncation", [None, Truncation(0.05, 0.3)])
+def test_samples_follow_the_target(truncation: Truncation | None) -> None:
+    """End and next root of 200,000 walks over one tree against their exact probabilities."""
+    tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
+    ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
+    logits = 1.2 * torch.randn(tree.num_nodes, 6)
+    sampler = object.__new__(Sampler)
+    sampler.acceptor, sampler.truncation, sampler.do_sample = Acceptor("rejection"), truncation, True
+    sampler.processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
+    exact = outcomes(tree, ids, sampler._scores(logits).double().softmax(-1))
+    assert abs(sum(exact.values()) - 1) < 1e-9
+    rows = 200_000
+    draft = Draft(ids.expand(rows, -1), Topology.of(tree))
+    u = torch.rand(rows, tree.max_depth + 1, dtype=torch.float64)
+    accepted = sampler.accept(draft, logits.expand(rows, -1, -1), u, torch.full((rows,), 10))
+    end = accepted.path.gather(1, accepted.length[:, None] - 1)[:, 0]
+    places = {outcome: index for index, outcome in enumerate(exact)}
+    table = torch.full((tree.num_nodes, 6), -1)
+    for (node, token), index in places.items():
+        table[node, token] = index
+    counts = table[end, accepted.next_root].bincount(minlength=len(exact))
+    assert compare(counts, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value > FALSE_ALARM
+    # A walk that reads one number twice is found out.
+    broken = sampler.accept(draft, logits.expand(rows, -1, -1), u[:, :1].expand_as(u), torch.full((rows,), 10))
+    ends = broken.path.gather(1, broken.length[:, None] - 1)[:, 0]
+    wrong = table[ends, broken.next_root].bincount(minlength=len(exact))
+    assert compare(wrong, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value < FALSE_ALARM
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "rejection": {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9},
+    "typical": {"do_sample": True, "temperature": 0.8, "acceptance": "typical"},
+    "typical-sampled": {"do_sample": True, "temperature": 0.8, "acceptance": "typical-sampled"},
+}
+
+
+TRACED = [  # typical acceptance of a root alone is none, and what eagle drafts has nothing to do with the rule
+    (rule, tree, kind)
+    for rule in RULES
+    for tree in ("static", "with temperatures", "root")
+    for kind in ("medusa", "recurrent", "eagle")
+    if not (tree == "root" and rule.startswith("typical")) and not (kind == "eagle" and rule != "greedy")
+]
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("rule", "tree", "kind"), TRACED)
+def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
+    """And with the same random numbers the captured step writes what the step as written does."""
+    model = tiny_model("llama")
+    heads = random_heads(model, kind=kind, prefix_layers=int(kind == "eagle"))
+    inputs = left_padded([random_ids(7), random_ids(4)])
+    options = RULES[rule] | ({"seeds": [1, 2]} if RULES[rule]["do_sample"] else {})
+    captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
+    Regions.of(model).clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode.compiled.regions, "compiled", lambda step, device: step)
+        written = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
+    assert torch.equal(captured, written)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not _has_compiler(), reason="needs a C++ compiler")
+def test_machine_code_writes_the_same_text_and_is_kept() -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    prompts = [random_ids(6), random_ids(3)]
+    graphs = torch._dynamo.utils.counters["stats"]
+    for limit in (20, 25):
+        before = graphs["unique_graphs"]
+        found = texts(model, heads, prompts, TREES["static"], max_new_tokens=limit, do_sample=False)
+        assert found == [plain(model, prompt, max_new_tokens=limit) for prompt in prompts]
+        assert graphs["unique_graphs"] - before == (limit == 20)
+    assert len(Regions.of(model)) == 1
+
+
+@pytest.mark.usefixtures("as_written")
+def test_sessions_take_turns() -> None:
+    """Two texts at once on one model: each has a region of its own, and both are kept."""
+    model = tiny_model("llama")
+    heads, prompts = random_heads(model), [random_ids(6), random_ids(9, seed=1)]
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    for _ in range(2):
+        written: list[list[int]] = [[], []]
+        running = [
+            steps(model, heads, torch.tensor([p]), tree=TREES["chain"], compile=True, **options) for p in prompts
+        ]
+        for both in zip_longest(*running):
+            for text, step in zip(written, both, strict=True):
+                text += [] if step is None else step.ids[0]
+        assert written == [plain(model, prompt, **options) for prompt in prompts]
+        assert len(Regions.of(model)) == 2
+    unfinished = steps(model, heads, torch.tensor([prompts[0]]), tree=TREES["chain"], compile=True, **options)
+    next(unfinished)
+    assert len(Regions.of(model)) == 1
+    unfinished.close()  # type: ignore[attr-defined]
+    assert len(Regions.of(model)) == 2
+
+
+def negate(module: torch.nn.Module, args: Any, out: Any) -> Any:
+    return -out
+
+
+def untie(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "a hook": lambda model, heads: model.model.norm.register_forward_hook(negate),
+    "a setting of a module": lambda model, heads: setattr(model.model.norm, "variance_epsilon", 0.5),
+    "an adapter that is off": lambda model, heads: setattr(model.model.layers[0], "_disable_adapters", True),
+    "an adapter that is on": lambda model, heads: setattr(model.model.layers[0], "_active_adapter", ["a"]),
+    "another forward": lambda model, heads: setattr(model.model.norm, "forward", lambda x: x),
+    "tied weights": lambda model, heads: untie(model),
+    "training": lambda model, heads: model.model.layers[0].train(),
+    "the heads' training": lambda model, heads: heads.train(),
+    "the heads' precision": lambda model, heads: heads.double(),
+    "attention": lambda model, heads: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("change", [*CHANGES, "autocast"])
+def test_what_guards_would_ask_is_asked_once_a_session(change: str) -> None:
+    model = tiny_model("llama")
+    heads, options = random_heads(model), {"max_new_tokens": 3, "do_sample": False}
+    for _ in range(2):
+        texts(model, heads, [random_ids(4)], TREES["chain"], **options)
+        assert len(Regions.of(model)) == 1
+    if change in CHANGES:
+        CHANGES[change](model, heads)
+    with torch.autocast("cpu", torch.bfloat16) if change == "autocast" else nullcontext():
+        texts(model, heads, [random_ids(4)], TREES["chain"], **options)
+    assert len(Regions.of(model)) == 2
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_hook_that_comes_later_is_seen() -> None:
+    """The graph of another session is not replayed, though nothing in it asks."""
+    model = tiny_model("llama")
+    heads, prompt = random_heads(model), random_ids(6)
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    before = texts(model, heads, [prompt], TREES["chain"], **options)
+    handle = model.model.layers[0].register_forward_hook(negate)
+    hooked = texts(model, heads, [prompt], TREES["chain"], **options)
+    assert hooked == [plain(model, prompt, **options)] != before
+    handle.remove()
+    assert texts(model, heads, [prompt], TREES["chain"], **options) == before
+
+
+def test_sampling_options_that_look_alike() -> None:
+    """A tensor's repr has four digits."""
+    request = prepare(tiny_model("llama"), [random_ids(3)], max_new_tokens=3, do_sample=True)[0]
+    keys = [
+        Sampler.key(
+            Target([request._replace(processors=LogitsProcessorList([EtaLogitsWarper(e)]))]), Acceptor("rejection")
+        )
+        for e in (0.00031, 0.00034, 0.00034)
+    ]
+    assert keys[0] != keys[1] == keys[2]
+
+
+@torch.inference_mode()
+def test_nothing_of_an_earlier_text_stays(llama: Any) -> None:
+    """Masked or not, what is no number would reach the next text: 0 x NaN."""
+    session, _ = plain_session(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
+    session.prefill()
+    fixed, larger = FixedCache(session.cache, 16), FixedCache(session.cache, 32)
+    for cache, fill in ((fixed, lambda: fixed.load(session.cache)), (larger, lambda: larger.take(fixed))):
+        for layer in cache.fixed_layers:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.nan)
+        fill()
+        for layer, read in zip(cache.fixed_layers, session.cache.tree_layers, strict=True):
+            assert torch.equal(layer.keys[:, :, :5], read.keys[:, :, :5])
+            assert torch.equal(layer.values[:, :, :5], read.values[:, :, :5])
+            assert not layer.keys[:, :, 5:].any()
+            assert not layer.values[:, :, 5:].any()
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=rope)
+    with pytest.raises(RequestError, match=r"^--compile cannot be had.* LlamaForCausalLM \(.*\); leave it out$"):
+        texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=4, do_sample=False)
+    assert not Regions.of(model)
+
+
+@pytest.mark.usefixtures("as_written")
+def test_regions_live_with_their_model() -> None:
+    model = tiny_model("llama")
+    heads, prompt = random_heads(model), [random_ids(4)]
+    for nodes in range(2, 2 + decode.compiled.regions.KEPT + 2):
+        texts(model, heads, prompt, f"dynamic:{nodes}", max_new_tokens=3, do_sample=False)
+    assert len(Regions.of(model)) == decode.compiled.regions.KEPT
+    assert not Regions.of(copy.deepcopy(model))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("family", "heads_options", "options", "said"),
+    [
+        ("llama", {}, {"repetition_penalty": 1.3}, "RepetitionPenalty"),
+        ("llama", {}, {"do_sample": True, "draft": "sample"}, "use draft topk"),
+        ("llama", {}, {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ("phi3, longrope", {}, {}, "longrope"),
+    ],
+)
+def test_refusals(family: str, heads_options: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    model = tiny_model(family)
+    heads = random_heads(model, **heads_options)
+    with pytest.raises(RequestError, match=said):
+        texts(model, heads, [random_ids(4)], TREES["chain"], max_new_tokens=4, **{"do_sample": False} | options)
+
+
+def test_hidden_states_cannot_be_kept(llama: Any) -> None:
+    requests = prepare(llama, [random_ids(4)], max_new_tokens=4, do_sample=False)
+    with pytest.raises(RequestError, match="hidden states"):
+        plain_session(llama, requests, keep_hidden=True, compile=True)

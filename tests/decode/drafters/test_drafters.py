@@ -1,0 +1,246 @@
+"""Every drafter: greedy text and samples are those of `model.generate`, whatever it guesses; who is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import generate, steps
+from decode.drafters import DRAFTERS, parse
+from decode.drafters.model import DraftModel, DraftModelConfig
+from decode.drafters.retrieval.datastore import Piece, build
+from decode.results import medusa_method
+from decode.settings import Settings
+from medusa.errors import RequestError
+from tests.helpers import LETTERS, left_padded, plain, random_heads, random_ids, tiny_model
+
+NEW = 40
+PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
+GUESSERS = {
+    # What each test goes through: the drafter, as a user types it.
+    "heads": "heads",
+    "blockwise": "blockwise",
+    "blockwise, short": "blockwise:tokens=2",
+    "ngram": "ngram",
+    "ngram, short": "ngram:n=2,tokens=3",
+    "ngram, trie": "ngram:n=2,tokens=4,matches=3",
+    "ngram, small trie": "ngram:n=3,tokens=6,matches=4,nodes=7",
+    "rest": "rest:DIR,min_n=1",
+    "rest, chain": "rest:DIR,min_n=1,matches=1,tokens=3",
+    "model": "model:",
+    "model, sure": "model:tokens=6,confidence=0.02",
+    "model, tree": "model:widths=3x2x1",
+    "model, dynamic": "model:nodes=9,tokens=3",
+    "lookahead": "lookahead:window=6,n=3,guesses=4",
+    "mix": "mix:heads+ngram",
+    "mix, window": "mix:lookahead:window=4,guesses=3+ngram:n=2,tokens=3",
+    "mix, few nodes": "mix:nodes=6,ngram:n=2,tokens=4,matches=3+blockwise+heads",
+}
+
+
+def repetitive(model: Any, prompt: list[int]) -> list[int]:
+    """A prompt that holds what the model goes on with, so that there is something to copy."""
+    return prompt + plain(model, prompt, max_new_tokens=NEW) + prompt
+
+
+def draft_model(model: Any, scale: float = 0.3) -> Any:
+    """The same model with some noise: right about some of what it says."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(scale * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return draft
+
+
+class Guesser:
+    """A drafter as it is typed; a draft model and a datastore are made from the model that they are to draft for."""
+
+    def __init__(self, spec: str, folder: Path) -> None:
+        self.spec, self.needs_heads, self.folder = spec, spec.startswith(("heads", "blockwise")), folder
+
+    def __call__(self, model: Any) -> Any:
+        if self.spec.startswith("rest"):
+            return self.spec.replace("DIR", str(self.datastore(model)))
+        if not self.spec.startswith("model"):
+            return self.spec
+        plan = parse(self.spec.replace("model:", "model:any,").rstrip(","))
+        assert isinstance(plan, DraftModelConfig)
+        return DraftModel(draft_model(model), plan.tree, plan.topk, plan.confidence)
+
+    def datastore(self, model: Any) -> Path:
+        """What the model writes after some of the prompts."""
+        config = model.config.get_text_config(decoder=True)
+        room = config.max_position_embeddings
+        prompts = PROMPTS[1:] if room < 100 else [*PROMPTS[1:], repetitive(model, PROMPTS[0])]
+        texts = [prompt + plain(model, prompt, max_new_tokens=min(NEW, room - len(prompt))) for prompt in prompts]
+        about = {"backbone": "this", "tokenizer": None, "vocab_size": config.vocab_size}
+        pieces = [Piece("here", text) for text in texts]
+        build(self.folder, pieces, lambda piece: list(map(int, piece.content)), about, overwrite=True)
+        return self.folder
+
+
+@pytest.fixture(params=GUESSERS)
+def drafter(request: Any, tmp_path: Path) -> Guesser:
+    return Guesser(GUESSERS[request.param], tmp_path / "datastore")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2", "gemma3_text", "llama4_text"])
+def test_greedy_is_plain_greedy(family: str, drafter: Guesser) -> None:
+    model = tiny_model(family)
+    heads, guesser = random_heads(model), drafter(model)
+    for prompt in (*PROMPTS, repetitive(model, PROMPTS[0])):
+        taken = list(steps(model, heads, torch.tensor([prompt]), drafter=guesser, max_new_tokens=NEW, do_sample=False))
+        text = plain(model, prompt, max_new_tokens=NEW)
+        assert [token for step in taken for token in step.ids[0]] == text
+    if not drafter.needs_heads:
+        assert len(taken) < len(text), "nothing was accepted: no power"
+
+
+def test_a_ragged_batch_is_as_its_rows_alone(llama: Any, drafter: Guesser) -> None:
+    prompts = [*PROMPTS, repetitive(llama, PROMPTS[2])]
+    texts = [plain(llama, prompt, max_new_tokens=NEW, eos_token_id=9, pad_token_id=0) for prompt in prompts]
+    assert len({len(text) for text in texts}) > 1, "all rows end together: no power"
+    out = generate(
+        llama,
+        random_heads(llama),
+        **left_padded(prompts),
+        drafter=drafter(llama),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=9,
+        pad_token_id=0,
+    )
+    width = max(map(len, prompts))
+    for row, text in zip(out.tolist(), texts, strict=True):
+        assert row[width : width + len(text)] == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 3},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "repetition_penalty": 1.2},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_processors_and_samples(llama: Any, drafter: Guesser, options: dict) -> None:
+    """One draw a token, in order: the very sample of `model.generate`."""
+    options = {"do_sample": False, "max_new_tokens": NEW} | options
+    heads = random_heads(llama)  # draws, too
+    for seed, prompt in enumerate(PROMPTS):
+        torch.manual_seed(seed)
+        text = plain(llama, prompt, **options)
+        torch.manual_seed(seed)
+        out = generate(llama, heads, torch.tensor([prompt]), drafter=drafter(llama), **options)
+        assert out[0, len(prompt) :].tolist() == text
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 7])
+def test_up_to_the_end_of_the_context(drafter: Guesser, room: int) -> None:
+    model = tiny_model("gpt2", max_position_embeddings=32)
+    prompt = ([1, 2, 3] * 11)[: 32 - room]
+    out = generate(
+        model, random_heads(model), torch.tensor([prompt]), drafter=drafter(model), max_new_tokens=50, do_sample=False
+    )
+    assert out[0, len(prompt) :].tolist() == plain(model, prompt, max_new_tokens=room)
+
+
+def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
+    text = plain(llama, PROMPTS[1], max_new_tokens=NEW)
+    stop = LETTERS[text[11]] + LETTERS[text[12]]
+    options = {"max_new_tokens": NEW, "do_sample": False, "stop_strings": [stop], "tokenizer": tokenizer}
+    out = generate(llama, random_heads(llama), torch.tensor([PROMPTS[1]]), drafter=drafter(llama), **options)
+    assert out[0].tolist() == PROMPTS[1] + plain(llama, PROMPTS[1], **options)
+
+
+# Who is refused
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, rest, lookahead, mix"),
+        ("ngram:length=3", "no option 'length=3'; its options: n=, min_n=, tokens="),
+        ("ngram:5", "no option '5'"),
+        ("ngram:n=3,n=4", "n is given twice"),
+        ("ngram:n=many", "n is 'many'; it must be a whole number"),
+        ("ngram:n=0", "n is 0; it must be at least 1"),
+        ("ngram:n=2,min_n=3", "n is 2; it must be at least 3"),
+        ("ngram:tokens=0", "tokens is 0; it must be at least 1"),
+        ("model", "drafter model needs model; its options: model=, tokens="),
+        ("model:", "drafter model needs model"),
+        ("model:x,tokens=0", "tokens is 0; it must be at least 1"),
+        ("model:x,widths=3,nodes=9", "give one of widths, nodes and confidence"),
+        ("model:x,widths=wide", "widths is 'wide'; write numbers such as 3x2x1"),
+        ("model:x,confidence=2", "confidence is 2.0; it must be from 0 to below 1"),
+        ("model:x,nodes=1", "dynamic:1 is no tree"),
+        ("rest", "drafter rest needs datastore; its options: datastore=, nodes="),
+        ("rest:", "drafter rest needs datastore"),
+        ("rest:x,n=17", "n is 17; a datastore is sorted by 16 tokens"),
+        ("rest:x,n=2,min_n=3", "n is 2; it must be at least 3"),
+        ("rest:x,nodes=1", "nodes is 1; it must be at least 2"),
+        ("rest:x,tokens=0", "tokens is 0; it must be at least 1"),
+        ("rest:x,matches=0", "matches is 0; it must be at least 1"),
+        ("lookahead:n=2", "drafter lookahead: n is 2; it must be at least 3"),
+        ("lookahead:window=0", "drafter lookahead: window is 0; it must be at least 1"),
+        ("lookahead:guesses=0", "drafter lookahead: guesses is 0; it must be at least 1"),
+        ("lookahead:w=5", "no option 'w=5'; its options: window=, n=, guesses="),
+        ("heads:fast", "no option 'fast'; its options: none"),
+        ("blockwise:tokens=-1", "tokens is -1; it must be at least 0"),
+        ("mix", "drafter mix needs parts; its options: parts=, nodes="),
+        ("mix:nodes=9", "drafter mix needs parts"),
+        ("mix:nodes=1,heads+ngram", "nodes is 1, the root alone"),
+        ("mix:nodes=few,heads+ngram", "nodes is 'few'; it must be a whole number"),
+        ("mix:ngram", "'ngram' is one drafter; join several by +, as in mix:heads+ngram"),
+        ("mix:ngram+ngram", "one is given twice"),
+        ("mix:heads+oracle", "there is no drafter 'oracle'"),
+        ("mix:heads+ngram:n=0", "drafter ngram: n is 0"),
+        ("mix:heads+mix:ngram", "'ngram' is one drafter"),
+    ],
+)
+def test_wrong_words(spec: str, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        parse(spec)
+
+
+def test_what_is_missing_or_too_much(llama: Any) -> None:
+    ids, heads = torch.tensor([PROMPTS[0]]), random_heads(llama)
+    with pytest.raises(RequestError, match="the heads are None"):
+        generate(llama, inputs=ids, max_new_tokens=3)
+    with pytest.raises(RequestError, match="the heads are None"):
+        generate(llama, inputs=ids, max_new_tokens=3, drafter="heads")
+    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+        generate(llama, inputs=ids, max_new_tokens=3, drafter="ngram", tree="chain")
+    with pytest.raises(RequestError, match="7 is no drafter"):
+        generate(llama, inputs=ids, max_new_tokens=3, drafter=7)
+    with pytest.raises(RequestError, match="use draft topk"):
+        generate(llama, inputs=ids, max_new_tokens=3, drafter="ngram", draft="sample", do_sample=True)
+    with pytest.raises(RequestError, match="use draft topk"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", draft="sample", do_sample=True)
+    with pytest.raises(RequestError, match="the heads are None"):
+        generate(llama, inputs=ids, max_new_tokens=3, drafter="mix:heads+ngram")
+    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise", tree="chain")
+    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:blockwise+ngram", tree="chain")
+    with pytest.raises(RequestError, match="tokens is 4, but there are 3 heads"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise:tokens=4")
+    with pytest.raises(RequestError, match="only steps of heads can be compiled"):
+        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", compile=True)
+
+
+def test_no_heads_are_needed(llama: Any) -> None:
+    method = medusa_method(llama, None, Settings(max_new_tokens=NEW), drafter="ngram")
+    assert [result.new_ids for result in method(PROMPTS)] == [plain(llama, p, max_new_tokens=NEW) for p in PROMPTS]
+
+
+def test_every_drafter_is_tried_here() -> None:
+    assert {spec.partition(":")[0] for spec in GUESSERS.values()} == set(DRAFTERS)

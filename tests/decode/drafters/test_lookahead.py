@@ -1,0 +1,322 @@
+"""decode/drafters/lookahead.py: the window as a tree, its answers against plain forwards, and that it is never text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode import generate, steps
+from decode.bench.losslessness import RULES, Experiment, passes
+from decode.draft import Draft, DrafterContext, Frontier, SideBranch
+from decode.drafters import drafter_factory
+from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, window_topology
+from decode.drafters.tries import Trie, chain, draft_of
+from decode.loop import Acceptor, Session
+from decode.request import prepare
+from decode.results import plain_method
+from decode.sequences import Sequences
+from decode.settings import Settings
+from decode.strategies.contrastive import Amateur
+from decode.timers import Timer
+from decode.verify import Verifier, visible
+from medusa.backbone import Readout
+from tests.decode.drafters.test_drafters import PROMPTS, repetitive
+from tests.decode.drafters.test_ngram import Request
+from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
+
+CPU = torch.device("cpu")
+NEW = 40
+PLAN = LookaheadConfig(window=4, n=4, guesses=3)
+
+
+# The window as a tree
+
+
+def test_a_window_by_hand() -> None:
+    """Three columns, three levels: the picture of the module's docstring, in the order root a1 a2 b0 b1 b2 c0 c1 c2."""
+    window = window_topology(3, 3, CPU)
+    assert window.parent.tolist() == [[0, 0, 1, 0, 1, 2, 3, 4, 5]]
+    assert window.depth.tolist() == [[0, 1, 2, 1, 2, 3, 2, 3, 4]]
+    seen = [
+        "x........",  # root
+        "xx.......",  # a1
+        "xxx......",  # a2
+        "x..x.....",  # b0
+        "xx..x....",  # b1
+        "xxx..x...",  # b2
+        "x..x..x..",  # c0
+        "xx..x..x.",  # c1
+        "xxx..x..x",  # c2
+    ]
+    assert window.ancestors[0].tolist() == [[mark == "x" for mark in line] for line in seen]
+
+
+def test_a_window_beside_a_draft_by_hand() -> None:
+    """Two guesses behind the root, g h and g i, and the text x y before them; the window (two columns, two levels) is
+    behind them in the slots, and neither sees the other."""
+    trie = Trie(9)
+    trie.add([5, 6])
+    trie.add([5, 7])
+    window = SideBranch(torch.tensor([[1, 2, 3]]), window_topology(2, 2, CPU), lambda logits: None)
+    whole = draft_of([trie], torch.tensor([4]))._replace(side_branches=(window,)).whole
+    assert whole.ids.tolist() == [[4, 5, 6, 7, 1, 2, 3]]
+    assert whole.topology.depth.tolist() == [[0, 1, 2, 2, 1, 1, 2]]
+    assert whole.topology.parent.tolist() == [[0, 0, 1, 1, 0, 0, 4]]
+    paths = [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 1, 3], [0, 4, -1], [0, 5, -1], [0, 4, 6]]
+    assert whole.topology.paths.tolist() == [paths]
+    seen = [
+        "xx x......",  # root
+        "xx xx.....",  # g
+        "xx xxx....",  # h
+        "xx xx.x...",  # i
+        "xx x...x..",  # a1
+        "xx x....x.",  # b0
+        "xx x...x.x",  # b1
+    ]
+    expected = [[mark == "x" for mark in line.replace(" ", "")] for line in seen]
+    assert visible(whole.topology, [2])[0].tolist() == expected
+    assert visible(whole.topology, [2], window=2)[0].tolist() == [
+        [mark == "x" for mark in line.replace(" ", "")]
+        for line in (".x x......", ".. xx.....", ".. .xx....", ".. .x.x...", ".. x...x..", ".. x....x.", ".. ....x.x")
+    ], "a window of two positions: itself and the one before"
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("n", [3, 4, 6])
+def test_a_column_sees_its_line_and_itself(window: int, n: int) -> None:
+    """From the definition: behind the first tokens of level 0 come those of the levels below, in the same column."""
+    topology = window_topology(window, n - 1, CPU)
+    for level in range(n - 1):
+        for column in range(window):
+            line = [*range(column + 1), *(below * window + column for below in range(1, level + 1))]
+            node = level * window + column
+            assert topology.ancestors[0, node].nonzero()[:, 0].tolist() == line
+            assert topology.paths[0, node, : len(line)].tolist() == line
+            assert int(topology.depth[0, node]) == len(line) - 1
+
+
+# The pool
+
+
+def test_a_pool_keeps_the_latest() -> None:
+    pool = Pool(2)
+    for ngram in ([1, 2, 3], [1, 4, 5], [2, 9, 9], [1, 2, 3], [1, 6, 7]):
+        pool.add(ngram)
+    assert list(pool.guesses(1)) == [(6, 7), (2, 3)], "4 5 was the oldest: 2 3 came again"
+    assert list(pool.guesses(2)) == [(9, 9)]
+    assert list(pool.guesses(3)) == []
+
+
+class Jacobi:
+    """The slow and obvious version: texts, a plain forward for every column, and a list of all n-grams ever made."""
+
+    def __init__(self, model: Any, plan: LookaheadConfig, text: list[int]) -> None:
+        self.model, self.plan = model, plan
+        self.levels = [[0] * plan.window for _ in range(plan.n - 1)]
+        for level in range(plan.n - 1):
+            for column in range(plan.window):
+                self.levels[level][column] = text[(column * len(text) // plan.window + level) % len(text)]
+        self.made: list[tuple[int, ...]] = []
+
+    def guesses(self, text: list[int], count: int) -> list[tuple[int, ...]]:
+        latest = dict.fromkeys(ngram[1:] for ngram in reversed(self.made) if ngram[0] == text[-1])
+        return [guess[:count] for guess in list(latest)[: self.plan.guesses]]
+
+    def step(self, text: list[int]) -> None:
+        self.levels[0][0] = text[-1]
+        answers = []
+        for column in range(self.plan.window):
+            line = text + self.levels[0][1 : column + 1] + [level[column] for level in self.levels[1:]]
+            with torch.no_grad():
+                answers.append(int(self.model(input_ids=torch.tensor([line])).logits[0, -1].argmax()))
+            self.made.append((*(level[column] for level in self.levels), answers[-1]))
+        self.levels = [*self.levels[1:], answers]
+
+
+def told(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    """All beginnings of the guesses, without the root."""
+    own = 0 if draft.topology.is_shared else row
+    paths = draft.topology.paths[own].tolist()
+    return {tuple(int(draft.ids[row, n]) for n in path[1:] if n >= 0) for path in paths[1:]}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2"])
+def test_drafts_are_those_of_plain_jacobi_iteration(family: str) -> None:
+    """In every step of a text, through cache, masks and positions; two rows, of which one is short."""
+    model = tiny_model(family, dtype=torch.float64)
+    prompts, plan, checked = [PROMPTS[0], [3, 1, 2]], PLAN, 0
+    requests = prepare(model, prompts, max_new_tokens=NEW, do_sample=False)
+    session = Session(model, requests, slack=99)
+    drafter = drafter_factory("lookahead:window=4,n=4,guesses=3", DrafterContext(model)).start(session)
+    oracles: dict[int, Jacobi] = {}
+
+    class Watched:
+        def propose(self, frontier: Frontier) -> Draft:
+            nonlocal checked
+            draft = drafter.propose(frontier)
+            for index, row in enumerate(frontier.rows):
+                text = session.sequences.tail(row, 0)
+                oracle = oracles.setdefault(row, Jacobi(model, plan, text))
+                count = min(plan.n, session.sequences.room(row)) - 1
+                guesses = oracle.guesses(text, count)
+                expected = {guess[:end] for guess in guesses for end in range(1, len(guess) + 1)}
+                found = told(draft, index)
+                assert expected <= found
+                if len(frontier.rows) == 1:
+                    assert expected == found
+                checked += len(expected)
+                if draft.side_branches:
+                    oracle.step(text)
+            return draft
+
+    for _ in session.run(Watched(), Verifier(session.backbone, session.cache), Acceptor("greedy"), Timer()):
+        pass
+    assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=NEW) for prompt in prompts]
+    assert checked > 50, "hardly anything was drafted: no power"
+
+
+# Never text
+
+
+@pytest.mark.parametrize("contrasted", [False, True])
+def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
+    """It holds the very text to come, and every step still writes the root alone; what it is told is the target's."""
+    amateur = Amateur(tiny_model("llama", seed=5, num_hidden_layers=1)) if contrasted else None
+    text = plain_method(llama, Settings(max_new_tokens=NEW, amateur=amateur))([PROMPTS[0]])[0].new_ids
+    assert (text == plain(llama, PROMPTS[0], max_new_tokens=NEW)) != contrasted
+    requests = prepare(llama, [PROMPTS[0]], max_new_tokens=NEW, do_sample=False)
+    session = Session(llama, requests, slack=99, amateur=amateur)
+    heard: list[torch.Tensor] = []
+
+    class Knows:
+        def propose(self, frontier: Frontier) -> Draft:
+            ahead = text[len(session.sequences.new_ids[0]) :]
+            line = (ahead + [0] * 4)[:4]
+            aside = SideBranch(torch.tensor([line]), chain(5, CPU), heard.append)
+            return Draft(frontier.root[:, None], chain(1, CPU), side_branches=(aside,))
+
+    taken = list(session.run(Knows(), session.verifier(), Acceptor("greedy"), Timer()))
+    assert [step.lengths[0] for step in taken] == [1] * NEW
+    assert session.sequences.new_ids[0] == text
+    answers = [logits.argmax(-1)[0].tolist() for logits in heard]
+    assert answers[0] == text[2:6], "it was read, at the right places"
+    assert len(answers) == NEW - 1
+
+
+@pytest.mark.parametrize("rule", ["greedy", "rejection", "typical", "topk:2"])
+def test_no_rule_sees_a_window(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches acceptance is as large as the draft, and ends where it does; the cache keeps nothing else."""
+    sizes = []
+    inner = Session._accept
+
+    def watched(self: Session, draft: Draft, readout: Readout, *rest: Any) -> Any:
+        accepted = inner(self, draft, readout, *rest)
+        assert readout.logits.shape[1] == readout.hidden.shape[1] == draft.topology.num_nodes
+        assert int(accepted.path.max()) < draft.topology.num_nodes
+        sizes.append(draft.topology.num_nodes)
+        return accepted
+
+    monkeypatch.setattr(Session, "_accept", watched)
+    sampled = {"do_sample": True, "temperature": 0.7} if rule in ("rejection", "typical") else {"do_sample": False}
+    generate(llama, None, **left_padded(PROMPTS), drafter="lookahead", max_new_tokens=NEW, acceptance=rule, **sampled)
+    assert max(sizes) > 4
+
+
+# The text
+
+
+def test_relabelled_vocabulary_gives_the_relabelled_text_in_the_same_steps() -> None:
+    """Windows begin with words of the text, so drafts mean nothing by their ids, either."""
+    model, other = tiny_model("llama", dtype=torch.float64), tiny_model("llama", dtype=torch.float64)
+    new_of = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        other.get_input_embeddings().weight[new_of] = model.get_input_embeddings().weight
+        other.get_output_embeddings().weight[new_of] = model.get_output_embeddings().weight
+    options = {"drafter": "lookahead", "max_new_tokens": NEW, "do_sample": False}
+    taken = list(steps(model, None, torch.tensor([PROMPTS[0]]), **options))
+    relabelled = list(steps(other, None, new_of[PROMPTS[0]][None], **options))
+    assert [step.lengths for step in taken] == [step.lengths for step in relabelled]
+    for step, again in zip(taken, relabelled, strict=True):
+        assert new_of[step.ids[0]].tolist() == again.ids[0]
+    assert len(taken) < NEW, "nothing was accepted: no power"
+
+
+def test_a_window_across_the_boundary_of_longrope() -> None:
+    """Its deepest position must not turn the rope_angles of the forward; read again at 32 tokens, the text goes on."""
+    model = tiny_model("phi3, longrope")
+    for length in (9, 25):
+        prompt = random_ids(length, seed=4)
+        out = generate(
+            model, None, torch.tensor([prompt]), drafter="lookahead:window=9,n=5", max_new_tokens=30, do_sample=False
+        )
+        assert out[0, length:].tolist() == plain(model, prompt, max_new_tokens=30)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["greedy", "penalty"])
+def test_a_mix_with_heads_and_prompt_lookup(llama: Any, options: dict) -> None:
+    """The window goes with the union; steps are fewer than by heads and prompt lookup alone."""
+    heads, prompt = random_heads(llama), repetitive(llama, PROMPTS[2])
+    asked = {"max_new_tokens": NEW, "do_sample": False} | options
+    found = {}
+    for drafter in ("mix:heads+ngram", "mix:heads+ngram+lookahead", "mix:nodes=5,lookahead+lookahead:n=3,window=3"):
+        taken = list(steps(llama, heads, torch.tensor([prompt]), drafter=drafter, **asked))
+        assert [token for step in taken for token in step.ids[0]] == plain(llama, prompt, **asked)
+        found[drafter] = len(taken)
+    assert found["mix:heads+ngram+lookahead"] <= found["mix:heads+ngram"]
+
+
+def test_who_asks_again_gets_the_same_answer(llama: Any) -> None:
+    source = drafter_factory("lookahead:window=4", DrafterContext(llama))
+    made = Experiment(llama, None, None, PROMPTS[0], Settings(temperature=1.0), torch.Generator(), source)
+    first, second = (made.drafter.propose(made.frontier) for _ in range(2))
+    with torch.inference_mode():
+        made.verified([[]])
+        Verifier(made.session.backbone, made.session.cache)(second)
+        made.session.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
+    third = made.drafter.propose(made.frontier)
+    assert first.ids.tolist() == second.ids.tolist() == third.ids.tolist()
+    assert first.side_branches[0].ids.tolist() == third.side_branches[0].ids.tolist()
+
+
+# Samples
+
+
+def experiment(model: Any) -> Experiment:
+    source, settings = drafter_factory("lookahead:window=8,guesses=8", DrafterContext(model)), Settings(temperature=0.6)
+    return Experiment(model, None, None, PROMPTS[2], settings, torch.Generator().manual_seed(0), source)
+
+
+def test_samples_have_the_targets_distribution(llama: Any) -> None:
+    """Through the production code, 100,000 draws, some steps into the text; false alarm below 1e-4."""
+    made = experiment(llama)
+    written = made.text[len(PROMPTS[2]) :]
+    assert len(written) > 16
+    assert written == plain(llama, PROMPTS[2], max_new_tokens=len(written))
+    case = made.run(RULES[0], 0, 100_000)
+    assert passes([case])
+    assert case.mean_accepted > 1, "hardly anything was accepted: no power"
+
+
+def test_a_draft_that_sees_the_window_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the candidates' masks let them see what stands aside."""
+    inner = Draft.whole.fget  # type: ignore[attr-defined]
+
+    def leaking(self: Draft) -> Draft:
+        whole = inner(self)
+        whole.topology.ancestors[:, 1 : self.topology.num_nodes, self.topology.num_nodes :] = True
+        return whole
+
+    made = experiment(llama)
+    monkeypatch.setattr(Draft, "whole", property(leaking))
+    assert not passes([made.run(RULES[0], 0, 100_000)])
+
+
+def test_the_window_ends_with_the_text() -> None:
+    """With room for the root and two tokens one more step can be drafted; with less nobody will ask for n-grams."""
+    for room, there in ((4, True), (3, False)):
+        sequences = Sequences([Request([1, 2, 3], room)], None, CPU)  # type: ignore[list-item]
+        sequences.extend(0, [4])
+        drafter = LookaheadDrafter(PLAN, sequences, CPU)
+        assert bool(drafter.propose(Frontier(torch.tensor([4]), torch.zeros(1, 1), [0])).side_branches) == there

@@ -1,0 +1,200 @@
+"""decode/drafters/mix.py: the union of trees against one that is plain to see, whoever drafts; samples stay samples."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from decode import generate, steps
+from decode.bench.losslessness import RULES, Experiment, passes, rules_for
+from decode.draft import Draft, DrafterContext
+from decode.drafters import drafter_factory, parse
+from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
+from decode.drafters.model import DraftModel
+from decode.drafters.ngram import NgramConfig, PromptLookup
+from decode.drafters.tries import Trie, chain, draft_of
+from decode.settings import Settings
+from decode.topology import Topology
+from medusa.errors import RequestError
+from medusa.tree import Tree
+from tests.decode.drafters.test_drafters import PROMPTS, draft_model, repetitive
+from tests.helpers import plain, random_heads, tiny_model
+
+Path = tuple[int, ...]
+
+
+def told(draft: Draft, row: int) -> list[Path]:
+    """The tokens on the way to each node, without the root's."""
+    topology, own = draft.topology, 0 if draft.topology.is_shared else row
+    parents, ids, found = topology.parent[own].tolist(), draft.ids[row].tolist(), [()]
+    for node in range(1, len(ids)):
+        found.append((*found[parents[node]], ids[node]))
+    return found
+
+
+def joined(drafts: list[list[Path]], most: int) -> list[Path]:
+    """The slow and obvious union: every path once, in order."""
+    return list(dict.fromkeys(path for paths in drafts for path in paths))[:most]
+
+
+def random_drafts(rng: random.Random, rows: int) -> list[Draft]:
+    """A static tree with equal siblings here and there, a chain, and tries that differ by row."""
+    root = torch.tensor([rng.randrange(3) for _ in range(rows)])
+
+    def over(topology: Topology) -> Draft:
+        drawn = [[rng.randrange(3) for _ in range(topology.num_nodes - 1)] for _ in range(rows)]
+        return Draft(torch.cat([root[:, None], torch.tensor(drawn)], dim=1), topology)
+
+    tries = []
+    for _ in range(rows):
+        trie = Trie(rng.randint(2, 12))
+        for _ in range(4):
+            trie.add([rng.randrange(3) for _ in range(rng.randint(1, 5))])
+        tries.append(trie)
+    found = [over(Topology.of(Tree.top_k([3, 2]))), over(chain(5, root.device)), draft_of(tries, root)]
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_union_is_the_obvious_one(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, most = rng.randint(1, 4), rng.choice([2, 5, 9, 100])
+    drafts = random_drafts(rng, rows)
+    made = union(drafts, most)
+    wanted = [joined([told(draft, row) for draft in drafts], most) for row in range(rows)]
+    assert made.topology.num_nodes == max(map(len, wanted))
+    for row, paths in enumerate(wanted):
+        assert torch.equal(made.ids[row, 0], drafts[0].ids[row, 0])
+        found = told(made, row)
+        assert found[: len(paths)] == paths
+        assert all(path[: len(paths[-1])] == paths[-1] for path in found[len(paths) :]), "filled up behind the last"
+    check(made.topology)
+
+
+def check(topology: Topology) -> None:
+    """Everything else that a topology says follows from its parents, which stand before their children."""
+    assert bool((topology.parent[:, 1:] < torch.arange(1, topology.num_nodes)).all())
+    above = topology.depth.gather(1, topology.parent)[:, 1:]
+    assert torch.equal(topology.depth[:, 1:], above + 1)
+    assert int(topology.depth.max()) <= topology.max_depth
+    counts = torch.zeros_like(topology.parent).scatter_add_(
+        1, topology.parent[:, 1:], torch.ones_like(topology.parent[:, 1:])
+    )
+    assert int(counts.max()) <= topology.max_children
+
+
+def test_by_hand() -> None:
+    root = torch.tensor([7])
+    parent, depth = torch.tensor([[0, 0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 2, 2]])
+    heads = Draft(torch.tensor([[7, 1, 2, 1, 3]]), Topology.from_parents(parent, depth, 2, 2))
+    trie = Trie(9)
+    trie.add([1, 3, 5])
+    made = union([heads, draft_of([trie], root)], 9)
+    assert made.ids.tolist() == [[7, 1, 2, 1, 3, 5]]
+    assert made.topology.parent.tolist() == [[0, 0, 0, 1, 1, 4]]
+    assert union([heads, draft_of([trie], root)], 3).ids.tolist() == [[7, 1, 2]]
+    assert union([draft_of([trie], root), heads], 5).ids.tolist() == [[7, 1, 3, 5, 2]]
+
+
+def test_who_has_nothing_to_say_costs_nothing() -> None:
+    """A step in which only one part drafts is that part's own, chains and shared masks included."""
+
+    class Says:
+        def __init__(self, draft: Draft) -> None:
+            self.draft = draft
+
+        def propose(self, frontier: Any) -> Draft:
+            return self.draft
+
+    nothing = Draft(torch.tensor([[7]]), chain(1, torch.device("cpu")))
+    line = Draft(torch.tensor([[7, 1, 2]]), chain(3, torch.device("cpu")))
+    asked: Any = None
+    assert MixDrafter([Says(nothing), Says(line)], 9).propose(asked) is line
+    assert MixDrafter([Says(nothing), Says(nothing)], 9).propose(asked) is nothing
+    assert MixDrafter([Says(nothing), Says(line)], 2).propose(asked).ids.tolist() == [[7, 1]], "the budget holds"
+
+
+def test_options() -> None:
+    assert parse("mix:nodes=9,heads+ngram:n=2,tokens=4+model:demo,tokens=2") == MixConfig(
+        "heads+ngram:n=2,tokens=4+model:demo,tokens=2", 9
+    )
+    assert parse("mix:heads+ngram").needs_heads
+    assert parse("mix:heads+ngram").takes_tree
+    assert not parse("mix:ngram+model:demo").needs_heads
+    assert not parse("mix:blockwise+ngram").takes_tree
+
+
+def test_nodes_of_a_mix(llama: Any) -> None:
+    materials = DrafterContext(llama, random_heads(llama), "topk:3,2")
+    everything = drafter_factory("mix:heads+ngram:tokens=4", materials)
+    assert everything.num_nodes == 10 + 4
+    assert drafter_factory("mix:nodes=6,heads+ngram:tokens=4", materials).num_nodes == 6
+    assert drafter_factory("mix:nodes=60,heads+ngram:tokens=4", materials).num_nodes == 14
+    assert everything.reshaped(lambda tree: tree.clip(1)).num_nodes == 4 + 4
+    with pytest.raises(RequestError, match="two sets of heads"):
+        Mix([drafter_factory("heads", DrafterContext(llama, random_heads(llama), "chain")) for _ in range(2)])
+
+
+@pytest.mark.parametrize("nodes", [0, 5])
+def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
+    """The draft model's cache is kept in step whatever the other part had accepted."""
+    model = tiny_model("mistral, window")
+    parts = [PromptLookup(NgramConfig(n=2, tokens=6)), DraftModel(draft_model(model), Tree.top_k([2, 1, 1]))]
+    for prompt in (*PROMPTS, repetitive(model, PROMPTS[0])):
+        text = plain(model, prompt, max_new_tokens=40)
+        ids = torch.tensor([prompt])
+        taken = list(steps(model, None, ids, drafter=Mix(parts, nodes), max_new_tokens=40, do_sample=False))
+        assert [token for step in taken for token in step.ids[0]] == text
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
+def test_heads_that_read_along(kind: str) -> None:
+    """Of all kinds, with what they keep of the text; the mix is never behind its heads alone."""
+    model = tiny_model("llama")
+    heads = random_heads(model, kind=kind)
+    prompt = repetitive(model, PROMPTS[2])
+    ids, options = torch.tensor([prompt]), {"max_new_tokens": 40, "do_sample": False}
+    alone = list(steps(model, heads, ids, drafter="heads", **options))
+    taken = list(steps(model, heads, ids, drafter="mix:heads+ngram", **options))
+    assert [token for step in taken for token in step.ids[0]] == plain(model, prompt, max_new_tokens=40)
+    assert len(taken) < len(alone)
+
+
+def test_samples_have_the_targets_distribution(llama: Any) -> None:
+    """Through the production code, 100,000 draws; false alarm below 1e-4."""
+    source = drafter_factory(
+        "mix:heads+ngram:n=2,tokens=4,matches=3", DrafterContext(llama, random_heads(llama), "topk:6,2")
+    )
+    prompt = repetitive(llama, PROMPTS[0])
+    made = Experiment(llama, None, None, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0), source)
+    assert rules_for(source) == [rule for rule in RULES if rule.draft == "topk"]
+    case = made.run(RULES[0], 0, 100_000)
+    assert passes([case])
+    assert case.mean_accepted > 0.1, "hardly anything was accepted: no power"
+
+
+def test_a_wrong_walk_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a node under the wrong parent sees the wrong text."""
+    source = drafter_factory("mix:heads+ngram:n=2,tokens=4", DrafterContext(llama, random_heads(llama), "topk:6,2"))
+    prompt = repetitive(llama, PROMPTS[0])
+    made = Experiment(llama, None, None, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0), source)
+    with torch.inference_mode():
+        draft = made.drafter.propose(made.frontier)
+    ancestors = draft.topology.ancestors.roll(1, dims=1) | torch.eye(draft.topology.num_nodes, dtype=torch.bool)
+    object.__setattr__(draft.topology, "ancestors", ancestors)
+    monkeypatch.setattr(made.drafter, "propose", lambda frontier: draft)
+    assert not passes([made.run(RULES[0], 0, 100_000)])
+
+
+def test_a_batch_of_one_mix(llama: Any) -> None:
+    """Rows of which one repeats itself and others do not: unions of different size, filled up."""
+    prompts = [repetitive(llama, PROMPTS[0])[-20:], [1] * 20, PROMPTS[2] + PROMPTS[0][:6]]
+    out = generate(
+        llama, random_heads(llama), torch.tensor(prompts), drafter="mix:heads+ngram", max_new_tokens=40, do_sample=False
+    )
+    for row, prompt in zip(out.tolist(), prompts, strict=True):
+        assert row[20:] == plain(llama, prompt, max_new_tokens=40)

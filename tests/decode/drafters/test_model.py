@@ -1,0 +1,158 @@
+"""decode/drafters/model.py: every node holds what the draft model itself says there, from a cache kept in step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode import generate
+from decode.bench.losslessness import RULES, Experiment, passes
+from decode.draft import Draft, DrafterContext, Frontier
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.model import DraftModel, DraftModelConfig
+from decode.drafters.small_model import require_same_tokenizer
+from decode.loop import Session
+from decode.request import prepare, resolve_acceptance
+from decode.results import medusa_method, transformers_method
+from decode.settings import Settings
+from decode.timers import Timer
+from decode.verify import Verifier
+from medusa import Tree
+from medusa.backbone import load_backbone
+from medusa.errors import RequestError
+from tests.decode.drafters.test_drafters import draft_model
+from tests.helpers import VOCAB, random_ids, tiny_model
+
+PROMPTS = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(7, seed=3)]
+SHAPES: dict[str, Any] = {
+    "chain": Tree.chain(4),
+    "tree": Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 1]]),
+    "dynamic": DynamicTree.over_heads(9, 3),
+}
+
+
+@torch.no_grad()
+def said(model: Any, text: list[int]) -> torch.Tensor:
+    """[V] by a plain forward over the whole text."""
+    return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma3_text", "llama4_text", "gpt2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nodes_hold_what_the_draft_model_says(family: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step of a ragged batch from which rows leave; a cache out of step would only show in tau."""
+    model = tiny_model(family)
+    source = DraftModel(draft_model(model, 0.1), SHAPES[shape])
+    requests = prepare(model, PROMPTS, max_new_tokens=14, do_sample=False)
+    requests[1] = requests[1]._replace(max_new_tokens=8)
+    session = Session(model, requests, source.num_nodes)
+    drafter = source.start(session)
+    propose, checked = drafter.propose, 0
+
+    def watched(frontier: Frontier) -> Draft:
+        nonlocal checked
+        draft = propose(frontier)
+        topology = draft.topology
+        for index, row in enumerate(frontier.rows):
+            text = session.sequences.prefix(row)[0].tolist()
+            ranks: dict[int, list[int]] = {}
+            in_order: list[int] = []
+            for node in range(1, topology.num_nodes):
+                line = topology.paths[0 if topology.is_shared else index, node]
+                path = draft.ids[index, line[line >= 0]].tolist()
+                order = said(source.model, text + path[1:-1]).argsort(descending=True, stable=True).tolist()
+                parent = int(topology.parent[0 if topology.is_shared else index, node])
+                in_order.append(order.index(path[-1]))
+                ranks.setdefault(parent, []).append(in_order[-1])
+                checked += 1
+            where, tree = f"row {row}, step at {len(text)}", SHAPES[shape]
+            if isinstance(tree, Tree):
+                assert in_order == tree.rank[1 : topology.num_nodes].tolist(), where
+            else:
+                assert all(sorted(found) == list(range(len(found))) for found in ranks.values()), where
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    verifier = Verifier(session.backbone, session.cache, session.sequences)
+    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Timer()))
+    lengths = [length for step in steps for length in step.lengths.values()]
+    assert max(lengths) > 2, "hardly anything was accepted: no power"
+    assert checked > 40
+
+
+@pytest.mark.parametrize("topk", [0, 5])
+@pytest.mark.parametrize("widths", ["2x2", "4"])
+def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, topk: int) -> None:
+    """p / q with the draft model's own q, candidates filtered or not; false alarm below 1e-4."""
+    plan = DraftModelConfig("any", widths=widths)
+    source = DraftModel(draft_model(llama), plan.tree, topk)
+    settings = Settings(temperature=0.6)
+    made = Experiment(llama, None, None, PROMPTS[0], settings, torch.Generator().manual_seed(0), source)
+    cases = [made.run(rule, 0, 100_000) for rule in RULES[:2]]
+    assert passes(cases)
+    assert all(case.mean_accepted > 0.1 for case in cases), "hardly anything was accepted: no power"
+
+
+def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the residual forgets q."""
+    source = DraftModel(draft_model(llama), DraftModelConfig("any", widths="2x2").tree)
+    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
+    settings = Settings(temperature=0.6)
+    made = Experiment(llama, None, None, PROMPTS[0], settings, torch.Generator().manual_seed(0), source)
+    assert not passes([made.run(RULES[1], 0, 100_000)])
+
+
+def test_a_drawn_sample_does_not_depend_on_the_batch(llama: Any) -> None:
+    source = DraftModel(draft_model(llama), Tree.top_k([2, 2, 1]))
+    method = medusa_method(llama, None, Settings(16, temperature=0.7, draft="sample"), drafter=source)
+    together = method(PROMPTS, seeds=[1, 2, 3])
+    assert max(length for result in together for length in result.uncut_lengths) > 2, "no power"
+    for prompt, seed, result in zip(PROMPTS, [1, 2, 3], together, strict=True):
+        assert method([prompt], seeds=[seed])[0].new_ids == result.new_ids
+
+
+def test_ids_of_transformers_assisted_generation() -> None:
+    """On the embedded backbone and its draft model."""
+    loaded = load_backbone("demo", dtype="float32")
+    plan, settings = DraftModelConfig("demo"), Settings(max_new_tokens=48)
+    source = plan.source(DrafterContext(loaded.model, tokenizer=loaded.tokenizer))
+    assert isinstance(source, DraftModel)
+    prompts = [loaded.tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom had a red ball.")]
+    for prompt in prompts:
+        (theirs,) = transformers_method(loaded.model, settings, assistant_model=source.model)([prompt])
+        (ours,) = medusa_method(loaded.model, None, settings, drafter=source)([prompt])
+        assert ours.new_ids == theirs.new_ids
+        assert max(ours.uncut_lengths) == 5, "never all four tokens: no power"
+
+
+def test_a_text_beyond_the_draft_models_context(llama: Any) -> None:
+    """There it drafts nothing, and decoding goes on."""
+    config = LlamaConfig(**llama.config.to_dict() | {"max_position_embeddings": 20})
+    draft = LlamaForCausalLM(config).eval()
+    draft.load_state_dict(llama.state_dict())
+    source = DraftModel(draft, Tree.chain(3))
+    for prompt in (PROMPTS[0], random_ids(25)):
+        (result,) = medusa_method(llama, None, Settings(max_new_tokens=24), drafter=source)([prompt])
+        (expected,) = transformers_method(llama, Settings(max_new_tokens=24))([prompt])
+        assert result.new_ids == expected.new_ids
+
+
+def test_who_is_refused(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
+    tiny_model("llama", vocab_size=VOCAB + 1).save_pretrained(tmp_path / "other")
+    ids = torch.tensor([PROMPTS[0]])
+    with pytest.raises(RequestError, match=f"other has {VOCAB + 1} tokens and the backbone {VOCAB}"):
+        generate(llama, inputs=ids, drafter=f"model:{tmp_path / 'other'}", max_new_tokens=2)
+    with pytest.raises(RequestError, match="no backbone at "):
+        generate(llama, inputs=ids, drafter=f"model:{tmp_path / 'absent'}", max_new_tokens=2)
+    source = DraftModel(llama, SHAPES["dynamic"])
+    with pytest.raises(RequestError, match="leave nodes and confidence out"):
+        generate(llama, inputs=ids, drafter=source, draft="sample", do_sample=True, max_new_tokens=2)
+    with pytest.raises(RequestError, match="the tree takes guess"):
+        DraftModel(llama, Tree.top_k([VOCAB + 1]))
+    other = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    other.add_tokens(["zebra"])
+    with pytest.raises(RequestError, match="draft model x has another tokenizer: 'zebra' is nothing in y and"):
+        require_same_tokenizer("x", other, tokenizer, "y")

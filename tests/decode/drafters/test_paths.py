@@ -1,0 +1,295 @@
+"""decode/drafters/paths.py: every node holds what its head guesses there, by one pass of the heads per path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode import generate, prefill
+from decode.bench.calibrate import calibrate
+from decode.draft import Draft, Frontier
+from decode.drafters import paths
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.paths import PathDrafter
+from decode.drafters.trained_heads import heads_drafter
+from decode.loop import Session
+from decode.request import prepare, resolve_acceptance, resolve_tree
+from decode.results import medusa_method, plain_method
+from decode.sampling import SharedDraws, Target
+from decode.settings import Settings
+from decode.timers import Timer
+from decode.verify import Verifier
+from medusa import Tree
+from medusa.backbone import Backbone
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError
+from medusa.heads.kinds import build
+from medusa.heads.sequential import SequentialHeads
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+
+FOLLOWING = ["hydra", "recurrent", "eagle"]
+
+
+def heads_for(
+    model: Any, kind: str, seed: int = 0, scale: float = 0.6, lm_head: str = "shared", prefix_layers: int = 0
+) -> SequentialHeads:
+    backbone = Backbone(model)
+    config = MedusaConfig(
+        backbone.hidden_size,
+        backbone.vocab_size,
+        num_heads=3,
+        kind=kind,
+        lm_head=lm_head,
+        block="mlp",
+        prefix_layers=prefix_layers,
+    )
+    heads = build(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale * parameter.shape[-1] ** -0.5)
+    assert isinstance(heads, SequentialHeads)
+    return heads.eval()
+
+
+def frontier(model: Any, rows: int = 2) -> Frontier:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, Backbone(model).hidden_size, generator=generator)
+    return Frontier(torch.arange(3, 3 + rows), hidden, list(range(rows)))
+
+
+@torch.no_grad()
+def log_p_after(model: Any, heads: SequentialHeads, hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
+    """[V] what the head of that depth says behind the tokens of `path`, root first."""
+    backbone = Backbone(model)
+    padded = torch.tensor([path + [0] * (3 - len(path))])
+    logits = heads(hidden[None], backbone.lm_head, following=backbone.embed(padded))
+    return logits[len(path) - 1, 0].log_softmax(-1)
+
+
+def path_to(draft: Draft, row: int, node: int) -> list[int]:
+    topology = draft.topology
+    line = topology.paths[0 if topology.is_shared else row, node]
+    return draft.ids[row, line[line >= 0]].tolist()
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+@pytest.mark.parametrize("kind", FOLLOWING)
+@pytest.mark.parametrize("seed", range(3))
+def test_nodes_of_a_static_tree(llama: Any, kind: str, seed: int, lm_head: str) -> None:
+    heads, tree, start = heads_for(llama, kind, lm_head=lm_head), random_tree(14, seed, max_depth=3), frontier(llama)
+    with torch.no_grad():
+        draft = PathDrafter(heads, Backbone(llama), tree).propose(start)
+    for row in range(2):
+        assert draft.ids[row, 0] == start.root[row]
+        for node in range(1, tree.num_nodes):
+            *path, token = path_to(draft, row, node)
+            said = log_p_after(llama, heads, start.hidden[row], path)
+            assert token == int(said.argsort(descending=True, stable=True)[tree.rank[node]])
+
+
+@pytest.mark.parametrize("kind", FOLLOWING)
+@pytest.mark.parametrize("nodes", [2, 6, 15])
+def test_a_dynamic_tree_holds_the_most_probable_paths(
+    llama: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every node of a level expanded nothing is missed: a search over all paths finds the same ones."""
+    monkeypatch.setattr(paths, "least_width", lambda nodes: nodes)
+    heads, start, temperatures = heads_for(llama, kind), frontier(llama), (0.7, 1.0, 1.5)
+    tree = DynamicTree.over_heads(nodes, 3, temperatures)
+    with torch.no_grad():
+        draft = PathDrafter(heads, Backbone(llama), tree).propose(start)
+    for row in range(2):
+        taken, open_paths = [], {(): 0.0}
+        while len(taken) < nodes - 1:
+            if len(open_paths) == 1 and () in open_paths:
+                open_paths = {}
+                grow_from, worth = (), 0.0
+            else:
+                grow_from = max(open_paths, key=lambda p: open_paths[p])
+                worth = open_paths.pop(grow_from)
+                taken.append(grow_from)
+            if len(grow_from) < tree.max_depth:
+                path = [int(start.root[row]), *grow_from]
+                logits = log_p_after(llama, heads, start.hidden[row], path) / temperatures[len(grow_from)]
+                best = logits.log_softmax(-1).topk(nodes)
+                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    open_paths[(*grow_from, token)] = worth + value
+        assert {tuple(path_to(draft, row, node)[1:]) for node in range(1, nodes)} == set(taken)
+
+
+@pytest.mark.parametrize("nodes", [3, 9, 100, 256])
+def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
+    tree = DynamicTree.over_heads(nodes, 2)
+    with torch.no_grad():
+        draft = PathDrafter(heads_for(llama, "hydra"), Backbone(llama), tree).propose(frontier(llama))
+    for row in range(2):
+        assert len({tuple(path_to(draft, row, node)) for node in range(nodes)}) == nodes
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("kind", FOLLOWING)
+def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str, copies: bool) -> None:
+    """q of every inner node, and draws that follow it: each node's first child in 4000 rows of one context."""
+    heads, tree, rows = heads_for(llama, kind, scale=2.0), Tree.top_k([2, 2, 1]), 4000
+    requests = prepare(llama, [[1, 2]] * rows, list(range(rows)), max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
+    one = frontier(llama, 1)
+    start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
+    drafter = PathDrafter(heads, Backbone(llama), tree, Target(requests))
+    with torch.no_grad():
+        if copies:
+            noise = SharedDraws(torch.Generator().manual_seed(0))
+            draft = drafter.draw(one, Target(requests[:1]), noise, rows)
+        else:
+            draft = drafter.propose(start)
+    assert draft.proposal is not None
+    q, of_children = draft.proposal
+    for row in (0, 7):
+        for node in range(tree.num_nodes):
+            if int(tree.depth[node]) == 3:
+                continue
+            said = log_p_after(llama, heads, one.hidden[0], path_to(draft, row, node))
+            kept = said.masked_fill(said < said.topk(4).values[-1], -torch.inf).softmax(-1)
+            torch.testing.assert_close(q[of_children[row, node]], kept, rtol=1e-4, atol=1e-6)
+    first = tree.children[0, 0]
+    seen = draft.ids[:, first].bincount(minlength=q.shape[-1]).double() / rows
+    expected = q[of_children[0, 0]].double()
+    # Five standard errors of the largest share; ten tokens at most are drawn.
+    assert (seen - expected).abs().max() < 5 * (0.25 / rows) ** 0.5
+    assert (draft.ids[:, tree.children[0, 0]] != draft.ids[:, tree.children[0, 1]]).all(), "siblings differ"
+
+
+@pytest.mark.parametrize("tree", ["topk:3,2,2", "dynamic:9", "chain"])
+@pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
+def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> None:
+    heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
+    out = generate(llama, heads, **left_padded(prompts), tree=tree, max_new_tokens=16)
+    for row, prompt in enumerate(prompts):
+        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_a_seed_gives_one_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
+    heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
+    method = medusa_method(llama, heads, Settings(12, temperature=1.0, top_k=20, draft=draft), tree="topk:2,2")
+    both = [result.new_ids for result in method(prompts, seeds=[1, 2])]
+    assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
+    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step of a ragged batch, prompts in pieces, the heads start from what whole texts would give them."""
+    monkeypatch.setattr(prefill, "TOKENS", 6)
+    monkeypatch.setattr(prefill, "LEAST", 3)
+    model = tiny_model(family)
+    heads = random_heads(model, 3, kind=kind, lm_head="shared", prefix_layers=1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.3)
+    requests = prepare(model, [random_ids(n, seed=n) for n in (5, 9, 7)], max_new_tokens=14, do_sample=False)
+    session = Session(model, requests, 16, heads=heads)
+    drafter = heads_drafter(heads, session.backbone, Tree.top_k([4, 2, 1]))
+    seen: list[tuple[list[int], list[int], torch.Tensor]] = []
+    propose = drafter.propose
+
+    def watched(frontier: Frontier) -> Draft:
+        seen.append((frontier.rows, [session.sequences.lengths[row] for row in frontier.rows], frontier.hidden))
+        return propose(frontier)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    verifier = Verifier(session.backbone, session.cache, session.sequences)
+    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Timer()))
+    assert max(length for step in steps for length in step.lengths.values()) > 1, "nothing was accepted: no power"
+    for rows, lengths, hidden in seen:
+        for row, length, got in zip(rows, lengths, hidden, strict=True):
+            text = session.sequences.prefix(row)[:, : length - 1]  # the root is not read yet
+            states = session.backbone.hidden_states(text, use_cache=False)
+            expected = heads.read(states, torch.arange(length - 1)[None])[0, -1]
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+            assert (expected - states[0, -1]).abs().max() > 0.01, "the layer does nothing: no power"
+
+
+@pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("prefix_layers", [0, 1])
+def test_heads_look_back_in_decoding_at_what_they_would_see_in_training(
+    prefix_layers: int, family: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step of a ragged batch, prompts in pieces, each node is what its heads guess when whole texts are read.
+
+    The texts are read as training reads them, without a cache: so what is kept is in step with what was accepted.
+    """
+    monkeypatch.setattr(prefill, "TOKENS", 6)
+    monkeypatch.setattr(prefill, "LEAST", 3)
+    model = tiny_model(family)
+    heads = heads_for(model, "eagle", scale=0.5, prefix_layers=prefix_layers)
+    layout = resolve_tree(tree, heads)
+    prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
+    requests = prepare(model, prompts, max_new_tokens=14, do_sample=False)
+    session = Session(model, requests, 16, heads=heads)
+    backbone = session.backbone
+    drafter = heads_drafter(heads, backbone, layout)
+    compared, forgetful, propose = [], [], drafter.propose
+
+    def watched(frontier: Frontier) -> Draft:
+        draft = propose(frontier)
+        without = propose(frontier._replace(context_kv=None))
+        for index, row in enumerate(frontier.rows):
+            text = session.sequences.prefix(row)
+            assert text[0, -1] == frontier.root[index]
+            positions = torch.arange(text.shape[1] - 1)[None]
+            read = heads.read(backbone.hidden_states(text[:, :-1], use_cache=False), positions)
+            memory = heads.context_kv(read, text[:, 1:], backbone.embed, positions, place=positions[0, -1:])
+            for node in range(1, draft.ids.shape[1]):
+                *path, token = path_to(draft, index, node)
+                following = backbone.embed(torch.tensor([path]))
+                said = heads(read[:, -1], backbone.lm_head, len(path), following, memory)[-1, 0]
+                if isinstance(layout, Tree):  # up to rounding, the guess of this rank
+                    wanted = said.sort(descending=True).values[layout.rank[node]]
+                    torch.testing.assert_close(said[token], wanted, rtol=1e-3, atol=1e-4)
+                else:  # of siblings as many as there are, the best ones
+                    siblings = sum(path_to(draft, index, other)[:-1] == path for other in range(1, draft.ids.shape[1]))
+                    assert said[token] >= said.sort(descending=True).values[siblings - 1] - 1e-4
+                compared.append(node)
+        forgetful.append((draft.ids != without.ids).any())
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    verifier = Verifier(backbone, session.cache, session.sequences)
+    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Timer()))
+    lengths = [length for step in steps for length in step.lengths.values()]
+    assert max(lengths) > 1, "nothing was accepted: no power"
+    assert min(lengths) < max(lengths), "rows never differed: no power"
+    assert len(compared) >= 30
+    assert sum(forgetful) > 1, "without the text nothing changes: no power"
+    assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=14) for prompt in prompts]
+
+
+def test_calibration_tries_their_trees(llama: Any) -> None:
+    settings = Settings(max_new_tokens=12)
+    texts = [(r.input_ids, r.new_ids) for r in plain_method(llama, settings)([random_ids(5, seed=s) for s in range(4)])]
+    found = calibrate(llama, heads_for(llama, "hydra", scale=0.05), texts, settings, sizes=(1, 4, 6), rounds=1)
+    assert {(point.nodes, point.dynamic) for point in found.points} >= {(1, False), (4, True), (6, True)}
+    assert all(1 <= point.tau <= 4 for point in found.points)
+
+
+def test_the_drafter_for_every_kind(llama: Any) -> None:
+    for kind, follows in (("cascade", False), *((kind, True) for kind in FOLLOWING)):
+        drafter = heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))
+        assert isinstance(drafter, PathDrafter) == follows
+
+
+def test_what_cannot_be_drafted_is_refused(llama: Any) -> None:
+    heads = heads_for(llama, "hydra")
+    with pytest.raises(RequestError, match="4 deep but there are 3 heads"):
+        generate(llama, heads, torch.tensor([[1, 2]]), tree="chain:4", max_new_tokens=4)
+    with pytest.raises(RequestError, match="draft topk"):
+        generate(
+            llama, heads, torch.tensor([[1, 2]]), tree="dynamic:8", draft="sample", do_sample=True, max_new_tokens=4
+        )

@@ -1,0 +1,158 @@
+"""Drafts that end where the heads believe in nothing any more: which nodes are left, and that the text is the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from decode import generate, steps
+from decode.draft import Draft, Frontier
+from decode.drafters.dynamic_tree import STEEPNESS, DynamicTree
+from decode.drafters.paths import PathDrafter
+from decode.generation import heads_drafter
+from decode.request import resolve_acceptance, resolve_tree
+from decode.results import medusa_method
+from decode.settings import Settings
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.kinds import KINDS
+from tests.helpers import left_padded, plain, random_heads, random_ids
+
+NODES, HEADS = 14, 3
+TEMPERATURES = (0.5, 0.5, 0.5)
+
+
+def heads_for(model: Any, kind: str, scale: float = 1.0) -> MedusaHeads:
+    heads = random_heads(model, HEADS, kind=kind, lm_head="shared", block="mlp")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale * parameter.shape[-1] ** -0.5)
+    return heads
+
+
+def drafted(model: Any, heads: MedusaHeads, least: float, rows: list[int]) -> Draft:
+    tree = DynamicTree(NODES, DynamicTree.over_heads(NODES, HEADS).candidates, TEMPERATURES, least)
+    hidden = torch.randn(5, Backbone(model).hidden_size, generator=torch.Generator().manual_seed(1))
+    frontier = Frontier(torch.arange(3, 8)[rows], hidden[rows], rows)
+    with torch.no_grad():
+        return heads_drafter(heads, Backbone(model), tree).propose(frontier)
+
+
+def paths_of(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    topology = draft.topology
+    lines = topology.paths[0 if topology.is_shared else row]
+    return {tuple(draft.ids[row, line[line >= 0]].tolist()) for line in lines}
+
+
+@torch.no_grad()
+def worths(model: Any, heads: MedusaHeads, draft: Draft, row: int, number: int) -> dict[tuple[int, ...], float]:
+    """Of each path of a draft, from the definition: the product of what each head says, at its temperature."""
+    backbone = Backbone(model)
+    hidden = torch.randn(5, backbone.hidden_size, generator=torch.Generator().manual_seed(1))[number]
+    found = {}
+    for path in paths_of(draft, row):
+        padded = torch.tensor([list(path) + [0] * HEADS])[:, :HEADS]
+        logits = heads(hidden[None], backbone.lm_head, following=backbone.embed(padded))[:, 0]
+        log_p = (logits / torch.tensor(TEMPERATURES)[:, None]).log_softmax(-1)
+        found[path] = sum(float(log_p[depth, token]) for depth, token in enumerate(path[1:]))
+    return found
+
+
+@pytest.mark.parametrize("row", range(5))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_is_what_is_believed_in(llama: Any, kind: str, row: int) -> None:
+    heads = heads_for(llama, kind)
+    whole = drafted(llama, heads, 0.0, [row])
+    known = worths(llama, heads, whole, 0, row)
+    ordered = sorted(known.values(), reverse=True)
+    for place in (1, NODES // 2, NODES - 1):
+        least = math.exp((ordered[place] + ordered[place - 1]) / 2) if place > 1 else math.exp(ordered[1] + 0.01)
+        kept = {path for path, worth in known.items() if worth - STEEPNESS * len(path[1:]) >= math.log(least)}
+        assert paths_of(drafted(llama, heads, least, [row]), 0) == kept
+    assert paths_of(drafted(llama, heads, 1.0, [row]), 0) == {(3 + row,)}, "nothing is certain: the root alone"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+def test_a_batch_is_as_large_as_its_surest_row_asks_for(llama: Any, kind: str) -> None:
+    heads, rows = heads_for(llama, kind), [0, 1, 2, 3, 4]
+    known = [worths(llama, heads, drafted(llama, heads, 0.0, [row]), 0, row) for row in rows]
+    least = math.exp(sorted(worth for found in known for worth in found.values())[len(rows) * NODES // 2])
+    alone = [drafted(llama, heads, least, [row]) for row in rows]
+    sizes = [draft.ids.shape[1] for draft in alone]
+    assert len(set(sizes)) > 1, "all rows are equally sure: no power"
+    together = drafted(llama, heads, least, rows)
+    assert together.ids.shape[1] == max(sizes)
+    for row, draft in zip(rows, alone, strict=True):
+        assert paths_of(draft, 0) <= paths_of(together, row)
+
+
+def test_no_head_is_run_below(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, seen = heads_for(llama, "hydra"), []
+    step = PathDrafter._step
+
+    def watched(self: PathDrafter, head: int, state: tuple[torch.Tensor, ...], *rest: Any) -> Any:
+        seen.append((head, state[0].shape[1]))
+        return step(self, head, state, *rest)
+
+    monkeypatch.setattr(PathDrafter, "_step", watched)
+    draft = drafted(llama, heads, 0.0, [0])
+    assert [head for head, _ in seen] == [0, 1, 2]
+    best = max(worth for path, worth in worths(llama, heads, draft, 0, 0).items() if len(path) == 2)
+    seen.clear()
+    drafted(llama, heads, math.exp(best) + 0.01, [0])
+    assert [head for head, _ in seen] == [0], "not the best guess of the first head is believed in"
+    seen.clear()
+    drafted(llama, heads, math.exp(best) - 0.01, [0])
+    assert seen[:2] == [(0, 1), (1, 1)], "one guess is, and only what follows it is asked for"
+
+
+@pytest.mark.parametrize("least", [0.003, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_plain_decodings(llama: Any, kind: str, least: float) -> None:
+    heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
+    out = generate(llama, heads, **left_padded(prompts), tree="dynamic:9", stop_drafting=least, max_new_tokens=16)
+    for row, prompt in enumerate(prompts):
+        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
+def test_a_seed_gives_one_text_wherever_drafting_stops_and_whoever_else_is_there(llama: Any, kind: str) -> None:
+    """The target writes and the draft only foresees (`accept_walk`), so that what is foreseen changes no token."""
+    heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9)]
+
+    def texts(least: float, rows: list[int]) -> list[list[int]]:
+        settings = Settings(14, temperature=1.0, top_k=20, stop_drafting=least)
+        method = medusa_method(llama, heads, settings, tree="dynamic:9")
+        return [result.new_ids for result in method([prompts[row] for row in rows], seeds=rows)]
+
+    expected = texts(0.0, [0, 1])
+    for least in (0.01, 0.2, 1.0):
+        assert texts(least, [0, 1]) == expected
+        assert [texts(least, [row])[0] for row in (0, 1)] == expected
+
+
+def test_steps_accept_no_more_than_they_draft(llama: Any) -> None:
+    heads, ids = heads_for(llama, "recurrent", 0.1), torch.tensor([random_ids(6)])
+    options: dict[str, Any] = {"tree": "dynamic:9", "max_new_tokens": 20, "do_sample": False}
+    lengths = [step.lengths[0] for step in steps(llama, heads, ids, stop_drafting=1.0, **options)]
+    assert lengths == [1] * 20
+    assert max(step.lengths[0] for step in steps(llama, heads, ids, **options)) > 1, "nothing is accepted: no power"
+
+
+def test_what_cannot_stop_is_refused(llama: Any) -> None:
+    heads, ids = heads_for(llama, "hydra"), torch.tensor([[1, 2]])
+    with pytest.raises(RequestError, match=r"stop-drafting needs a tree that is chosen by .* take tree dynamic:N"):
+        resolve_tree("chain", heads, 0.1)
+    with pytest.raises(RequestError, match=r"stop-drafting is 1.5; it must lie between 0 and 1"):
+        Settings(stop_drafting=1.5)
+    with pytest.raises(RequestError, match="use draft topk"):
+        resolve_acceptance("rejection", True, draft="sample", stop_drafting=0.1)
+    with pytest.raises(RequestError, match="use typical-sampled"):
+        resolve_acceptance("typical", True, stop_drafting=0.1)
+    with pytest.raises(RequestError, match="--compile has steps of one shape only"):
+        generate(llama, heads, ids, tree="dynamic:8", stop_drafting=0.1, compile=True, max_new_tokens=4)

@@ -1,0 +1,104 @@
+"""decode/ops/grouped_attention.py: transformers' sdpa without its copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from decode import generate
+from decode.cache import TreeCache
+from decode.draft import Draft
+from decode.ops.grouped_attention import SDPA, grouped, sdpa_grouped
+from decode.prefill import prefill
+from decode.topology import Topology
+from decode.verify import Verifier
+from medusa.backbone import Backbone
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+
+
+def verify(model: Any) -> torch.Tensor:
+    tree, backbone, cache = Topology.of(random_tree(9)), Backbone(model), TreeCache(model.config, 2, capacity=40)
+    with torch.no_grad():
+        prefill(backbone, cache, torch.tensor([random_ids(12), random_ids(12, seed=1)]), [12, 7])
+        ids = torch.tensor([random_ids(10, seed=2), random_ids(10, seed=3)])
+        return Verifier(backbone, cache)(Draft(ids, tree)).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma3_text", "llama4_text"])
+def test_it_is_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four heads on two: the same logits, and transformers' `repeat_kv` is never called."""
+    model, calls = tiny_model(family), []
+    Backbone(model)  # tries out, once, how the model makes its logits
+    stock = sdpa_attention.repeat_kv
+
+    def counting(*args: Any) -> Any:
+        calls.append(args)
+        return stock(*args)
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", counting)
+    found = verify(model)
+    assert not calls
+    with monkeypatch.context() as patch:
+        for place in ("decode.verify", "decode.prefill"):
+            patch.setattr(f"{place}.grouped", lambda config: torch.no_grad())
+        expected = verify(model)
+    assert calls, "nothing was copied in the first place: no power"
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # float32, the same sums in another order at most
+
+
+def test_it_is_registered_while_the_context_lasts() -> None:
+    """The last context to end restores the registry; the name on the model never changes."""
+    config, stock = tiny_model("llama").config, sdpa_attention.sdpa_attention_forward
+
+    def fails() -> None:
+        with grouped(config):
+            with grouped(config):
+                assert ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_grouped
+            assert ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_grouped
+            assert config._attn_implementation == SDPA
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert ALL_ATTENTION_FUNCTIONS[SDPA] is stock
+    with grouped(tiny_model("gemma2").config):  # eager
+        assert ALL_ATTENTION_FUNCTIONS[SDPA] is stock
+
+
+def test_a_users_own_sdpa_stays() -> None:
+    def own(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("not called here")
+
+    stock = ALL_ATTENTION_FUNCTIONS[SDPA]
+    AttentionInterface.register(SDPA, own)
+    try:
+        with grouped(tiny_model("llama").config):
+            assert ALL_ATTENTION_FUNCTIONS[SDPA] is own
+        assert ALL_ATTENTION_FUNCTIONS[SDPA] is own
+    finally:
+        AttentionInterface.register(SDPA, stock)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [[1], [2], [5], [12], [40], [12, 3, 7]])
+def test_falcon_writes_what_generate_writes(lengths: list[int], attention: str) -> None:
+    """Falcon compares the name of its attention with "sdpa", and adds a boolean mask as 0 and 1 if it differs."""
+    model = tiny_model("falcon", attn_implementation=attention)
+    prompts = [random_ids(length, seed=length) for length in lengths]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:3,2,1", **options)
+    assert out[:, max(lengths) :].tolist() == [plain(model, prompt, **options) for prompt in prompts]
+
+
+def test_without_a_mask_it_is_transformers_own() -> None:
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    found, _ = sdpa_grouped(module, query, key, key, None, is_causal=True)
+    expected, _ = sdpa_attention.sdpa_attention_forward(module, query, key, key, None, is_causal=True)
+    assert torch.equal(found, expected)

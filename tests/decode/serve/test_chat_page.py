@@ -1,0 +1,288 @@
+"""The page of `medusa chat --web`: its logic, a simulated reader, and a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nicegui", reason="needs the extra web")
+
+from nicegui import ui
+from nicegui.testing import user_simulation
+
+from decode.draft import DrafterContext
+from decode.drafters import drafter_factory
+from decode.results import Result
+from decode.serve.chat_page import Page, PageConfig, Snapshot, Worker, marked, verdict
+from decode.serve.conversation import Conversation, Side, Writer
+from decode.serve.text_stream import Piece, TextStream
+from decode.settings import Settings
+from medusa.backbone import load_backbone
+from medusa.checkpoints.load import load_heads
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = Settings(max_new_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    loaded = load_backbone("demo")
+    source = drafter_factory(None, DrafterContext(loaded.model, load_heads("demo"), "eight"))
+    assert loaded.tokenizer is not None
+    return Writer(loaded.model, loaded.tokenizer, source)
+
+
+# --- logic -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_guessed_is_one_mark_without_the_spaces_around_it() -> None:
+    pieces = [Piece("a <b>", False), Piece(" c", True), Piece("&d ", True), Piece("e", False), Piece("\n", True)]
+    assert marked(pieces) == "a &lt;b&gt; <mark>c&amp;d</mark> e\n"
+
+
+def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
+    result = Result([1], ids, [1] * len(ids), [1] * len(ids), reason, seconds)
+    return SimpleNamespace(result=result, finished=True, pieces=[])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "settings", "told"),
+    [
+        (side([1, 2], 2.0), side([1, 2], 1.0), SHORT, ("2.00×", "the same text, token for token")),
+        (side([1, 2], 1.0), side([1], 1.0, "stopped"), SHORT, ("0.50×", "stopped: the speeds so far")),
+        (
+            side([1, 2], 1.0),
+            side([1, 3], 1.0),
+            SHORT,
+            ("1.00×", "the texts part at token 2: a near-tie, rounded otherwise"),
+        ),
+        (
+            side([1], 1.0),
+            side([3], 1.0),
+            Settings(temperature=1.0),
+            ("1.00×", "two samples of the same distribution"),
+        ),
+        (
+            side([1], 1.0),
+            side([3], 1.0),
+            Settings(acceptance="topk:2"),
+            ("1.00×", "another text: acceptance topk:2 is lossy"),
+        ),
+    ],
+)
+def test_the_verdict_says_what_was_seen(theirs: Any, ours: Any, settings: Settings, told: tuple[str, str]) -> None:
+    assert verdict(theirs, ours, settings) == told
+
+
+def sides_of(writer: Writer, message: str = "Once upon a time") -> list[Side]:
+    ids = Conversation(writer.tokenizer).ask(message, writer.model).prompt
+    return [Side(writer.run(ids, SHORT, plain=plain), TextStream(writer.tokenizer)) for plain in (True, False)]
+
+
+def test_the_desk_writes_one_text_after_the_other(writer: Writer) -> None:
+    """Three readers ask at once; the second one leaves before it is her turn."""
+    at_work: list[str] = []
+
+    async def scene() -> list[list[Side]]:
+        desk = Worker(writer)
+        stops = [threading.Event() for _ in range(3)]
+        stops[1].set()
+
+        def begin(name: str) -> list[Side]:
+            at_work.append(f"{name} on {threading.current_thread().name}")
+            return sides_of(writer)
+
+        asked = [desk.write(lambda n=n: begin(str(n)), lambda looks: None, stops[n]) for n in range(3)]
+        return await asyncio.gather(*asked)
+
+    first, second, third = asyncio.run(scene())
+    assert at_work == ["0 on desk_0", "2 on desk_0"]
+    assert second == []
+    assert first[0].text == first[1].text == third[0].text != ""
+
+
+def test_the_desk_stops_when_it_is_told_to(writer: Writer) -> None:
+    stopped = threading.Event()
+
+    def begin() -> list[Side]:
+        sides = sides_of(writer)
+        sides[0].step()
+        stopped.set()
+        return sides
+
+    sides = asyncio.run(Worker(writer).write(begin, lambda looks: None, stopped))
+    assert {side.result.finish_reason for side in sides} == {"stopped"}
+    assert Snapshot.at(sides[0]).finish_reason == "stopped"
+    assert sum(len(side.result.new_ids) for side in sides) < 16
+
+
+# --- a simulated reader ----------------------------------------------------------------------------------------------
+
+
+def test_a_reader_asks_goes_on_and_begins_anew(writer: Writer) -> None:
+    site = PageConfig(Worker(writer), SHORT, "demo", "heads", None, 0)
+    pages: list[Page] = []
+
+    def root() -> None:
+        pages.append(Page(site))
+        pages[-1].build()
+
+    async def scene() -> None:
+        async with user_simulation(root=root) as user:
+            await user.open("/")
+            await user.should_see("it is no assistant")
+            user.find("Once upon a time").click()
+            await user.should_see("the same text, token for token", retries=600)
+            first = pages[0].conversation.turns[0]
+            assert first.text
+            user.find(ui.textarea).type("The dog")
+            await pages[0]._ask()
+            assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
+            assert pages[0].conversation.turns[1].prompt[: len(first.prompt)] == first.prompt
+            await user.open("/")  # another reader
+            assert pages[1].conversation.turns == []
+            pages[0]._reset()
+            assert pages[0].conversation.turns == []
+
+    asyncio.run(scene())
+
+
+def test_options_belong_to_a_page_and_wrong_ones_are_told(writer: Writer) -> None:
+    site = PageConfig(Worker(writer), Settings(max_new_tokens=16, acceptance="greedy"), "demo", "heads", None, 0)
+
+    async def scene() -> None:
+        async with user_simulation(root=lambda: pages.append(Page(site)) or pages[-1].build()) as user:
+            await user.open("/")
+            with user:
+                pages[0]._change(max_new_tokens=8)
+                pages[0]._change(temperature=0.7)
+            assert user.notify.messages == [
+                "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
+            ]
+            assert pages[0].settings == Settings(max_new_tokens=8, acceptance="greedy")
+
+    pages: list[Page] = []
+    asyncio.run(scene())
+    assert site.settings.max_new_tokens == 16
+
+
+# --- a real browser --------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """`medusa chat --web` as a user starts it."""
+    port = free_port()
+    words = [
+        sys.executable,
+        "-m",
+        "medusa",
+        "chat",
+        "--backbone",
+        "demo",
+        "--heads",
+        "demo",
+        "--tree",
+        "eight",
+        "--web",
+    ]
+    words += ["--port", str(port), "--max-new-tokens", "24", "--threads", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("chat: "):
+                break
+        assert said, "the server said nothing"
+        assert said[-1] == f"chat: http://localhost:{port} (Ctrl-C ends it)\n", said
+        yield port
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        pytest.skip("needs Chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def test_in_a_browser(browser: Any, port: int) -> None:
+    """Ask, see both texts grow to the same words with marks on one side only, alone, with another reader beside."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page, asked, troubles = context.new_page(), [], []
+    page.set_default_timeout(120_000)
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(f"http://localhost:{port}")
+    page.get_by_text("Once upon a time").click()
+    page.wait_for_selector(".faster")
+    assert page.locator(".same").inner_text() == "the same text, token for token"
+    plain, drafted = (page.locator(f".card.{kind} .text") for kind in ("plain", "drafted"))
+    assert plain.inner_text() == drafted.inner_text() != ""
+    assert plain.locator("mark").count() == 0 < drafted.locator("mark").count()
+    assert page.locator(".plain .value").nth(1).inner_text() == "1.00"
+    assert float(page.locator(".drafted .value").nth(1).inner_text()) > 1.5
+
+    other = browser.new_context().new_page()
+    other.set_default_timeout(120_000)
+    other.goto(f"http://localhost:{port}")
+    other.wait_for_selector(".openings")
+    assert other.locator("article").count() == 0
+
+    page.locator(".q-toggle").click()  # heads alone
+    page.locator("textarea").fill("<b>The dog</b>")
+    page.locator("textarea").press("Enter")
+    page.wait_for_function("document.querySelectorAll('article').length == 2")
+    last = page.locator("article").nth(1)
+    last.locator(".figure .value", has_text="24").wait_for()
+    assert last.locator(".card").count() == 1
+    assert last.locator(".message").inner_text() == "<b>The dog</b>"
+
+    page.get_by_label("Begin anew").click()
+    page.wait_for_function("document.querySelectorAll('article').length == 0")
+    assert troubles == []
+    assert all(url.startswith((f"http://localhost:{port}/", "data:")) for url in asked), asked
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_nothing_sticks_out_sideways(browser: Any, port: int, width: int, scheme: str) -> None:
+    page = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme).new_page()
+    page.set_default_timeout(120_000)
+    page.goto(f"http://localhost:{port}")
+    page.get_by_text("The old boat").click()
+    page.wait_for_selector(".faster")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 200) is (scheme == "dark")
+
+
+def test_a_page_from_elsewhere_gets_nothing(port: int) -> None:
+    """Under a name of its own (DNS rebinding) no other page reaches a server that is for this machine."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/", headers={"Host": "elsewhere.example"})
+    assert connection.getresponse().status == 400

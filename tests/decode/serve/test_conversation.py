@@ -1,0 +1,191 @@
+"""What is said in a chat, how it is written, and a race of two texts; on the embedded backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decode.draft import DrafterContext
+from decode.drafters import drafter_factory
+from decode.results import Result, Run, plain_method
+from decode.serve.conversation import Conversation, Side, Writer, race
+from decode.serve.text_stream import TextStream
+from decode.settings import Settings
+from medusa.backbone import load_backbone
+from medusa.checkpoints.load import load_heads
+from medusa.errors import RequestError
+from tests.train.templates import CHATML
+
+SHORT = Settings(max_new_tokens=24)
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    loaded = load_backbone("demo")
+    source = drafter_factory(None, DrafterContext(loaded.model, load_heads("demo"), "eight"))
+    assert loaded.tokenizer is not None
+    return Writer(loaded.model, loaded.tokenizer, source)
+
+
+@pytest.fixture
+def with_template(writer: Writer) -> Any:
+    """Its tokenizer, with a chat template for as long as a test lasts."""
+    writer.tokenizer.chat_template = CHATML
+    yield writer.tokenizer
+    writer.tokenizer.chat_template = None
+
+
+def answer(writer: Writer, conversation: Conversation, message: str, settings: Settings = SHORT, **how: Any) -> str:
+    turn = conversation.ask(message, writer.model)
+    side = Side(writer.run(turn.prompt, settings, **how), TextStream(writer.tokenizer, settings.stop, turn.prompt))
+    for _ in race([side]):
+        pass
+    conversation.keep(turn, side.result, side.text)
+    return side.text
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_template_one_text_goes_on(writer: Writer) -> None:
+    conversation = Conversation(writer.tokenizer)
+    parts = [answer(writer, conversation, message) for message in (PROMPT, "", "")]
+    whole = answer(writer, Conversation(writer.tokenizer), PROMPT, Settings(max_new_tokens=72))
+    assert "".join(parts) == whole
+
+
+def test_without_a_template_a_message_is_put_behind_the_text(writer: Writer) -> None:
+    conversation = Conversation(writer.tokenizer)
+    first = answer(writer, conversation, PROMPT)
+    turn = conversation.ask("But the dog", writer.model)
+    assert writer.tokenizer.decode(turn.prompt, skip_special_tokens=True) == f"{PROMPT}{first} But the dog"
+
+
+def test_a_text_that_has_ended_is_followed_by_another_one(writer: Writer) -> None:
+    conversation = Conversation(writer.tokenizer)
+    turn = conversation.ask(PROMPT, writer.model)
+    run = writer.run(turn.prompt, SHORT)
+    list(run)
+    run.results[0].finish_reason = "eos"
+    conversation.keep(turn, run.results[0], "")
+    assert conversation.ask("One day", writer.model).prompt == writer.tokenizer("One day")["input_ids"]
+
+
+def test_with_a_template_all_turns_are_rendered(writer: Writer, with_template: Any) -> None:
+    conversation = Conversation(with_template, system="Be kind.")
+    said = answer(writer, conversation, "Hello")
+    prompt = writer.tokenizer.decode(conversation.ask("And you?", writer.model).prompt)
+    assert prompt == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        f"<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    conversation.reset()
+    assert "Hello" not in writer.tokenizer.decode(conversation.ask("And you?", writer.model).prompt)
+
+
+def test_what_cannot_be_asked_is_refused(writer: Writer, with_template: Any) -> None:
+    conversation = Conversation(with_template)
+    with pytest.raises(RequestError, match="the message is empty"):
+        conversation.ask(" \n", writer.model)
+    with pytest.raises(RequestError, match="the backbone's context ends at 512"):
+        conversation.ask("word " * 600, writer.model)
+    with_template.chat_template = None
+    with pytest.raises(RequestError, match="--system needs a chat template"):
+        Conversation(with_template, system="Be kind.")
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        Conversation(with_template).ask("", writer.model)
+
+
+def test_a_full_context_is_told(writer: Writer) -> None:
+    conversation = Conversation(writer.tokenizer)
+    conversation.keep(conversation.ask(PROMPT, writer.model), Result([5] * 500, [5] * 12), "")
+    with pytest.raises(RequestError, match="the context of 512 tokens is full"):
+        conversation.ask("", writer.model)
+
+
+# --- how it is written -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_the_method(writer: Writer) -> None:
+    ids = writer.tokenizer(PROMPT)["input_ids"]
+    expected = plain_method(writer.model, SHORT)([ids])[0]
+    for is_plain in (True, False):
+        run = writer.run(ids, SHORT, plain=is_plain)
+        steps = [step.ids[0] for step in run]
+        result = run.results[0]
+        assert [token for step in steps for token in step] == result.new_ids == expected.new_ids
+        assert [len(step) for step in steps] == result.step_lengths
+        assert result.finish_reason == expected.finish_reason == "length"
+        assert result.seconds > 0
+        assert (max(result.step_lengths) > 1) is not is_plain
+
+
+def test_seconds_are_those_of_decoding_alone(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still while the loop computes, so every second comes from the reader."""
+    now = [0.0]
+    monkeypatch.setattr("decode.results.perf_counter", lambda: now[0])
+    run = writer.run(writer.tokenizer(PROMPT)["input_ids"], SHORT)
+    begun = run.seconds
+    for _ in run:
+        now[0] += 100.0
+    assert run.results[0].seconds == begun
+
+
+def test_a_run_that_is_stopped_keeps_what_was_written(writer: Writer) -> None:
+    run = writer.run(writer.tokenizer(PROMPT)["input_ids"], SHORT)
+    next(iter(run))
+    run.stop()
+    result = run.results[0]
+    assert result.finish_reason == "stopped"
+    assert 0 < len(result.new_ids) < 24
+    assert list(run.steps) == []
+
+
+def test_a_seed_gives_one_sample_with_a_drafter_and_without(writer: Writer) -> None:
+    ids, settings = writer.tokenizer(PROMPT)["input_ids"], Settings(max_new_tokens=24, temperature=1.0)
+    texts = []
+    for seed, is_plain in ((3, True), (3, False), (4, False)):
+        run = writer.run(ids, settings, seed, plain=is_plain)
+        list(run)
+        texts.append(run.results[0].new_ids)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# --- a race ----------------------------------------------------------------------------------------------------------
+
+
+class Scripted(Run):
+    """Writes `count` tokens, each of which takes so many seconds; notes when it wrote."""
+
+    def __init__(self, name: str, seconds: float, count: int, notes: list[str]) -> None:
+        self.name, self.each, self.count, self.notes, self.seconds = name, seconds, count, notes, 0.0
+
+    def __iter__(self) -> Any:
+        from decode.loop import Step
+
+        for _ in range(self.count):
+            self.seconds += self.each
+            self.notes.append(self.name)
+            yield Step({0: [1]}, {0: 1})
+
+
+def test_the_one_that_has_taken_least_time_goes_on(tokenizer: Any) -> None:
+    notes: list[str] = []
+    slow, fast = (Scripted(name, each, 4, notes) for name, each in (("slow", 3.0), ("fast", 1.0)))
+    sides = [Side(run, TextStream(tokenizer)) for run in (slow, fast)]
+    for _ in race(sides):
+        pass
+    assert notes == ["slow", "fast", "fast", "fast", "slow", "fast", "slow", "slow"]
+    assert [side.text for side in sides] == ["bbbb", "bbbb"]
+
+
+def test_a_race_of_plain_decoding_and_heads_gives_one_text(writer: Writer) -> None:
+    ids = writer.tokenizer(PROMPT)["input_ids"]
+    sides = [Side(writer.run(ids, SHORT, plain=plain), TextStream(writer.tokenizer)) for plain in (True, False)]
+    for _ in race(sides):
+        pass
+    assert sides[0].text == sides[1].text
+    assert not any(piece.drafted for piece in sides[0].pieces)
+    assert any(piece.drafted for piece in sides[1].pieces)

@@ -1,0 +1,352 @@
+"""`medusa serve`: the API over HTTP, what is refused, batches, readers that leave, and our own client against it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+import uvicorn
+
+from decode.draft import DrafterContext
+from decode.drafters import drafter_factory
+from decode.results import plain_method, text_of
+from decode.serve.conversation import Writer
+from decode.serve.openai import ApiError, Engine, Event, Row, Service
+from decode.settings import Settings
+from medusa.__main__ import main
+from medusa.backbone import load_backbone
+from medusa.checkpoints.load import load_heads
+from medusa.commands.distill.client import Server, ServerError
+from medusa.records import Record, prompt_ids
+from tests.train.templates import CHATML
+
+SHORT = Settings(max_new_tokens=12)
+PROMPTS = ["Once upon a time", "The dog", "One day, a girl named Mia went to the park with her red ball"]
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    """With a chat template, as the embedded tokenizer has none."""
+    loaded = load_backbone("demo")
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = CHATML
+    return Writer(
+        loaded.model, loaded.tokenizer, drafter_factory(None, DrafterContext(loaded.model, load_heads("demo"), "eight"))
+    )
+
+
+@pytest.fixture(scope="module")
+def service(writer: Writer) -> Service:
+    return Service(Engine(writer, 4), "demo", SHORT)
+
+
+@pytest.fixture(scope="module")
+def url(service: Service) -> Iterator[str]:
+    """The server in a thread."""
+    service.engine.start(lambda: None)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        app = service.app(["127.0.0.1", "localhost"])
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(30)
+    assert not service.engine.thread.is_alive()  # type: ignore[union-attr]
+
+
+def ask(url: str, path: str, body: Any = None, host: str | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    connection.request("GET" if body is None else "POST", path, content, {"Host": host} if host else {})
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    return reply.status, json.loads(text) if text.startswith("{") else text
+
+
+def expected(writer: Writer, text: str, settings: Settings = SHORT) -> str:
+    return written(writer, writer.tokenizer(text)["input_ids"], settings)
+
+
+def written(writer: Writer, ids: list[int], settings: Settings = SHORT) -> str:
+    """By plain decoding."""
+    result = plain_method(writer.model, settings, writer.tokenizer)([ids])[0]
+    return text_of(result.new_ids, writer.tokenizer, settings.stop)
+
+
+# --- the API ---------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_those_of_plain_decoding(url: str, writer: Writer) -> None:
+    """A text, ids, and several of both at once, in one answer."""
+    ids = writer.tokenizer(PROMPTS[1])["input_ids"]
+    status, answer = ask(url, "/v1/completions", {"model": "demo", "prompt": [PROMPTS[0], ids, PROMPTS[2]]})
+    assert status == 200
+    assert answer["object"] == "text_completion"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [choice["text"] for choice in answer["choices"]] == [expected(writer, prompt) for prompt in PROMPTS]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    given = sum(len(writer.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
+    assert answer["usage"] == {"prompt_tokens": given, "completion_tokens": 36, "total_tokens": given + 36}
+
+
+def test_a_stream_is_the_same_text_in_pieces(url: str, writer: Writer) -> None:
+    body = {
+        "prompt": PROMPTS[0],
+        "stream": True,
+        "max_tokens": 24,
+        "stop": ["."],
+        "stream_options": {"include_usage": True},
+    }
+    status, text = ask(url, "/v1/completions", body)
+    assert status == 200
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    pieces = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert len(pieces) > 2
+    whole = "".join(piece["text"] for piece in pieces)
+    assert whole == expected(writer, PROMPTS[0], Settings(max_new_tokens=24, stop=(".",)))
+    assert "." not in whole
+    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_a_chat_goes_through_the_template(url: str, writer: Writer) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    status, answer = ask(url, "/v1/chat/completions", {"messages": messages, "max_completion_tokens": 8})
+    assert status == 200
+    message = answer["choices"][0]["message"]
+    ids = prompt_ids(Record("", messages=[{"role": "user", "content": "Hello"}]), writer.tokenizer)
+    assert message == {"role": "assistant", "content": written(writer, ids, Settings(max_new_tokens=8))}
+    status, text = ask(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 8, "stream": True})
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n") if line.startswith("data: {")]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+
+
+def test_samples_depend_on_the_seed_alone(url: str) -> None:
+    """And not on the batch: three copies are the texts of three seeds."""
+    body = {"prompt": PROMPTS[0], "temperature": 1.0, "seed": 7}
+    copies = [choice["text"] for choice in ask(url, "/v1/completions", body | {"n": 3})[1]["choices"]]
+    alone = [ask(url, "/v1/completions", body | {"seed": seed})[1]["choices"][0]["text"] for seed in (7, 8, 9)]
+    assert copies == alone
+    assert len(set(copies)) == 3
+
+
+def test_models_and_health(url: str) -> None:
+    status, answer = ask(url, "/v1/models")
+    assert (status, [model["id"] for model in answer["data"]]) == (200, ["demo"])
+    assert answer["data"][0]["max_model_len"] == 512
+    assert ask(url, "/v1/models/demo")[0] == ask(url, "/health")[0] == 200
+    assert ask(url, "/v1/models/other")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        ("/v1/completions", b"{", 400, "the request is no JSON"),
+        ("/v1/completions", [1], 400, "must be a JSON object"),
+        ("/v1/completions", {}, 400, "prompt must be a text or a list of ids"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt must be"),
+        ("/v1/completions", {"prompt": [True]}, 400, "prompt must be"),
+        ("/v1/completions", {"prompt": ""}, 400, "the prompt is empty"),
+        ("/v1/completions", {"prompt": [99999]}, 400, "vocabulary has 4096"),
+        ("/v1/completions", {"prompt": "word " * 600}, 400, "context ends at 512"),
+        ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "model is 'gpt'; this server has 'demo'"),
+        ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "temprature is no parameter here"),
+        ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature is 'hot'; it must be a number"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1; it must be 0"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens is True; it must be a whole number"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "it must be a whole number of at least 1"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e-320}, 400, "it must be 0 or at least 0.001"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-9}, 400, "it must be at least 0.01"),
+        ("/v1/completions", {"prompt": "a", "stop": "x\ud83d"}, 400, "half a character"),
+        ("/v1/completions", {"prompt": "a", "stop": 3}, 400, "stop is 3"),
+        ("/v1/completions", {"prompt": "a", "stop": ""}, 400, "a stop string is empty"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, 400, "n is 0; it must be a whole number from 1"),
+        ("/v1/completions", {"prompt": ["a"] * 100, "n": 2}, 400, "200 texts were asked for"),
+        ("/v1/completions", {"prompt": "a", "seed": -1}, 400, "seed is -1"),
+        ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "stream is 'yes'; it must be true or false"),
+        ("/v1/completions", {"prompt": "a", "stream_options": 1}, 400, "stream_options is 1"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
+        ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
+        ("/v1/completions", {"prompt": "a", "messages": []}, 400, "messages is no parameter here"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages must be a list"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "a message must be"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "end with the user's"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools is not"),
+        ("/v1/embeddings", {}, 404, "there are /v1/models, /v1/completions"),
+    ],
+)
+def test_wrong_requests_get_an_error_object(url: str, path: str, body: Any, status: int, told: str) -> None:
+    found, answer = ask(url, path, body)
+    assert found == status, answer
+    assert told in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_values_that_ask_for_nothing_are_taken(url: str) -> None:
+    body = {"prompt": "a", "frequency_penalty": 0.0, "logprobs": None, "best_of": 1, "user": "me", "tools": []}
+    assert ask(url, "/v1/completions", body)[0] == 200
+
+
+def test_a_method_and_a_host_that_are_wrong(url: str) -> None:
+    assert ask(url, "/v1/completions")[0] == 405
+    assert ask(url, "/v1/models", host="elsewhere.example")[0] == 400
+
+
+def test_without_a_template_a_chat_is_refused(
+    writer: Writer, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer.tokenizer, "chat_template", None)
+    with pytest.raises(ApiError, match="demo has no chat template; /v1/completions goes on with a text"):
+        service.read({"messages": [{"role": "user", "content": "a"}]}, chat=True)
+
+
+def test_our_own_client(url: str, writer: Writer) -> None:
+    """The one that `medusa distill --server` uses."""
+    server = Server(url)
+    assert server.model == "demo"
+    answer = server.complete(writer.tokenizer(PROMPTS[0])["input_ids"], {"max_tokens": 12, "temperature": 0})
+    assert (answer.text, answer.finish_reason) == (expected(writer, PROMPTS[0]), "length")
+    assert server.chat([{"role": "user", "content": "Hello"}], None, {"max_tokens": 4}).text
+    with pytest.raises(ServerError, match="HTTP 400"):
+        server.complete([], {})
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+def row_of(writer: Writer, text: str, settings: Settings = SHORT, events: list[Event] | None = None) -> Row:
+    kept = [] if events is None else events
+    return Row(writer.tokenizer(text)["input_ids"], settings, 0, kept.append)
+
+
+def test_a_batch_is_of_rows_that_are_alike_and_near_in_length() -> None:
+    engine = Engine(SimpleNamespace(model=load_backbone("demo").model), 3)  # type: ignore[arg-type]
+    lengths = [10, 100, 12, 11, 13, 10]
+    rows = [Row([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
+    rows[5] = Row([5] * 10, Settings(temperature=1.0), 0, lambda event: None)
+    for row in rows:
+        engine.add(row)
+    found = [[rows.index(row) for row in engine._next_batch() or ()] for _ in range(3)]
+    assert found == [[0, 3, 2], [1, 4], [5]]
+
+
+def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(writer: Writer) -> None:
+    engine, told = Engine(writer, 4), [[], []]  # type: ignore[var-annotated]
+    rows = [row_of(writer, PROMPTS[0], Settings(max_new_tokens=40), events) for events in told]
+    rows[0].tell = lambda event: (told[0].append(event), rows[0].gone.left.set())  # leaves after the first words
+    never = row_of(writer, PROMPTS[1])
+    never.gone.left.set()
+    for row in (*rows, never):
+        engine.add(row)
+    batch = engine._next_batch()
+    assert batch == rows
+    engine._decode(batch)
+    assert rows[0].new_tokens < 12
+    assert rows[1].new_tokens == 40
+    assert told[1][-1].finish_reason == "length"
+    assert "".join(event.text for event in told[1]) == expected(writer, PROMPTS[0], Settings(max_new_tokens=40))
+
+
+def test_what_goes_wrong_is_told_to_the_readers_of_that_batch_alone(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, events = Engine(writer, 4), []  # type: ignore[var-annotated]
+    with monkeypatch.context() as broken:
+        broken.setattr(Row, "request", lambda *_: 1 / 0)
+        engine._decode([row_of(writer, PROMPTS[0], events=events)])
+    assert isinstance(events[0].error, ZeroDivisionError)
+    engine._decode([row_of(writer, PROMPTS[0], events=events)])
+    assert events[-1].finish_reason == "length"
+
+
+class BrokenRow(Row):
+    def request(self, writer: Writer) -> NoReturn:
+        raise ZeroDivisionError
+
+
+def test_what_goes_wrong_with_one_row_is_not_the_others_affair(writer: Writer) -> None:
+    told: dict[str, list[Event]] = {"fine": [], "wrong": []}
+    rows = [
+        Row([5, 6, 7], SHORT, 0, told["fine"].append),
+        BrokenRow([5, 6, 7], replace(SHORT, max_new_tokens=10**9), 0, told["wrong"].append),
+    ]
+    Engine(writer, 2)._decode(rows)
+    assert isinstance(told["wrong"][0].error, ZeroDivisionError)
+    assert told["fine"][-1].finish_reason == "length"
+    assert not any(event.error for event in told["fine"])
+
+
+def test_a_stop_string_does_not_begin_in_the_prompt(url: str) -> None:
+    body = {"prompt": "Once upon a", "max_tokens": 8}
+    _, whole = ask(url, "/v1/completions", body)
+    text = whole["choices"][0]["text"]
+    first = text.split(",")[0]  # " time"
+    _, same = ask(url, "/v1/completions", body | {"stop": "a" + first})
+    assert (same["choices"][0]["text"], same["choices"][0]["finish_reason"]) == (text, "length")
+    _, cut = ask(url, "/v1/completions", body | {"stop": ["zzz", first[-2:] + ","]})
+    assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == (first[:-2], "stop")
+
+
+def test_samples_of_one_prompt_given_twice_differ_unless_a_seed_is_asked_for(url: str) -> None:
+    body = {"prompt": ["The dog", "The dog"], "temperature": 1.0, "max_tokens": 12}
+    _, free = ask(url, "/v1/completions", body)
+    assert len({choice["text"] for choice in free["choices"]}) == 2
+    _, seeded = ask(url, "/v1/completions", body | {"seed": 7})
+    assert len({choice["text"] for choice in seeded["choices"]}) == 1
+
+
+def test_a_reader_who_leaves_over_http_stops_the_row(url: str, service: Service) -> None:
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 480, "ignore_eos": True, "stream": True})
+    connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall((head + body).encode())
+    reply = connection.makefile("rb")
+    assert reply.readline().startswith(b"HTTP/1.1 200")
+    assert any(b'"text"' in line for line in reply)  # the headers come before the row is decoded, its text does not
+    running = service.engine.running
+    reply.close()
+    connection.close()
+    assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200  # the engine is free again
+    assert len(running) == 1
+    assert running[0].new_tokens < 480
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no heads: give --heads H"),
+        (["--heads", "demo", "--compile"], "--compile takes half a minute and more for each size of a batch"),
+        (["--heads", "demo", "--port", "99999"], "--port is 99999"),
+        (["--heads", "demo", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
+        (["--heads", "demo", "--temperature", "-1"], "temperature is -1.0"),
+    ],
+)
+def test_wrong_commands_are_told_in_one_line(capsys: pytest.CaptureFixture, words: list[str], told: str) -> None:
+    assert main(["serve", "--backbone", "demo", *words]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert (said.out, said.err.count("\n")) == ("", 1)

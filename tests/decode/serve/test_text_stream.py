@@ -1,0 +1,99 @@
+"""Text piece by piece is the text, whatever the tokens and stop strings; tokenizers of bytes and of words."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decode.results import text_of
+from decode.serve.text_stream import Piece, TextStream
+from medusa.backbone import load_tokenizer
+
+TEXT = "Häuser, 猫 and 👩‍👩‍👧: a story. The end? No! The end. 🐙"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    """Byte-level: letters beyond ASCII are several tokens."""
+    return load_tokenizer("demo")
+
+
+@pytest.fixture(scope="module")
+def of_words() -> PreTrainedTokenizerFast:
+    """As SentencePiece does it: a space belongs to the word behind it, and none stands at the beginning of a text."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "▁The": 2, "▁end": 3, ".": 4, "▁": 5, "s": 6}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
+
+
+def streamed(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = (), seed: int = 0) -> list[list[Piece]]:
+    """In steps of random length."""
+    rng, stream, out, rest = random.Random(seed), TextStream(tokenizer, stop), [], list(ids)
+    while rest:
+        length = rng.randint(1, 4)
+        out.append(stream.step(rest[:length]))
+        rest = rest[length:]
+    return [*out, stream.end()]
+
+
+def joined(steps: list[list[Piece]]) -> str:
+    return "".join(piece.text for step in steps for piece in step)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stop", [(), ("The end.",), ("猫",), ("end?", " No!"), ("nowhere", "The X")])
+def test_pieces_are_the_text_before_the_stop_string(demo: Any, stop: tuple[str, ...], seed: int) -> None:
+    ids = [*demo(TEXT)["input_ids"], demo.eos_token_id]
+    assert joined(streamed(demo, ids, stop, seed)) == text_of(ids, demo, stop)
+
+
+def test_no_piece_ends_within_a_character(demo: Any) -> None:
+    ids = demo(TEXT)["input_ids"]
+    assert len(ids) > len(TEXT.split())
+    for step in streamed(demo, ids):
+        assert not any("\ufffd" in piece.text for piece in step)
+
+
+def test_bytes_that_are_no_character_come_at_the_end(demo: Any) -> None:
+    ids = demo("猫")["input_ids"][:-1]
+    stream = TextStream(demo)
+    assert stream.step(ids) == []
+    assert "".join(piece.text for piece in stream.end()) == text_of(ids, demo) != ""
+
+
+def test_the_first_token_of_a_step_is_a_root_and_the_others_were_drafted(tokenizer: Any) -> None:
+    stream = TextStream(tokenizer)
+    assert stream.step([1, 2, 3]) == [Piece("b", False), Piece("c", True), Piece("d", True)]
+    assert stream.step([4]) == [Piece("e", False)]
+
+
+def test_what_may_become_a_stop_string_waits(tokenizer: Any) -> None:
+    stream = TextStream(tokenizer, stop=("def",))
+    assert joined([stream.step([1, 2, 3])]) == "bc"  # the d waits
+    assert joined([stream.step([4])]) == ""
+    assert joined([stream.step([6])]) == "deg"  # it was none
+    assert joined([stream.step([3, 4, 5, 1])]) == ""
+    assert stream.ended
+    assert stream.step([1]) == stream.end() == []
+
+
+def test_a_waiting_beginning_of_a_stop_string_is_given_at_the_end(tokenizer: Any) -> None:
+    stream = TextStream(tokenizer, stop=("bcd",))
+    assert stream.step([1, 2]) == []
+    assert stream.end() == [Piece("b", False), Piece("c", True)]
+
+
+@pytest.mark.parametrize("ids", [[2, 3, 4], [2, 1, 3, 4], [1, 2, 6, 4, 2], [5, 2]])
+def test_spaces_of_words_are_those_of_the_whole_text(of_words: Any, ids: list[int]) -> None:
+    assert joined(streamed(of_words, ids)) == text_of(ids, of_words)
+
+
+def test_a_text_that_goes_on_keeps_the_space_at_its_beginning(of_words: Any) -> None:
+    assert joined([TextStream(of_words).step([3])]) == "end"
+    assert joined([TextStream(of_words, before=[1, 2]).step([3])]) == " end"

@@ -1,0 +1,342 @@
+"""decode/generation.py: the front doors take and return what `model.generate` does, and refuse the rest in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, TextIteratorStreamer
+
+from decode import generate, medusa_generate, steps
+from decode.draft import Frontier
+from decode.drafters.heads import HeadsDrafter
+from decode.request import default_tree, resolve_tree
+from decode.timers import STAGES, StageTimer
+from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
+from medusa.backbone import Backbone
+from medusa.tree import named_trees
+from tests.helpers import (
+    LETTERS,
+    REFUSED,
+    VOCAB,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    tiny_model,
+)
+
+PROMPT = torch.tensor([random_ids(6)])
+TREE = Tree.top_k([15, 3])
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def heads(llama: Any) -> MedusaHeads:
+    return random_heads(llama, 4)
+
+
+class Recorder:
+    """A streamer that writes down what it is given."""
+
+    def __init__(self) -> None:
+        self.puts: list[torch.Tensor] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ends
+        self.puts.append(value)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@torch.no_grad()
+def test_every_node_holds_the_guess_that_its_place_in_the_tree_names(llama: Any, lm_head: str) -> None:
+    """A node at depth d with rank r is the r-th best guess of head d, whatever stands above it."""
+    backbone, heads, tree = Backbone(llama), random_heads(llama, 5, lm_head=lm_head), random_tree(20, seed=2)
+    hidden, root = torch.randn(3, backbone.hidden_size), torch.tensor([4, 0, 9])
+    draft = HeadsDrafter(heads, backbone, tree).propose(Frontier(root, hidden, list(range(len(root)))))
+    order = heads(hidden, backbone.lm_head).argsort(dim=-1, descending=True)  # [K, B, V]
+    for row in range(3):
+        assert int(draft.ids[row, 0]) == int(root[row])
+        for node in range(1, tree.num_nodes):
+            assert draft.ids[row, node] == order[tree.depth[node] - 1, row, tree.rank[node]]
+
+
+# The front doors
+
+
+def test_the_front_doors_are_functions_whatever_was_imported_before() -> None:
+    """`decode.generate` is a function: no module may take its place, and no first import spoil a second."""
+    from decode import generate as front_door
+
+    assert front_door is generate
+    code = "from decode import generate\nfrom decode import generate, medusa_generate, steps\n"
+    code += "import decode\nassert all(map(callable, (generate, medusa_generate, steps, decode.generate)))"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_doors_lead_to_the_same_text(llama: Any, heads: MedusaHeads) -> None:
+    expected = llama.generate(PROMPT, do_sample=False, max_new_tokens=NEW)
+    options = {"do_sample": False, "max_new_tokens": NEW}
+    mask = torch.ones_like(PROMPT)
+    assert torch.equal(generate(llama, heads, PROMPT, **options), expected)
+    assert torch.equal(generate(llama, heads, input_ids=PROMPT, attention_mask=mask, tree=TREE, **options), expected)
+    inside = llama.generate(PROMPT, custom_generate=medusa_generate, medusa_heads=heads, medusa_tree=TREE, **options)
+    assert torch.equal(inside, expected)
+    taken = list(steps(llama, heads, PROMPT, tree=TREE, **options))
+    assert [t for step in taken for t in step.ids[0]] == expected[0, 6:].tolist()
+    assert sum(len(step.ids[0]) for step in taken) == NEW
+    assert torch.equal(generate(llama, heads, PROMPT), llama.generate(PROMPT)), "defaults are transformers' own"
+
+
+def test_a_tree_may_be_given_in_any_form(llama: Any, heads: MedusaHeads) -> None:
+    expected = llama.generate(PROMPT, do_sample=False, max_new_tokens=NEW)
+    for tree in (TREE, "chain", "chain:2", "topk:2,2", "mc_sim_7b_63", [[0], [1]], [(0,), (0, 4)]):
+        assert torch.equal(generate(llama, heads, PROMPT, tree=tree, do_sample=False, max_new_tokens=NEW), expected)
+
+
+def test_the_tree_saved_with_the_heads_is_the_default(llama: Any) -> None:
+    heads = random_heads(llama, 3)
+    assert resolve_tree(None, heads).rank_paths == default_tree(heads).rank_paths
+    heads.config.tree = [[0], [2]]
+    assert resolve_tree(None, heads).rank_paths == [(0,), (2,)]
+    assert resolve_tree("chain:1", heads).rank_paths == [(0,)]
+
+
+def test_the_default_tree_on_a_cpu_is_eight_nodes_as_deep_as_there_are_heads(llama: Any) -> None:
+    paths = named_trees()["eight"]
+    assert len(paths) == 7
+    assert sorted(default_tree(random_heads(llama, 9)).rank_paths) == sorted(map(tuple, paths))
+    assert sorted(default_tree(random_heads(llama, 2)).rank_paths) == sorted(tuple(p) for p in paths if len(p) <= 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "temperature": 0.7, "top_k": 9}]
+)
+def test_dict_and_scores_are_those_of_transformers(llama: Any, heads: MedusaHeads, options: dict) -> None:
+    common = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    common |= options
+    torch.manual_seed(3)
+    theirs = llama.generate(PROMPT, **common)
+    torch.manual_seed(3)
+    ours = generate(llama, heads, PROMPT, tree=TREE, **common)
+    assert type(ours) is type(theirs)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.scores) == len(theirs.scores)
+    for mine, other in zip(ours.scores, theirs.scores, strict=True):
+        assert mine.shape == other.shape
+        # A forward over 61 nodes sums in another order than one over a token: float32 roundings of values around 10.
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    only = generate(llama, heads, PROMPT, max_new_tokens=NEW, return_dict_in_generate=True, do_sample=False)
+    assert only.scores is None
+
+
+def test_scores_of_a_batch_belong_to_their_tokens(llama: Any, heads: MedusaHeads) -> None:
+    prompts = [random_ids(5, seed=1), random_ids(5, seed=2)]
+    options = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+    out = generate(llama, heads, torch.tensor(prompts), **options)
+    assert torch.stack(out.scores, 1).argmax(-1).tolist() == out.sequences[:, 5:].tolist()
+
+
+def test_a_streamer_gets_every_token_once_and_the_end(llama: Any, heads: MedusaHeads) -> None:
+    streamer = Recorder()
+    out = generate(llama, heads, PROMPT, tree=TREE, streamer=streamer, do_sample=False, max_new_tokens=NEW)
+    assert torch.equal(streamer.puts[0], PROMPT), "first the prompt, as transformers does"
+    assert all(value.dim() == 1 for value in streamer.puts[1:])
+    assert torch.cat(streamer.puts[1:]).tolist() == out[0, 6:].tolist()
+    assert streamer.ends == 1
+
+
+def test_a_streamer_of_text(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
+    out = generate(llama, heads, PROMPT, streamer=streamer, do_sample=False, max_new_tokens=NEW)
+    assert "".join(streamer) == "".join(LETTERS[token] for token in out[0, 6:].tolist())
+
+
+def test_num_return_sequences(llama: Any, heads: MedusaHeads) -> None:
+    prompts = [random_ids(5, seed=1), random_ids(5, seed=2)]
+    out = generate(llama, heads, torch.tensor(prompts), num_return_sequences=3, do_sample=True, max_new_tokens=8)
+    assert out.shape == (6, 13)
+    assert out[:, :5].tolist() == [prompts[0]] * 3 + [prompts[1]] * 3
+    assert len(set(map(tuple, out.tolist()))) == 6, "samples of their own"
+
+
+@pytest.mark.parametrize("eos", [[9, 3], [3, 9], 9])
+@pytest.mark.parametrize("pad", [None, 5])
+def test_rows_that_end_early_are_padded_as_usual(llama: Any, heads: MedusaHeads, eos: Any, pad: Any) -> None:
+    batch = left_padded([random_ids(n, seed=n) for n in (3, 5, 6, 7)])
+    options = {"max_new_tokens": 20, "eos_token_id": eos, "pad_token_id": pad, "do_sample": False}
+    theirs = llama.generate(**batch, **options)
+    last = pad if pad is not None else eos[0] if isinstance(eos, list) else eos
+    assert last in theirs[:, -1].tolist(), "no row was padded: no power"
+    assert torch.equal(generate(llama, heads, **batch, **options), theirs)
+
+
+def test_pad_tokens_inside_a_prompt_are_words(llama: Any, heads: MedusaHeads) -> None:
+    """No mask is derived from an id: with an explicit mask of ones, pads are read like any other token."""
+    prompt = torch.tensor([[0, 4, 0, 7, 0]])
+    options = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    mask = torch.ones_like(prompt)
+    expected = llama.generate(prompt, attention_mask=mask, **options)
+    assert torch.equal(generate(llama, heads, prompt, attention_mask=mask, **options), expected)
+    written = [t for step in steps(llama, heads, prompt, **options) for t in step.ids[0]]
+    assert written == expected[0, 5:].tolist()
+
+
+def test_a_generation_config_object_is_respected(llama: Any, heads: MedusaHeads) -> None:
+    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
+    config = GenerationConfig(max_new_tokens=NEW, eos_token_id=free[5], repetition_penalty=1.1, do_sample=False)
+    expected = llama.generate(PROMPT, generation_config=config)
+    assert torch.equal(generate(llama, heads, PROMPT, generation_config=config), expected)
+
+
+def test_stop_strings_through_the_front_door(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
+    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
+    options = {"stop_strings": LETTERS[free[4]] + LETTERS[free[5]], "tokenizer": tokenizer, "max_new_tokens": NEW}
+    expected = llama.generate(PROMPT, do_sample=False, **options)
+    assert expected.shape[1] < 6 + NEW
+    assert torch.equal(generate(llama, heads, PROMPT, do_sample=False, **options), expected)
+
+
+def test_stop_strings_of_a_generation_config(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
+    """They reach `model.generate` from there too, also from the model's own generation_config.json."""
+    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
+    config = GenerationConfig(max_new_tokens=NEW, stop_strings=[LETTERS[free[5]]], do_sample=False)
+    expected = llama.generate(PROMPT, generation_config=config, tokenizer=tokenizer)
+    assert torch.equal(generate(llama, heads, PROMPT, generation_config=config, tokenizer=tokenizer), expected)
+
+
+def test_typical_is_deterministic_whatever_the_seed(llama: Any, heads: MedusaHeads) -> None:
+    """Every root is the most probable token, the first one too."""
+    texts = set()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        options = {"acceptance": "typical", "do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
+        out = generate(llama, heads, PROMPT, tree=TREE, **options)
+        texts.add(tuple(out[0].tolist()))
+    assert len(texts) == 1
+
+
+def test_typical_without_tolerance_is_greedy(llama: Any, heads: MedusaHeads) -> None:
+    """With epsilon = delta = 1 the threshold is exp(-H), which only the most probable tokens pass, if any."""
+    expected = llama.generate(PROMPT, do_sample=False, max_new_tokens=NEW)
+    options = {"acceptance": "typical", "epsilon": 1, "delta": 1, "do_sample": True, "temperature": 0.01}
+    out = generate(llama, heads, PROMPT, tree="chain", max_new_tokens=NEW, **options)
+    assert torch.equal(out, expected)
+
+
+def test_heads_of_another_dtype_than_the_backbone() -> None:
+    """Heads are often stored in float16 or float32 beside a bfloat16 backbone: the README's first example."""
+    for model_dtype, heads_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        model = tiny_model("llama", dtype=model_dtype)
+        heads = random_heads(model).to(heads_dtype)
+        try:
+            out = generate(model, heads, PROMPT, max_new_tokens=4, do_sample=False)
+        except RequestError:
+            continue  # said in words is well too
+        assert out.shape == (1, 10)
+
+
+def test_the_clock_names_every_stage(llama: Any, heads: MedusaHeads) -> None:
+    clock = StageTimer()
+    list(steps(llama, heads, PROMPT, clock=clock, max_new_tokens=NEW, do_sample=False))
+    assert set(clock.seconds) == set(STAGES)
+    assert all(seconds > 0 for seconds in clock.seconds.values())
+
+
+# Refusals
+
+
+def heads_of(**settings: Any) -> MedusaHeads:
+    return MedusaHeads(MedusaConfig(**({"hidden_size": 32, "vocab_size": VOCAB, "num_heads": 2} | settings)))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tree": "chain:5"}, "5 deep but there are 4 heads"),
+        ({"tree": [[0, 0]]}, "no parent"),
+        ({"tree": [[0], [0]]}, "twice"),
+        ({"tree": [[-1]]}, "-1"),
+        ({"tree": [[VOCAB]]}, str(VOCAB)),
+        ({"tree": "oak"}, "oak"),
+        ({"tree": "topk:x"}, "topk:x"),
+        ({"tree": "topk:"}, "topk:"),
+        ({"tree": 5}, "5"),
+        ({"heads": heads_of(hidden_size=16)}, "hidden size 16"),
+        ({"heads": heads_of(vocab_size=VOCAB + 1)}, "62"),
+        ({"heads": heads_of(vocab_size=VOCAB + 1, lm_head="shared")}, "62"),
+        ({"heads": None}, "heads"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "empty"),
+        ({"input_ids": torch.tensor([[1, VOCAB]])}, str(VOCAB)),
+        ({"input_ids": torch.tensor([[1, -1]])}, "-1"),
+        ({"input_ids": torch.zeros(1, 129, dtype=torch.long)}, "129"),
+        ({"attention_mask": torch.zeros(1, 6, dtype=torch.long)}, "empty"),
+        ({"num_beams": 2}, "num_beams"),
+        ({"acceptance": "optimistic"}, "optimistic"),
+        ({"acceptance": "greedy", "do_sample": True}, "greedy"),
+        ({"acceptance": "typical"}, "typical"),
+        ({"acceptance": "typical", "do_sample": True, "epsilon": 2}, "epsilon"),
+        ({"acceptance": "typical", "do_sample": True, "delta": -1}, "delta"),
+        ({"acceptance": "typical", "do_sample": True, "delta": float("nan")}, "delta"),
+        ({"stop_strings": "x"}, "tokenizer"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"acceptance": "typical", "do_sample": True, "output_logits": True}, "output_logits"),
+        ({"draft": "guess", "do_sample": True}, "guess"),
+        ({"draft": "sample"}, "temperature above 0"),
+        ({"draft": "sample", "do_sample": True, "acceptance": "typical"}, "'typical'"),
+        ({"acceptance": "typical-sampled"}, "temperature above 0"),
+        ({"do_sample": True, "seeds": [1, 2]}, "2 seeds"),
+        ({"do_sample": True, "seeds": [2**70]}, str(2**70)),
+        ({"do_sample": True, "seeds": [1.5]}, "1.5"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        ({"dola_layers": "low"}, "dola_layers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
+)
+def test_what_cannot_be_had_is_refused_in_one_line(llama: Any, heads: MedusaHeads, options: dict, named: str) -> None:
+    call = {"heads": heads, "input_ids": PROMPT, "do_sample": False, "max_new_tokens": 4} | options
+    with pytest.raises(RequestError) as error:
+        generate(llama, call.pop("heads"), call.pop("input_ids"), **call)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_streamer_takes_one_prompt(llama: Any, heads: MedusaHeads) -> None:
+    with pytest.raises(RequestError, match="streamer"):
+        generate(llama, heads, torch.cat([PROMPT, PROMPT]), streamer=Recorder(), max_new_tokens=4)
+
+
+def test_medusa_generate_needs_heads(llama: Any) -> None:
+    with pytest.raises(RequestError, match="medusa_heads"):
+        llama.generate(PROMPT, custom_generate=medusa_generate, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_cannot_hold_a_tree_are_refused_at_the_front_door(family: str) -> None:
+    """By name and before anything is run with them, where some would raise something of their own."""
+    model = tiny_model(family)
+    with pytest.raises(RequestError, match=type(model).__name__):
+        generate(model, heads_of(), PROMPT, max_new_tokens=4, do_sample=False)
+
+
+def test_a_tree_of_the_root_alone_is_plain_decoding(
+    llama: Any, heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loop, so `auto` costs what plain decoding costs where speculation loses; lossy rules keep their own."""
+    monkeypatch.setattr(HeadsDrafter, "propose", lambda *args: pytest.fail("there is nothing to propose"))
+    out = generate(llama, heads, PROMPT, tree=Tree.chain(0), max_new_tokens=NEW, do_sample=False)
+    assert out[0, PROMPT.shape[1] :].tolist() == plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
+    with pytest.raises(pytest.fail.Exception):
+        generate(llama, heads, PROMPT, tree="chain:0", max_new_tokens=NEW, do_sample=True, acceptance="typical")

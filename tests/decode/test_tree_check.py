@@ -1,0 +1,354 @@
+"""decode/tree_check.py: the self-test passes models that can hold a tree and catches every way in which one cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from decode import generate, prefill, verify
+from decode import tree_check as capability
+from decode.cache import TreeCache
+from decode.topology import Topology
+from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
+from decode.verify import visible
+from medusa import RequestError, backbone
+from medusa.backbone import Backbone
+from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, tiny_model
+
+WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]
+PROMPT = torch.tensor([random_ids(6)])
+LONGROPE = "phi3, longrope"
+
+
+def long_windows(family: str, **settings: Any) -> Any:
+    """As in real models: no prompt of a quick test is longer than the window."""
+    chunks = {"attention_chunk_size": 4096} if family == "llama4_text" else {"sliding_window": 4096}
+    return tiny_model(family, max_position_embeddings=8192, **chunks, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_can_hold_a_tree_pass(family: str, dtype: torch.dtype) -> None:
+    check = check_tree_forward(tiny_model(family, dtype=dtype))
+    assert check.ok, check.reason
+    # Half of what would still pass: the limits leave room for machines that round otherwise.
+    assert check.error < check.limit / 2
+    assert check.control > 0.1, "no power"
+
+
+# Broken masks, positions and caches
+
+
+def all_visible(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+    """Every node sees all nodes before it, as without a mask."""
+    line = dataclasses.replace(topology, ancestors=torch.ones_like(topology.ancestors).tril())
+    return visible(line, lengths, window, chunk)
+
+
+def windows_by_slot(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+    """What transformers' own mask builder does: distances are counted in slots."""
+    allowed, nodes = visible(topology, lengths), topology.num_nodes
+    query = torch.tensor(lengths)[:, None, None] + torch.arange(nodes)[:, None]
+    key = torch.arange(max(lengths) + nodes)
+    if window is not None:
+        allowed &= query - key < window
+    if chunk is not None:
+        allowed &= query // chunk == key // chunk
+    return allowed
+
+
+def no_windows(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+    return visible(topology, lengths)
+
+
+def one_too_wide(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+    return visible(topology, lengths, window and window + 1, chunk and chunk + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("broken", "family"),
+    [(all_visible, "llama"), (all_visible, "gpt2")]
+    + [(broken, family) for broken in (windows_by_slot, no_windows, one_too_wide) for family in WINDOWED],
+)
+def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In models whose windows are far longer than the self-test, too."""
+    model = long_windows(family, dtype=dtype) if family in WINDOWED else tiny_model(family, dtype=dtype)
+    assert check_tree_forward(model).ok
+    monkeypatch.setattr(verify, "visible", broken)
+    check = check_tree_forward(model)
+    assert not check.ok
+    assert check.error > 1.5 * check.limit
+    assert f"differs from plain forwards by {check.error:.2g}" in str(check.reason)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj"])
+def test_positions_by_slot_are_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Backbone.forward
+
+    def by_slot(self: Backbone, ids: Tensor, cache: TreeCache, **kwargs: Any) -> Any:
+        start = torch.tensor(cache.lengths)[:, None]
+        return forward(self, ids, cache, **kwargs | {"position_ids": start + torch.arange(ids.shape[1])})
+
+    monkeypatch.setattr(Backbone, "forward", by_slot)
+    assert not check_tree_forward(tiny_model(family)).ok
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second tree stands on what was kept of the first."""
+    commit = TreeCache.commit
+
+    def first_nodes(self: TreeCache, path: torch.Tensor, counts: list[int]) -> None:
+        commit(self, torch.arange(path.shape[1]).expand_as(path), counts)
+
+    monkeypatch.setattr(TreeCache, "commit", first_nodes)
+    check = check_tree_forward(tiny_model(family))
+    assert not check.ok
+
+
+def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon's eager branch has no mask in a prefill; the self-test reads its prompts as decoding does."""
+    AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
+    AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
+
+    @contextlib.contextmanager
+    def renamed(config: Any) -> Any:
+        config._attn_implementation = "sdpa_renamed"
+        yield
+        config._attn_implementation = "sdpa"
+
+    assert check_tree_forward(tiny_model("falcon")).ok
+    for module in (prefill, verify):
+        monkeypatch.setattr(module, "grouped", renamed)
+    assert not check_tree_forward(tiny_model("falcon")).ok
+
+
+def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eager attention silently does to boolean masks."""
+    monkeypatch.setattr(verify.TreeMasks, "_additive", lambda self, allowed: allowed)
+    assert not check_tree_forward(tiny_model("llama", attn_implementation="eager")).ok
+    assert check_tree_forward(tiny_model("llama", attn_implementation="sdpa")).ok, "sdpa takes both"
+
+
+@pytest.mark.parametrize("family", [family for family in REFUSED if family != "t5"])
+def test_what_is_refused_by_name_would_be_caught_by_numbers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(An encoder-decoder has no plain forward to compare with.)"""
+    model = tiny_model(family)
+    with pytest.raises(RequestError) as by_name:
+        require_tree_forward(model)
+    monkeypatch.setattr(capability, "require_tree_support", lambda model: None)
+    with pytest.raises(RequestError) as by_number:
+        require_tree_forward(model)
+    for error in (by_name, by_number):
+        assert str(error.value).startswith(f"{type(model).__name__} ({model.config.model_type}) cannot hold a tree: ")
+        assert "\n" not in str(error.value)
+    assert "a tree forward" in str(by_number.value)
+
+
+def test_why_gpt_neo_stands_on_the_list() -> None:
+    """Its window is built into the model, longer than any quick test: short texts show nothing."""
+    assert "gpt_neo" in backbone.MASK_BLIND
+    assert check_tree_forward(tiny_model("gpt_neo", window_size=256)).ok
+
+
+def test_why_mpt_stands_on_the_list() -> None:
+    """Its biases are small beside the rounding of half precision; in float32 they are not."""
+    assert "mpt" in backbone.MASK_BLIND
+    assert not check_tree_forward(tiny_model("mpt")).ok
+    assert check_tree_forward(tiny_model("mpt", dtype=torch.bfloat16)).ok
+
+
+# What else can be in the way
+
+
+def test_train_mode_with_dropout_is_refused_with_the_way_out() -> None:
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    with pytest.raises(RequestError, match=r"train mode.*model\.eval\(\)"):
+        require_tree_forward(model)
+    require_tree_forward(model.eval())
+
+
+def test_train_mode_without_dropout_is_fine() -> None:
+    require_tree_forward(tiny_model("llama").train())
+
+
+def test_logits_that_are_not_finite_say_so() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0] = torch.inf
+    with pytest.raises(RequestError, match="not finite in float32"):
+        require_tree_forward(model)
+
+
+@pytest.mark.parametrize("context", [9, 12, 20, 21])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", LONGROPE])
+def test_short_contexts_take_shorter_prompts(family: str, context: int) -> None:
+    """Learned positions have no row beyond the end, and longrope turns all nodes otherwise from its boundary on."""
+    ends = {"max_position_embeddings": context}
+    if family == LONGROPE:
+        longrope = tiny_model(LONGROPE).config.rope_parameters | {"original_max_position_embeddings": context}
+        ends = {"original_max_position_embeddings": context, "rope_parameters": longrope}
+    check = check_tree_forward(tiny_model(family, **ends))
+    assert check.ok, check.reason
+
+
+def test_a_context_too_short_for_a_tree_says_so() -> None:
+    with pytest.raises(RequestError, match="context of 8 tokens is too short"):
+        require_tree_forward(tiny_model("gpt2", max_position_embeddings=8))
+
+
+def test_lower_matmul_precision_is_taken_into_account() -> None:
+    """TF32 and autocast keep some ten bits of float32."""
+    model = tiny_model("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        check = check_tree_forward(model)
+    assert check.tolerance == capability.HALF_TOLERANCE
+    assert check.ok
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert check_tree_forward(model).tolerance == capability.HALF_TOLERANCE
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert check_tree_forward(model).tolerance == 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_to_which_no_mask_matters_is_not_refused(dtype: torch.dtype) -> None:
+    """All words mean the same to it: errors and control are rounding, and one may be larger than the other."""
+    model = tiny_model("llama", dtype=dtype)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[0]
+    check = check_tree_forward(model)
+    assert check.ok, check.reason
+    assert check.control < 0.02
+
+
+def test_another_expert_now_and_then_is_no_wrong_mask() -> None:
+    """Phi-3.5-MoE routes by a threshold: in bfloat16 rounding sends a token elsewhere, and single nodes differ much."""
+    model = tiny_model("phimoe, longrope", dtype=torch.bfloat16)
+    check = check_tree_forward(model)
+    assert check.ok, check.reason
+
+
+# Side effects
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def test_nothing_is_left_behind(family: str, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attribute, hook or short window on the model, also where a forward failed; no random number drawn."""
+    model = long_windows(family) if family in WINDOWED else tiny_model(family)
+    Backbone(model)  # whose own trial is not the matter here
+    if broken:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise IndexError("a broken model")
+
+        monkeypatch.setattr(Backbone, "forward", fail)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    config, state, logits = model.config.to_dict(), torch.get_rng_state(), model(PROMPT).logits
+    check = check_tree_forward(model)
+    assert check.ok != broken
+    if broken:
+        assert check.reason == "a tree forward raises IndexError: a broken model"
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert model.config.to_dict() == config
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model(PROMPT).logits, logits)
+
+
+def test_dropout_draws_no_number_of_the_callers() -> None:
+    model, state = tiny_model("llama", attention_dropout=0.5).train(), torch.get_rng_state()
+    assert not check_tree_forward(model).ok
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_out_of_memory_is_no_property_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not be remembered as one."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    model = tiny_model("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(Backbone, "forward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            require_tree_forward(model)
+    require_tree_forward(model)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[TreeCheck]:
+    seen: list[TreeCheck] = []
+
+    def counting(model: Any) -> TreeCheck:
+        seen.append(check_tree_forward(model))
+        return seen[-1]
+
+    monkeypatch.setattr(capability, "check_tree_forward", counting)
+    return seen
+
+
+def test_a_model_is_tried_once_however_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, model = counted(monkeypatch), tiny_model("llama", attn_implementation="sdpa")
+    for _ in range(3):
+        generate(model, random_heads(model), PROMPT, max_new_tokens=3, do_sample=False)
+    assert len(seen) == 1
+    model.set_attn_implementation("eager")
+    generate(model, random_heads(model), PROMPT, max_new_tokens=3, do_sample=False)
+    assert len(seen) == 2, "another attention is another matter"
+    model.to(torch.bfloat16)
+    generate(model, random_heads(model), PROMPT, max_new_tokens=3, do_sample=False)
+    assert len(seen) == 3, "and so is another dtype"
+
+
+def test_a_refusal_is_remembered_and_reaches_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, model = counted(monkeypatch), tiny_model("mpt")
+    monkeypatch.setattr(backbone, "MASK_BLIND", {})
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"MptForCausalLM \(mpt\) cannot hold a tree: a tree forward differs"):
+            generate(model, random_heads(model), PROMPT, max_new_tokens=3, do_sample=False)
+    assert len(seen) == 1
+
+
+def test_two_threads_try_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, model = counted(monkeypatch), long_windows("mistral")
+    threads = [threading.Thread(target=require_tree_forward, args=(model,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 1
+    assert model.config.sliding_window == 4096
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    model = tiny_model("llama")
+    gone = weakref.ref(model)
+    require_tree_forward(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_test_itself_is_a_tree_that_parts_slots_from_positions() -> None:
+    """Its own power: nodes whose slot is not their position, a commit out of order, windows that end inside."""
+    tree = capability.TREE
+    assert tree.num_nodes == 8
+    assert (torch.arange(8) != tree.depth).sum() == 6
+    assert capability.KEPT[0] != list(range(len(capability.KEPT[0])))
+    for path in capability.KEPT:
+        assert tree.paths[path[-1]][: len(path)].tolist() == path
+    assert min(capability.PROMPTS) > capability.WINDOW
+    assert len(set(capability.PROMPTS)) == 2

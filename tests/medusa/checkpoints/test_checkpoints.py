@@ -1,0 +1,319 @@
+"""medusa/checkpoints/load.py: bit for bit there and back, what others published, and refusal of everything else."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import medusa.checkpoints.load
+from medusa import MedusaConfig, MedusaHeads, RequestError
+from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS, load_heads, save_heads
+from tests.helpers import random_heads, tiny_model
+
+H, V = 6, 9
+
+
+def some_heads(**settings: Any) -> MedusaHeads:
+    heads = MedusaHeads(MedusaConfig(**({"hidden_size": H, "vocab_size": V, "num_heads": 3} | settings)))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return heads
+
+
+def original_tensors(heads: int = 5, layers: int = 1) -> dict[str, Tensor]:
+    """A v0.1 file of FasterDecoding: nn.ModuleList of Sequential(ResBlock, ..., Linear without bias)."""
+    tensors = {}
+    for head in range(heads):
+        for layer in range(layers):
+            tensors[f"{head}.{layer}.linear.weight"] = torch.randn(H, H)
+            tensors[f"{head}.{layer}.linear.bias"] = torch.randn(H)
+        tensors[f"{head}.{layers}.weight"] = torch.randn(V, H)
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: Any = None) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    if config is not None:
+        (folder / CONFIG).write_text(json.dumps(config))
+    return folder
+
+
+def refusal(folder: Path | str) -> str:
+    """The message with which the heads there are refused, which is one line."""
+    with pytest.raises(RequestError) as error:
+        load_heads(folder)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("block", "expansion"), [("square", 1.0), ("mlp", 4.0), ("mlp", 0.3)])
+def test_round_trip_is_bit_for_bit(
+    tmp_path: Path, block: str, expansion: float, layers: int, lm_head: str, dtype: torch.dtype
+) -> None:
+    heads = some_heads(block=block, expansion=expansion, num_layers=layers, lm_head=lm_head).to(dtype)
+    heads.config.tree = [[0], [0, 1]]
+    heads.config.backbone = {"name": "x", "weights": [0.5]}
+    heads.config.base_model_name_or_path = "org/base"
+    save_heads(heads, tmp_path / "new" / "folder", provenance={"seed": 1})
+    again = load_heads(tmp_path / "new" / "folder")
+    assert set(again.state_dict()) == set(heads.state_dict())
+    for name, tensor in heads.state_dict().items():
+        assert again.state_dict()[name].dtype == dtype
+        assert torch.equal(again.state_dict()[name], tensor), name
+    expected, got = heads.config.to_dict(), again.config.to_dict()
+    assert got.pop("expansion") * H == pytest.approx(heads.config.inner_size if block == "mlp" else H)
+    expected.pop("expansion")
+    assert got == expected
+    assert json.loads((tmp_path / "new" / "folder" / PROVENANCE).read_text()) == {"seed": 1}
+    assert not again.training
+
+
+def test_published_names_and_layout(tmp_path: Path) -> None:
+    """Others read these files: names, the [out, in] layout and the JSON keys are not ours to change."""
+    heads = some_heads(num_heads=2, base_model_name_or_path="org/base")
+    save_heads(heads, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
+        f"{head}.{name}": shape
+        for head in range(2)
+        for name, shape in (("0.linear.weight", [H, H]), ("0.linear.bias", [H]), ("1.weight", [V, H]))
+    }
+    x = torch.randn(H)
+    block = torch.nn.Linear(H, H)
+    block.load_state_dict({"weight": tensors["1.0.linear.weight"], "bias": tensors["1.0.linear.bias"]})
+    expected = tensors["1.1.weight"] @ (x + torch.nn.functional.silu(block(x)))
+    # Six products of order 1 in another order; a transposed matrix would differ by order 1.
+    torch.testing.assert_close(heads(x)[1], expected, rtol=1e-5, atol=1e-5)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, 1)
+    assert config["base_model_name_or_path"] == "org/base"
+    assert "version" not in config
+    assert not {"architectures", "model_type"} & set(config), "TGI takes these for another kind of file"
+
+
+def test_heads_that_share_the_lm_head_are_version_2(tmp_path: Path) -> None:
+    save_heads(some_heads(lm_head="shared"), tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["version"] == "2"
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_original_pt_file_is_read_and_its_tensors_are_believed(tmp_path: Path, layers: int) -> None:
+    """Published configs say 2 heads where the file holds 5."""
+    tensors = original_tensors(heads=5, layers=layers)
+    torch.save(tensors, tmp_path / LEGACY_WEIGHTS)
+    config = {"base_model_name_or_path": "lmsys/vicuna", "medusa_num_heads": 2, "medusa_num_layers": 1}
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"transformers_version": "4.31.0"}))
+    heads = load_heads(tmp_path)
+    assert (heads.config.num_heads, heads.config.num_layers) == (5, layers)
+    assert (heads.config.hidden_size, heads.config.vocab_size, heads.config.lm_head) == (H, V, "own")
+    assert heads.config.base_model_name_or_path == "lmsys/vicuna"
+    for head in range(5):
+        assert torch.equal(heads.blocks[0].weight[head].T, tensors[f"{head}.0.linear.weight"])
+        assert torch.equal(heads.lm_heads[head].T, tensors[f"{head}.{layers}.weight"])
+
+
+def test_blocks_shared_in_an_old_file_are_unshared(tmp_path: Path) -> None:
+    """`[ResBlock(h)] * 2` stored one block under two names; training must not move both."""
+    tensors = original_tensors(heads=2, layers=2)
+    for head in range(2):
+        for part in ("weight", "bias"):
+            tensors[f"{head}.1.linear.{part}"] = tensors[f"{head}.0.linear.{part}"]
+    torch.save(tensors, tmp_path / LEGACY_WEIGHTS)
+    heads = load_heads(tmp_path)
+    assert torch.equal(heads.blocks[0].weight, heads.blocks[1].weight)
+    assert heads.blocks[0].weight.data_ptr() != heads.blocks[1].weight.data_ptr()
+
+
+def test_heads_without_a_config_are_read_from_their_tensors(tmp_path: Path) -> None:
+    assert load_heads(write(tmp_path, original_tensors(heads=3))).config.num_heads == 3
+
+
+def test_own_heads_of_the_shared_folder(shared: Path) -> None:
+    heads = load_heads(shared / "models/stories260K-medusa5-original")
+    assert (heads.config.num_heads, heads.config.vocab_size, heads.config.lm_head) == (5, 512, "own")
+
+
+@pytest.mark.parametrize(
+    "name", ["1.0.linear.bias", "1.0.linear.weight", "2.1.weight", "0.0.linear.weight", "0.1.weight"]
+)
+def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
+    tensors = original_tensors(heads=3)
+    del tensors[name]
+    message = refusal(write(tmp_path, tensors, {"vocab_size": V}))
+    assert WEIGHTS in message
+    assert name in message or "first head's first block" in message
+
+
+def test_a_whole_missing_head_is_noticed(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in original_tensors(heads=3).items() if not name.startswith("1.")}
+    assert "1.0.linear.weight" in refusal(write(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "0.0.conv.weight", "0.5.weight", "0.0.up.bias", "x"])
+def test_an_unknown_tensor_is_named(tmp_path: Path, name: str) -> None:
+    message = refusal(write(tmp_path, original_tensors(heads=2) | {name: torch.zeros(2, 2)}))
+    assert WEIGHTS in message
+    # `0.0.up.bias` makes them MLP heads with a block missing: any tensor of that block may be named.
+    assert name in message or name == "0.0.up.bias"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("1.0.linear.weight", (H, H + 1)),
+        ("1.0.linear.bias", (H + 1,)),
+        ("1.0.linear.bias", (1, H)),
+        ("1.1.weight", (V + 1, H)),
+        ("0.1.weight", (V, H + 1)),
+        ("0.1.weight", (V,)),
+        ("0.1.weight", ()),
+        ("0.0.linear.weight", (H,)),
+        ("0.0.linear.weight", (0, 0)),
+    ],
+)
+def test_a_wrong_shape_is_named(tmp_path: Path, name: str, shape: tuple) -> None:
+    message = refusal(write(tmp_path, original_tensors(heads=2) | {name: torch.zeros(shape)}))
+    assert name in message or "first head's first block" in message or "heads.hidden_size" in message
+
+
+def test_tensors_that_are_no_weights_are_refused(tmp_path: Path) -> None:
+    tensors = {name: tensor.to(torch.int8) for name, tensor in original_tensors(heads=2).items()}
+    assert "int8" in refusal(write(tmp_path, tensors))
+
+
+def test_no_tensor_at_all(tmp_path: Path) -> None:
+    assert "no tensor" in refusal(write(tmp_path, {}))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", [WEIGHTS, LEGACY_WEIGHTS])
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    """Truncated at every size and with bytes overwritten: heads come out, or one line; never another exception."""
+    buffer = io.BytesIO()
+    if name == WEIGHTS:
+        save_file(original_tensors(heads=1), tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+    else:
+        torch.save(original_tensors(heads=1), buffer)
+        whole = buffer.getvalue()
+    rng = random.Random(0)
+    cases = [whole[:size] for size in {0, 1, 7, 8, 9, 50, *(rng.randrange(len(whole)) for _ in range(40))}]
+    for _ in range(80):
+        broken = bytearray(whole)
+        for _ in range(rng.choice((1, 4, 40))):
+            broken[rng.randrange(min(len(whole), 900))] = rng.randrange(256)
+        cases.append(bytes(broken))
+    cases += [b"x" * 100, b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x02", b"PK\x03\x04", b"<html></html>"]
+    messages = []
+    for content in cases:
+        (tmp_path / name).write_bytes(content)
+        try:
+            load_heads(tmp_path)
+        except RequestError as error:
+            messages.append(str(error))
+    assert all(str(tmp_path / name) in message and "\n" not in message for message in messages)
+    assert len(messages) > 40, "the damage did no damage: this test has no power"
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_with_code_are_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+    trap = tmp_path / "sprung"
+    torch.save({"0.0.linear.weight": Trap(trap)}, tmp_path / LEGACY_WEIGHTS, _use_new_zipfile_serialization=zipped)
+    assert LEGACY_WEIGHTS in refusal(tmp_path)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("content", [[1], {"a": 1}, "text", torch.zeros(3), {1: torch.zeros(2, 2)}])
+def test_a_pt_file_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / LEGACY_WEIGHTS)
+    assert LEGACY_WEIGHTS in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff"])
+def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
+    write(tmp_path, original_tensors(heads=1))
+    (tmp_path / CONFIG).write_bytes(text.encode("latin-1"))
+    assert CONFIG in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "published", [{"kind": "oak"}, {"tree": "mc_sim_7b_63"}, {"tree": [[0, 0]]}, {"tree": 5}, {"backbone": [1]}]
+)
+def test_a_config_with_nonsense_is_refused_at_load(tmp_path: Path, published: dict) -> None:
+    """Else it surfaces as a TypeError somewhere in the middle of decoding."""
+    refusal(write(tmp_path, original_tensors(heads=2), published))
+
+
+@pytest.mark.parametrize("vocab_size", ["many", 0, -1, 2.5])
+def test_a_nonsense_vocabulary_of_shared_heads_is_refused(tmp_path: Path, vocab_size: Any) -> None:
+    tensors = {n: t for n, t in original_tensors(heads=1).items() if "linear" in n}
+    assert "vocab_size" in refusal(write(tmp_path, tensors, {"vocab_size": vocab_size}))
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert "neither" in refusal(tmp_path)
+    assert "no heads" in refusal(tmp_path / "absent")
+    assert "no heads" in refusal("not a name")
+
+
+def test_a_failed_save_leaves_the_old_heads_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = some_heads()
+    save_heads(old, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(tensors: dict, path: Path, **kwargs: Any) -> None:
+        Path(path).write_bytes(b"half a file")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(medusa.checkpoints.load, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_heads(some_heads(num_heads=2), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert torch.equal(load_heads(tmp_path).lm_heads, old.lm_heads)
+
+
+def test_heads_are_not_replaced_unasked(tmp_path: Path) -> None:
+    save_heads(some_heads(), tmp_path)
+    with pytest.raises(RequestError, match="exists already"):
+        save_heads(some_heads(), tmp_path, overwrite=False)
+    save_heads(some_heads(num_heads=1), tmp_path)
+    assert load_heads(tmp_path).config.num_heads == 1
+
+
+def test_files_are_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
+    save_heads(some_heads(), tmp_path)
+    assert (tmp_path / WEIGHTS).stat().st_mode & 0o777 == (tmp_path / CONFIG).stat().st_mode & 0o777
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / WEIGHTS).stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_front_door(tmp_path: Path) -> None:
+    heads = random_heads(tiny_model("llama"))
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(str(tmp_path), dtype=torch.float64)
+    assert again.lm_heads.dtype == torch.float64
+    assert torch.equal(again.lm_heads.float(), heads.lm_heads)

@@ -1,0 +1,901 @@
+"""medusa/formats: what others publish is read, what others load is written, to the exact name, shape and key."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+import medusa.checkpoints.load
+from medusa import MedusaConfig, MedusaHeads, RequestError
+from medusa.__main__ import main
+from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, WEIGHTS, find_folder, load_heads, save_heads, to_published
+from medusa.checkpoints.stored import Stored
+from medusa.export import FORMATS, sample_logits
+from medusa.export.own import read_lm_head
+from medusa.files import read_json
+from medusa.heads.kinds import build
+from tests.helpers import HIDDEN, VOCAB, tiny_model
+
+H, V, K = HIDDEN, VOCAB, 3
+MODEL = "model.safetensors"
+ORIGINAL = ("original-v1", "tgi", "vllm", "tensorrt-llm", "modelopt")  # of independent heads
+
+
+def some_heads(**settings: Any) -> MedusaHeads:
+    """Heads with numbers of their own in every tensor."""
+    heads = build(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K} | settings))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in heads.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    if heads.vocabulary is not None:
+        heads.vocabulary = torch.randperm(V, generator=generator)[: len(heads.vocabulary)]
+    return heads.eval()
+
+
+def gated_heads(**settings: Any) -> MedusaHeads:
+    return some_heads(**{"kind": "eagle", "block": "gated", "expansion": 1.5, "lm_head": "shared"} | settings)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk, with an LM head that is not its embedding."""
+    folder = tmp_path_factory.mktemp("backbone")
+    tiny_model("llama", tie_word_embeddings=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def exported(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> Callable[..., Path]:
+    """Heads as `medusa export` leaves them in a format."""
+
+    def export(heads: MedusaHeads | Path, to: str, *words: str) -> Path:
+        folder = heads if isinstance(heads, Path) else tmp_path / "heads"
+        if isinstance(heads, MedusaHeads):
+            save_heads(heads, folder)
+        output = tmp_path / f"as {to}"
+        command = ["export", "--heads", str(folder), "--to", to, "--output", str(output), *words]
+        assert main([*command, *([] if "--backbone" in words else ["--backbone", str(backbone)])]) == 0
+        return output
+
+    return export
+
+
+def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
+    """What `medusa export` says where it does nothing."""
+    assert main(["export", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    return said
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which the heads there are refused."""
+    with pytest.raises(RequestError) as error:
+        load_heads(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: Any, name: str = MODEL) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, folder / name)
+    (folder / CONFIG).write_text(json.dumps(config))
+    return folder
+
+
+def same(heads: MedusaHeads, again: MedusaHeads) -> bool:
+    return torch.equal(sample_logits(heads), sample_logits(again))
+
+
+# What is written
+
+PUBLISHED = {
+    f"{head}.{name}": shape
+    for head in range(K)
+    for name, shape in (("0.linear.weight", [H, H]), ("0.linear.bias", [H]), ("1.weight", [V, H]))
+}
+PUBLISHED_CONFIG = {"medusa_num_heads": K, "medusa_num_layers": 1}
+
+
+def test_original_v1_to_the_letter(exported: Callable, backbone: Path) -> None:
+    heads = some_heads()
+    folder = exported(heads, "original-v1")
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, LEGACY_WEIGHTS]
+    tensors = torch.load(folder / LEGACY_WEIGHTS, weights_only=True)
+    assert shapes(tensors) == PUBLISHED
+    assert read_json(folder / CONFIG) == PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone)}
+    # A view would be saved with all heads' weights behind it.
+    assert (folder / LEGACY_WEIGHTS).stat().st_size < 1.5 * sum(t.numel() * 4 for t in tensors.values()) + 9000
+    assert same(load_heads(folder), heads)
+
+
+def test_tgi_version_1_to_the_letter(exported: Callable, backbone: Path) -> None:
+    heads = some_heads()
+    folder = exported(heads, "tgi")
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS]
+    assert shapes(load_file(folder / WEIGHTS)) == PUBLISHED
+    # `architectures` would make TGI start without any draft, a `model_type` with another model.
+    assert read_json(folder / CONFIG) == PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone)}
+    assert same(load_heads(folder), heads)
+
+
+def test_tgi_version_2_to_the_letter(exported: Callable, backbone: Path) -> None:
+    heads = some_heads(lm_head="shared")
+    folder = exported(heads, "tgi")
+    assert shapes(load_file(folder / WEIGHTS)) == {name: s for name, s in PUBLISHED.items() if ".linear." in name}
+    expected = PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone), "version": "2"}
+    assert read_json(folder / CONFIG) == expected
+    assert same(load_heads(folder), heads)
+
+
+def test_tgi_takes_several_blocks_as_version_1_only(exported: Callable, backbone: Path) -> None:
+    folder = exported(some_heads(lm_head="shared", num_layers=2), "tgi")
+    tensors = load_file(folder / WEIGHTS)
+    parts = ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")
+    assert set(tensors) == {f"{head}.{part}" for head in range(K) for part in parts}
+    lm_head = load_file(backbone / MODEL)["lm_head.weight"]
+    assert all(torch.equal(tensors[f"{head}.2.weight"], lm_head) for head in range(K))
+    assert "version" not in read_json(folder / CONFIG)
+
+
+def test_vllm_to_the_letter(exported: Callable, backbone: Path) -> None:
+    heads = some_heads(num_layers=2)
+    folder = exported(heads, "vllm")
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, MODEL]
+    expected: dict[str, list[int]] = {f"lm_heads.{head}.weight": [V, H] for head in range(K)}
+    for head in range(K):
+        for layer in range(2):
+            expected |= {f"blocks.{head}.layers.{layer}.weight": [H, H], f"blocks.{head}.layers.{layer}.bias": [H]}
+    assert shapes(load_file(folder / MODEL)) == expected
+    config = read_json(folder / CONFIG)
+    assert config == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": H,
+        "vocab_size": V,
+        "truncated_vocab_size": V,
+        "num_heads": K,
+        "num_hidden_layers": 2,
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+        "torch_dtype": "float32",
+        "base_model_name_or_path": str(backbone),
+    }
+    # Its config class renames whatever has these two in it, so that a second one would win.
+    assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
+    assert same(load_heads(folder), heads)
+
+
+def test_vllm_gets_one_copy_of_a_shared_lm_head(exported: Callable, backbone: Path) -> None:
+    folder = exported(some_heads(lm_head="shared"), "vllm")
+    tensors, lm_head = load_file(folder / MODEL), load_file(backbone / MODEL)["lm_head.weight"]
+    assert sorted(name for name in tensors if "lm_head" in name) == ["lm_head.weight"]
+    assert torch.equal(tensors["lm_head.weight"], lm_head)
+    assert read_json(folder / CONFIG)["original_lm_head"] is True
+    again = load_heads(folder)
+    assert again.lm_heads is not None, "it is a copy, so nothing says that it is still the backbone's"
+    assert all(torch.equal(of_head.T, lm_head) for of_head in again.lm_heads)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_tensorrt_llm_to_the_letter(exported: Callable, backbone: Path, lm_head: str) -> None:
+    heads = some_heads(lm_head=lm_head)
+    heads.config.tree = [[0], [1], [0, 0], [0, 0, 0]]
+    folder = exported(heads, "tensorrt-llm")
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, "medusa_choices.json", WEIGHTS]
+    assert shapes(load_file(folder / WEIGHTS)) == PUBLISHED
+    assert read_json(folder / CONFIG) == PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone)}
+    assert read_json(folder / "medusa_choices.json") == [[0], [1], [0, 0], [0, 0, 0]]
+
+
+def test_tensorrt_llm_takes_63_nodes_and_no_deeper_than_the_heads(exported: Callable) -> None:
+    heads = some_heads()
+    heads.config.tree = [[rank] for rank in range(40)] + [[0, rank] for rank in range(40)] + [[0, 0, 0], [0, 0, 0, 0]]
+    choices = read_json(exported(heads, "tensorrt-llm") / "medusa_choices.json")
+    assert len(choices) == 63
+    assert all(path[:-1] in [[], *choices] for path in choices)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_modelopt_to_the_letter(exported: Callable, backbone: Path, tmp_path: Path, sharded: bool) -> None:
+    base = backbone
+    if sharded:
+        base = tmp_path / "sharded"
+        tiny_model("llama", tie_word_embeddings=False).save_pretrained(base, max_shard_size="20KB")
+        assert len(list(base.glob("*.safetensors"))) > 1
+    heads = some_heads()
+    folder = exported(heads, "modelopt", "--backbone", str(base))
+    index, own = read_json(folder / f"{MODEL}.index.json"), Stored.of_model(base)
+    tensors = {f"medusa_heads.{name}" for name in PUBLISHED}
+    assert set(index["weight_map"]) == {*own, *tensors}
+    held = load_file(folder / "model-medusa-heads.safetensors")
+    assert shapes(held) == {f"medusa_heads.{name}": shape for name, shape in PUBLISHED.items()}
+    both = Stored.of_model(folder)
+    assert all(torch.equal(both[name], own[name]) for name in own)
+    about = read_json(folder / CONFIG)
+    assert about.pop("medusa") == {"num_medusa_heads": K, "num_medusa_layers": 1}
+    assert about == read_json(base / CONFIG)
+    assert not (folder / MODEL).exists(), "transformers would take it for the whole model"
+    again = load_heads(folder)
+    assert same(again, heads)
+    assert again.config.base_model_name_or_path == str(folder)
+
+
+GATED = {
+    "layers.0.hidden_norm.weight": [H],
+    "layers.0.input_layernorm.weight": [H],
+    "layers.0.post_attention_layernorm.weight": [H],
+    "layers.0.self_attn.q_proj.weight": [H, 2 * H],
+    "layers.0.self_attn.k_proj.weight": [H, 2 * H],
+    "layers.0.self_attn.v_proj.weight": [H, 2 * H],
+    "layers.0.self_attn.o_proj.weight": [H, H],
+    "layers.0.mlp.gate_proj.weight": [H * 3 // 2, H],
+    "layers.0.mlp.up_proj.weight": [H * 3 // 2, H],
+    "layers.0.mlp.down_proj.weight": [H, H * 3 // 2],
+    "norm.weight": [H],
+}
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_eagle3_to_the_letter(exported: Callable, backbone: Path, to: str) -> None:
+    heads = gated_heads()
+    folder = exported(heads, to)
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, MODEL]
+    assert shapes(load_file(folder / MODEL)) == GATED
+    config = read_json(folder / CONFIG)
+    assert config["max_position_embeddings"] == read_json(backbone / CONFIG)["max_position_embeddings"]
+    assert {key: config[key] for key in config if key != "max_position_embeddings"} == {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": H,
+        "intermediate_size": H * 3 // 2,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": H,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "vocab_size": V,
+        "draft_vocab_size": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_before_residual": False,
+        "eagle_config": {"use_aux_hidden_state": False},
+        "torch_dtype": "float32",
+        "medusa_num_heads": K,
+        "base_model_name_or_path": str(backbone),
+    }
+    again = load_heads(folder)
+    assert set(again.state_dict()) == set(heads.state_dict())
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+def test_eagle3_with_fewer_words(exported: Callable, backbone: Path) -> None:
+    """`d2t` is a difference: the token is the place among the words plus it."""
+    heads = gated_heads(vocabulary=32)
+    folder = exported(heads, "sglang")
+    tensors, words = load_file(folder / MODEL), heads.vocabulary
+    assert words is not None
+    assert torch.equal(tensors["d2t"] + torch.arange(32), words)
+    assert tensors["t2d"].nonzero().flatten().tolist() == sorted(words.tolist())
+    assert torch.equal(tensors["lm_head.weight"], load_file(backbone / MODEL)["lm_head.weight"][words])
+    assert read_json(folder / CONFIG)["draft_vocab_size"] == 32
+    again = load_heads(folder)
+    assert torch.equal(again.vocabulary, words)
+    assert same(again, heads)
+
+
+class Served:
+    """EAGLE-3's layer by the rules read from vLLM 0.32 (`llama_eagle3.py`) and SGLang 0.5.23 (a file of that name).
+
+    A Llama's attention, MLP and norms, of transformers here, with these rules: the inputs of layer 0's attention are
+    [norm(embedding) ; norm(hidden state)] and its residual is the hidden state before that norm; `norm` reads the sum
+    of residual and MLP before the LM head, and what goes on to the next step is that sum. A token's pair stands at the
+    position of its hidden state. Tensors are taken by name, without any left over.
+    """
+
+    def __init__(self, folder: Path, embedding: Tensor) -> None:
+        self.config, tensors = LlamaConfig(**read_json(folder / CONFIG)), load_file(folder / MODEL)
+        self.config._attn_implementation = "eager"
+        size, eps = self.config.hidden_size, self.config.rms_norm_eps
+        self.attention, self.mlp = LlamaAttention(self.config, 0), LlamaMLP(self.config)
+        width = self.config.num_attention_heads * self.config.head_dim
+        for part in "qkv":
+            setattr(self.attention, f"{part}_proj", torch.nn.Linear(2 * size, width, bias=False))
+        self.norms = {
+            name: LlamaRMSNorm(size, eps) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        }
+        self.norm, self.rotary = LlamaRMSNorm(size, eps), LlamaRotaryEmbedding(self.config)
+        for prefix, module in {
+            "layers.0.self_attn.": self.attention,
+            "layers.0.mlp.": self.mlp,
+            "norm.": self.norm,
+            **{f"layers.0.{name}.": norm for name, norm in self.norms.items()},
+        }.items():
+            names = [name for name in tensors if name.startswith(prefix)]
+            module.load_state_dict({name.removeprefix(prefix): tensors.pop(name) for name in names})
+        assert not tensors
+        self.embedding = embedding
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, H] and the tokens behind them [T] -> LM head inputs and next hidden states, both [T, H]."""
+        embedded = self.norms["input_layernorm"](self.embedding[ids])
+        both = torch.cat([embedded, self.norms["hidden_norm"](hidden)], dim=-1)[None]
+        positions = torch.arange(len(ids))[None]
+        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+        attended, _ = self.attention(both, position_embeddings=self.rotary(both, positions), attention_mask=mask)
+        residual = hidden + attended[0]
+        after = residual + self.mlp(self.norms["post_attention_layernorm"](residual))
+        return self.norm(after), after
+
+
+@pytest.mark.parametrize("size", [H, 384])
+def test_eagle3_computes_what_servers_compute(tmp_path: Path, exported: Callable, backbone: Path, size: int) -> None:
+    """A text of seven tokens, then a chain of drafts: heads here, and the served layer run over everything again."""
+    base = backbone
+    if size != H:  # more than one attention head
+        base = tmp_path / "wide"
+        tiny_model("llama", hidden_size=size, num_attention_heads=4, head_dim=8).save_pretrained(base)
+    heads = gated_heads(hidden_size=size)
+    for parameter in heads.parameters():
+        parameter.data *= 0.3
+    folder = exported(heads, "vllm", "--backbone", str(base))
+    generator = torch.Generator().manual_seed(2)
+    hidden, table = torch.randn(7, size, generator=generator), torch.randn(V, size, generator=generator) * 3
+    ids = torch.randint(V, (7 + K,), generator=generator)  # those behind each hidden state, then guesses
+    memory = heads.context_kv(hidden[None], ids[None, :7], lambda i: table[i], torch.arange(7)[None])
+    following = table[ids].unfold(0, K, 1).transpose(1, 2)[:7]
+    found = heads.features(hidden[None], following=following[None], context_kv=memory)[:, 0, 6]
+    served, features = Served(folder, table), hidden
+    for step in range(K):
+        read, after = served(features, ids[: 7 + step])
+        # Sums of some hundred products, in another order; a wrong rule is off by the order of the numbers, 1.
+        torch.testing.assert_close(found[step], read[-1], rtol=1e-4, atol=1e-4)
+        features = torch.cat([features, after[-1:]])
+
+
+# What others' loaders make of it, by the rules read from them
+
+
+def published_rules(tensors: dict[str, Tensor], layers: int, hidden: Tensor) -> Tensor:
+    """An nn.Sequential of residual blocks and a Linear for each head: FasterDecoding, TGI, LoRAX, TensorRT-LLM."""
+    out = []
+    for head in range(K):
+        x = hidden
+        for layer in range(layers):
+            x = x + F.silu(
+                F.linear(x, tensors[f"{head}.{layer}.linear.weight"], tensors[f"{head}.{layer}.linear.bias"])
+            )
+        out.append(F.linear(x, tensors[f"{head}.{layers}.weight"]))
+    return torch.stack(out)
+
+
+def vllm_rules(folder: Path, hidden: Tensor) -> Tensor:
+    """What vLLM 0.32 does with names, biases and LM heads (`models/medusa.py`, `configs/medusa.py`)."""
+    config = read_json(folder / CONFIG)
+    for key in list(config):
+        if "num" in key and "heads" in key:
+            config["num_heads"] = config.pop(key)
+        elif "num" in key and "layers" in key:
+            config["num_hidden_layers"] = config.pop(key)
+    assert config["architectures"] == ["MedusaModel"]
+    assert config["truncated_vocab_size"] == config["vocab_size"]
+    heads, layers = config["num_heads"], config["num_hidden_layers"]
+    shared = config.get("original_lm_head", False)
+    wanted = {"lm_head.weight"} if shared else {f"lm_heads.{head}.weight" for head in range(heads)}
+    parts = ("weight", "bias") if config.get("medusa_fc_bias", False) else ("weight",)
+    wanted |= {f"blocks.{h}.layers.{n}.{part}" for h in range(heads) for n in range(layers) for part in parts}
+    tensors = load_file(folder / MODEL)
+    assert set(tensors) == wanted, "what it does not know it passes over, what it misses stays random"
+    out = []
+    for head in range(heads):
+        x = hidden
+        for layer in range(layers):
+            name = f"blocks.{head}.layers.{layer}."
+            x = x + F.silu(F.linear(x, tensors[name + "weight"], tensors.get(name + "bias")))
+        out.append(F.linear(x, tensors["lm_head.weight" if shared else f"lm_heads.{head}.weight"]))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_is_written_computes_the_same_by_the_rules_of_its_readers(
+    exported: Callable, backbone: Path, lm_head: str, layers: int
+) -> None:
+    heads = some_heads(lm_head=lm_head, num_layers=layers)
+    hidden = torch.randn(4, H)
+    weight = load_file(backbone / MODEL)["lm_head.weight"]
+    expected = heads(hidden, lambda x: F.linear(x, weight)).detach()
+    found = {"vllm": vllm_rules(exported(heads, "vllm"), hidden)}
+    for to in ("original-v1", "tgi", "tensorrt-llm", "modelopt"):
+        if to == "original-v1" and layers == 2:
+            continue  # its own rules hold one block
+        folder = exported(heads, to)
+        name = {"original-v1": LEGACY_WEIGHTS, "modelopt": "model-medusa-heads.safetensors"}.get(to, WEIGHTS)
+        path = folder / name
+        tensors = torch.load(path, weights_only=True) if path.suffix == ".pt" else load_file(path)
+        tensors = {key.removeprefix("medusa_heads."): tensor for key, tensor in tensors.items()}
+        if to == "tgi" and read_json(folder / CONFIG).get("version") == "2":
+            assert layers == 1
+            tensors |= {f"{head}.1.weight": weight for head in range(K)}  # it borrows the backbone's
+        found[to] = published_rules(tensors, layers, hidden)
+    for to, logits in found.items():
+        # The same few hundred products in another order.
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3, msg=lambda text, to=to: f"{to}: {text}")
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("to", ORIGINAL)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_read_written_and_read_again_bit_for_bit(exported: Callable, to: str, dtype: str) -> None:
+    heads = some_heads().to(getattr(torch, dtype))
+    first = load_heads(exported(heads, to))
+    assert next(first.parameters()).dtype == getattr(torch, dtype)
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(first.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("to", ORIGINAL)
+def test_the_originals_own_heads_survive_every_format(shared: Path, exported: Callable, to: str) -> None:
+    """Imported, exported, imported again: the same tensors, and so the same logits, bit for bit."""
+    source, base = shared / "models/stories260K-medusa5-original", shared / "models/stories260K"
+    heads = load_heads(source)
+    again = load_heads(exported(source, to, "--backbone", str(base)))
+    assert again.config.num_heads == 5
+    tensors = torch.load(source / LEGACY_WEIGHTS, weights_only=True)
+    assert set(to_published(again)) == set(tensors)
+    assert all(torch.equal(to_published(again)[name], tensor) for name, tensor in tensors.items())
+    assert same(heads, again)
+
+
+@pytest.mark.parametrize(("start", "to"), [("tgi", "vllm"), ("vllm", "modelopt"), ("modelopt", "original-v1")])
+def test_one_format_into_another(exported: Callable, tmp_path: Path, start: str, to: str) -> None:
+    heads = some_heads()
+    assert same(load_heads(exported(exported(heads, start), to)), heads)
+
+
+def test_another_dtype_is_what_rounding_gives(exported: Callable) -> None:
+    heads = some_heads()
+    folder = exported(heads, "vllm", "--dtype", "float16")
+    assert read_json(folder / CONFIG)["torch_dtype"] == "float16"
+    assert torch.equal(load_file(folder / MODEL)["lm_heads.1.weight"], to_published(heads)["1.1.weight"].half())
+
+
+# What is read
+
+
+def inside_a_model(prefix: str, heads: MedusaHeads, backbone: Path) -> dict[str, Tensor]:
+    return load_file(backbone / MODEL) | {f"{prefix}{name}": tensor for name, tensor in to_published(heads).items()}
+
+
+@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
+@pytest.mark.parametrize("form", ["safetensors", "bin", "sharded", "sharded bin"])
+def test_heads_are_read_out_of_whole_models(
+    tmp_path: Path, backbone: Path, prefix: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FasterDecoding 1.0, MLC and modelopt: no tensor of the backbone's is read, and the folder is the backbone."""
+    heads = some_heads(num_layers=2)
+    tensors = inside_a_model(prefix, heads, backbone)
+    config = read_json(backbone / CONFIG) | {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+        "_name_or_path": "vicuna-7b",
+    }
+    shards = {"1": {}, "2": {}}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        shards["2" if "sharded" in form and number % 2 else "1"][name] = tensor.contiguous().clone()
+    suffix = "bin" if "bin" in form else "safetensors"
+    stem = "pytorch_model" if suffix == "bin" else "model"
+    for part, held in shards.items():
+        if held:
+            name = f"{stem}.{suffix}" if "sharded" not in form else f"{stem}-0000{part}-of-00002.{suffix}"
+            torch.save(held, tmp_path / name) if suffix == "bin" else save_file(held, tmp_path / name)
+    if "sharded" in form:
+        places = {n: f"{stem}-0000{part}-of-00002.{suffix}" for part, held in shards.items() for n in held}
+        (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    read: list[str] = []
+    original = Stored.__getitem__
+    monkeypatch.setattr(Stored, "__getitem__", lambda self, name: (read.append(name), original(self, name))[1])
+    again = load_heads(tmp_path)
+    assert read
+    assert all(name.startswith(prefix) for name in read)
+    assert (again.config.num_heads, again.config.num_layers) == (K, 2), "counted from the tensors"
+    assert again.config.base_model_name_or_path == str(tmp_path)
+    assert same(again, heads)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+    index = {"weight_map": {"medusa_head.0.0.linear.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [[], {}, {"weight_map": 3}, {"weight_map": {"medusa_head.0.0.linear.weight": "../x"}}]
+)
+def test_an_index_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+    (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(content))
+    assert "index" in refusal(tmp_path)
+
+
+def renamed(heads: MedusaHeads, form: str) -> dict[str, Tensor]:
+    """Tensors by the names of vLLM and of TensorRT-LLM's converted checkpoints, written down once more."""
+    out = {}
+    layers = heads.config.num_layers
+    for name, tensor in to_published(heads).items():
+        head, layer, *part = name.split(".")
+        if int(layer) == layers and part == ["weight"]:
+            new = {"vllm": f"lm_heads.{head}.weight", "tensorrt": f"medusa_heads.{head}.lm_head.weight"}[form]
+        else:
+            new = {
+                "vllm": f"blocks.{head}.layers.{layer}.{part[-1]}",
+                "tensorrt": f"medusa_heads.{head}.medusa_layers.{layer}.linear.{part[-1]}",
+            }[form]
+        out[new] = tensor
+    return out
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
+def test_vllm_names_are_read(tmp_path: Path, prefix: str) -> None:
+    heads = some_heads(num_layers=2)
+    tensors = {prefix + name: tensor for name, tensor in renamed(heads, "vllm").items()}
+    config = {"model_type": "medusa", "num_heads": 9, "num_hidden_layers": 7, "vocab_size": V, "medusa_fc_bias": True}
+    assert same(load_heads(write(tmp_path, tensors, config)), heads)
+
+
+def test_published_names_in_a_vllm_folder_are_read(tmp_path: Path) -> None:
+    heads = some_heads()
+    assert same(
+        load_heads(write(tmp_path, to_published(heads), {"model_type": "medusa", "medusa_fc_bias": True})), heads
+    )
+
+
+def test_vllm_heads_without_biases_have_none(tmp_path: Path) -> None:
+    heads = some_heads()
+    tensors = {name: tensor for name, tensor in renamed(heads, "vllm").items() if not name.endswith("bias")}
+    for name, tensor in heads.state_dict().items():
+        if name.endswith("bias"):
+            tensor.zero_()
+    config = {"model_type": "medusa", "medusa_fc_bias": False}
+    assert same(load_heads(write(tmp_path, tensors, config)), heads)
+    message = refusal(write(tmp_path, tensors, config | {"medusa_fc_bias": True}))
+    assert "misses the tensor blocks.0.layers.0.bias" in message
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
+def test_one_lm_head_of_all_vllm_heads(tmp_path: Path, name: str) -> None:
+    heads = some_heads()
+    assert heads.lm_heads is not None
+    heads.lm_heads.data[1:] = heads.lm_heads.data[0]
+    tensors = {key: tensor for key, tensor in renamed(heads, "vllm").items() if not key.startswith("lm_heads")}
+    tensors[name] = heads.lm_heads[0].T
+    config = {"model_type": "medusa", "original_lm_head": True, "medusa_fc_bias": True}
+    assert same(load_heads(write(tmp_path, tensors, config)), heads)
+
+
+@pytest.mark.parametrize("rows", ["all", "some"])
+def test_vllm_heads_of_fewer_words(tmp_path: Path, rows: str) -> None:
+    """`token_map` holds the tokens themselves; LM heads of all tokens are cut to those rows when they are loaded."""
+    heads = some_heads()
+    words = torch.randperm(V)[:33]
+    tensors = renamed(heads, "vllm") | {"token_map": words.to(torch.int32)}
+    if rows == "some":
+        tensors |= {name: tensor[words] for name, tensor in tensors.items() if name.startswith("lm_heads")}
+    config = {"model_type": "medusa", "vocab_size": V, "truncated_vocab_size": 33, "medusa_fc_bias": True}
+    again = load_heads(write(tmp_path, tensors, config))
+    assert (again.config.vocabulary, again.config.vocab_size) == (33, V)
+    assert torch.equal(again.vocabulary, words)
+    assert torch.equal(again.lm_heads[2].T, to_published(heads)["2.1.weight"][words])
+    for wrong in (words.float(), torch.cat([words[:-1], words[:1]]), words + V):
+        assert "token" in refusal(write(tmp_path, tensors | {"token_map": wrong}, config))
+
+
+def test_tensorrt_llm_checkpoints_are_read(tmp_path: Path, backbone: Path) -> None:
+    heads = some_heads(num_layers=2)
+    tensors = renamed(heads, "tensorrt")
+    around = {"transformer.vocab_embedding.weight": torch.zeros(V, H), "lm_head.weight": torch.zeros(V, H)}
+    config = {"architecture": "MedusaForCausalLM", "num_medusa_heads": 1, "kind of": "anything"}
+    assert same(load_heads(write(tmp_path, tensors | around, config, "rank0.safetensors")), heads)
+    write(tmp_path, tensors | around, config, "rank1.safetensors")
+    assert "several GPUs" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["vllm", "tensorrt", "inside"])
+def test_what_is_missing_wrong_or_too_much_is_called_by_its_own_name(tmp_path: Path, backbone: Path, form: str) -> None:
+    heads = some_heads()
+    whole = inside_a_model("medusa_head.", heads, backbone) if form == "inside" else renamed(heads, form)
+    config = {"model_type": "medusa", "medusa_fc_bias": True} if form == "vllm" else {}
+    block, lm_head, odd = {
+        "vllm": ("blocks.1.layers.0.bias", "lm_heads.2.weight", "blocks.0.layers.0.gate"),
+        "tensorrt": (
+            "medusa_heads.1.medusa_layers.0.linear.bias",
+            "medusa_heads.2.lm_head.weight",
+            "medusa_heads.0.medusa_layers.0.gate",
+        ),
+        "inside": ("medusa_head.1.0.linear.bias", "medusa_head.2.1.weight", "medusa_head.0.0.gate"),
+    }[form]
+    assert same(load_heads(write(tmp_path, whole, config)), heads)
+    for name in (block, lm_head):
+        message = refusal(write(tmp_path, {key: t for key, t in whole.items() if key != name}, config))
+        assert f"misses the tensor {name};" in message
+        message = refusal(write(tmp_path, whole | {name: torch.zeros(7)}, config))
+        assert f"{name} has the shape [7]" in message or (name == lm_head and "[7]" in message)
+    assert f"holds the tensor {odd};" in refusal(write(tmp_path, whole | {odd: torch.zeros(3)}, config))
+
+
+def test_quantised_heads_are_refused_with_the_reason(tmp_path: Path) -> None:
+    tensors = {f"medusa_heads.{name}": tensor for name, tensor in to_published(some_heads()).items()}
+    tensors["medusa_heads.0.0.linear.weight_scale"] = torch.ones(())
+    assert "quantised" in refusal(write(tmp_path, tensors, {}))
+
+
+def test_logits_that_vllm_scales_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "medusa", "medusa_fc_bias": True, "logit_scale": 0.5}
+    assert "logit_scale" in refusal(write(tmp_path, renamed(some_heads(), "vllm"), config))
+
+
+def test_a_plain_backbone_holds_no_heads(backbone: Path) -> None:
+    assert "no heads in" in refusal(backbone)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"eagle_config": {"use_aux_hidden_state": True}}, "several layers"),
+        ({"eagle_config": None}, "several layers"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+    ],
+)
+def test_other_layers_of_eagle3_are_refused(exported: Callable, change: dict, words: str) -> None:
+    folder = exported(gated_heads(), "sglang")
+    (folder / CONFIG).write_text(json.dumps(read_json(folder / CONFIG) | change))
+    assert words in refusal(folder)
+
+
+def test_an_lm_head_that_others_trained_is_not_dropped(exported: Callable) -> None:
+    folder = exported(gated_heads(), "sglang")
+    tensors, config = load_file(folder / MODEL), read_json(folder / CONFIG)
+    del config["medusa_num_heads"]  # which only our own exports have
+    assert "an LM head of its own" in refusal(write(folder, tensors | {"lm_head.weight": torch.zeros(5, H)}, config))
+
+
+@pytest.mark.parametrize("name", [*GATED, "fc.weight"])
+def test_eagle3_tensors_that_are_missing_wrong_or_too_many(exported: Callable, name: str) -> None:
+    folder = exported(gated_heads(), "sglang")
+    tensors, config = load_file(folder / MODEL), read_json(folder / CONFIG)
+    if name == "fc.weight":
+        assert "fc" in refusal(write(folder, tensors | {name: torch.zeros(H, 3 * H)}, config))
+        return
+    assert refusal(write(folder, {key: t for key, t in tensors.items() if key != name}, config))
+    for shape in ((5,), (5, 5)):
+        assert refusal(write(folder, tensors | {name: torch.zeros(shape)}, config))
+    assert "conv" in refusal(write(folder, tensors | {"layers.0.conv.weight": torch.zeros(1)}, config))
+
+
+# The Hub
+
+
+@pytest.mark.parametrize(
+    ("form", "fetched"),
+    [
+        ("heads", {CONFIG, WEIGHTS}),
+        ("model", {CONFIG, f"{MODEL}.index.json", "model-00002-of-00002.safetensors"}),
+        ("vllm", {CONFIG, MODEL}),
+    ],
+)
+def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch, form: str, fetched: set[str]
+) -> None:
+    heads, repo, cache = some_heads(), tmp_path / "repo", tmp_path / "cache"
+    if form == "model":
+        first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+        inside = {f"medusa_head.{name}": tensor for name, tensor in to_published(heads).items()}
+        write(repo, load_file(backbone / MODEL), {}, first)
+        write(repo, inside, {}, second)
+        places = dict.fromkeys(load_file(backbone / MODEL), first) | dict.fromkeys(inside, second)
+        (repo / f"{MODEL}.index.json").write_text(json.dumps({"weight_map": places}))
+    else:
+        of_vllm = form == "vllm"
+        tensors = renamed(heads, "vllm") if of_vllm else to_published(heads)
+        write(repo, tensors, {"model_type": "medusa"} if of_vllm else {}, MODEL if of_vllm else WEIGHTS)
+    cache.mkdir()
+
+    def snapshot(repo_id: str, *, allow_patterns: list[str], **where: Any) -> str:
+        for path in repo.iterdir():
+            if any(
+                re.fullmatch(pattern.replace(".", r"\.").replace("*", ".*"), path.name) for pattern in allow_patterns
+            ):
+                (cache / path.name).write_bytes(path.read_bytes())
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert find_folder("org/heads") == cache
+    assert {path.name for path in cache.iterdir()} == fetched
+    again = load_heads("org/heads")
+    assert same(again, heads)
+    # Of the model itself only a part is there: who wants it as the backbone must ask the Hub.
+    assert again.config.base_model_name_or_path == ("org/heads" if form == "model" else None)
+
+
+# Refusals, and the command
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"block": "mlp", "expansion": 2.0}, "heads.block=square"),
+        ({"kind": "hydra"}, "heads.kind=medusa"),
+        ({"kind": "cascade"}, "heads.kind=medusa"),
+        ({"prefix_layers": 1}, "heads.prefix_layers=0"),
+        ({"vocabulary": 32}, "heads.vocabulary=0"),
+    ],
+)
+@pytest.mark.parametrize("to", ORIGINAL)
+def test_what_a_format_cannot_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict, way_out: str
+) -> None:
+    save_heads(some_heads(**settings), tmp_path / "heads")
+    said = refused(
+        capsys, "--heads", f"{tmp_path}/heads", "--to", to, "--output", f"{tmp_path}/out", "--backbone", str(backbone)
+    )
+    assert to in said
+    assert way_out in said
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"block": "mlp"}, "heads.block=gated"),
+        ({"lm_head": "own"}, "heads.lm_head=shared"),
+        ({"prefix_layers": 1}, "heads.prefix_layers=0"),
+    ],
+)
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_eagle_heads_that_are_no_layer_of_eagle3_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict, way_out: str
+) -> None:
+    save_heads(gated_heads(**settings), tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    assert way_out in refused(capsys, *words, "--to", to)
+
+
+def test_medusa_heads_are_refused_for_sglang(tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path) -> None:
+    save_heads(some_heads(), tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    assert "heads.kind=eagle" in refused(capsys, *words, "--to", "sglang")
+
+
+def test_vllm_knows_one_kind_that_follows_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path
+) -> None:
+    save_heads(some_heads(kind="recurrent"), tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    assert "heads.kind=eagle with heads.block=gated" in refused(capsys, *words, "--to", "vllm")
+
+
+def test_several_blocks_are_one_in_the_originals_loader(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, exported: Callable
+) -> None:
+    """It makes one block and puts it L times into a head, so the last one's weights would stand for all."""
+    heads = some_heads(num_layers=2)
+    save_heads(heads, tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    assert "heads.layers=1" in refused(capsys, *words, "--to", "original-v1")
+    heads.blocks[1].load_state_dict(heads.blocks[0].state_dict())
+    assert same(load_heads(exported(heads, "original-v1")), heads)
+
+
+def test_wrong_words_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path) -> None:
+    save_heads(some_heads(), tmp_path / "heads")
+    heads, out = ("--heads", f"{tmp_path}/heads"), ("--output", f"{tmp_path}/out")
+    base = ("--backbone", str(backbone))
+    assert ", ".join(FORMATS) in refused(capsys, *heads, *out, *base, "--to", "onnx")
+    assert "--backbone" in refused(capsys, *heads, *out, "--to", "tgi")
+    assert "int8" in refused(capsys, *heads, *out, *base, "--to", "tgi", "--dtype", "int8")
+    assert "no heads" in refused(capsys, "--heads", f"{tmp_path}/none", *out, *base, "--to", "tgi")
+    assert "--overwrite" in refused(capsys, *heads, "--output", f"{tmp_path}/heads", *base, "--to", "tgi")
+    said = refused(capsys, *heads, "--output", str(tmp_path), *base, "--to", "tgi", "--overwrite")
+    assert "read from" in said
+    said = refused(capsys, *heads, "--output", str(backbone), *base, "--to", "tgi", "--overwrite")
+    assert "read from" in said
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    assert "no export" in refused(capsys, *heads, "--output", str(mine), *base, "--to", "tgi", "--overwrite")
+    assert "folder with its safetensors" in refused(capsys, *heads, *out, "--backbone", "org/model", "--to", "modelopt")
+    assert (mine / "thesis.txt").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_replaced_when_asked_for(exported: Callable) -> None:
+    exported(some_heads(), "tgi")
+    folder = exported(some_heads(lm_head="shared"), "tgi", "--overwrite")
+    assert read_json(folder / CONFIG)["version"] == "2"
+
+
+def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    save_heads(some_heads(), tmp_path / "heads")
+    original = medusa.checkpoints.load.save_tensors
+
+    def transposed(tensors: dict[str, Tensor], path: Path) -> None:
+        original({name: t.T if "linear.weight" in name else t for name, t in tensors.items()}, path)
+
+    monkeypatch.setattr("medusa.export.tgi.save_tensors", transposed)
+    words = ["--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone)]
+    assert main(["export", "--to", "tgi", *words]) == 1
+    assert "other logits" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+
+
+def test_what_is_printed_and_what_is_in_the_json(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
+    save_heads(some_heads(base_model_name_or_path=str(backbone)), tmp_path / "heads")
+    place, result = tmp_path / "for vllm", tmp_path / "result.json"
+    words = ["export", "--heads", f"{tmp_path}/heads", "--to", "vllm", "--output", str(place), "--json", str(result)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    about = read_json(result)
+    assert about["serve"] in printed
+    assert "chain" in about["lost"]
+    assert set(about["files"]) == {CONFIG, MODEL}
+    command = shlex.split(about["serve"])
+    assert command[:3] == ["vllm", "serve", str(backbone)]
+    asked = json.loads(command[command.index("--speculative-config") + 1])
+    assert asked == {"method": "medusa", "model": str(place), "num_speculative_tokens": K}
+
+
+# The backbone's LM head
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_lm_head_is_read_without_the_backbone(
+    tmp_path: Path, family: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its own name, or the embedding's where they are one."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    monkeypatch.setattr("medusa.export.own.load_backbone", lambda *a, **k: pytest.fail("the whole backbone was read"))
+    assert torch.equal(read_lm_head(str(tmp_path)), model.get_output_embeddings().weight)
+
+
+def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
+    tiny_model("phi").save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="bias"):
+        read_lm_head(str(tmp_path))
+
+
+def test_heads_of_another_size_are_refused(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
+    save_heads(some_heads(lm_head="shared", hidden_size=H + 2), tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    assert "own backbone" in refused(capsys, *words, "--to", "vllm")

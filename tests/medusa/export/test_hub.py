@@ -1,0 +1,693 @@
+"""Heads on the Hub: what a repository holds, what its card says, and that plain transformers decodes with it exactly.
+
+The Hub itself is not asked: repositories are local folders, or lie in a cache as the Hub's library would leave them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from huggingface_hub.errors import HFValidationError
+from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
+
+from decode import generate, steps
+from medusa import MedusaHeads, RequestError, Tree
+from medusa.__main__ import main
+from medusa.backbone import DEMO as DEMO_BACKBONE
+from medusa.checkpoints.load import CONFIG, PROVENANCE, WEIGHTS
+from medusa.errors import RunError
+from medusa.export import hub_generate
+from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
+from medusa.export.repository import CARD, CODE, GENERATE, REQUIREMENTS, push, write_repository
+from tests.helpers import (
+    VOCAB,
+    left_padded,
+    path_logits,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    tiny_model,
+)
+
+# Every token stands at depth 1, so that each step accepts at least one; below that, guesses are right now and then.
+WIDE = (
+    [[rank] for rank in range(VOCAB)] + [[a, b] for a in range(6) for b in range(6)] + [[0, 0, 0], [0, 1, 0], [1, 0, 2]]
+)
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """transformers copies remote code into a cache and puts that on the path: not into the user's."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def repository(heads: MedusaHeads, folder: Path, tree: list[list[int]] | None = None) -> str:
+    heads.config.tree = tree or WIDE
+    write_repository(heads, folder, Facts())
+    return str(folder)
+
+
+def by_hub(model: Any, folder: str, ids: Any, **kwargs: Any) -> torch.Tensor:
+    ids = torch.as_tensor(ids if isinstance(ids, torch.Tensor) else [ids])
+    out: torch.Tensor = model.generate(ids, custom_generate=folder, trust_remote_code=True, **kwargs)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- the shipped decoder
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gemma2", "llama4_text", "gpt2", "cohere"])
+def test_same_ids_as_ours_and_as_plain_decoding(family: str, tmp_path: Path) -> None:
+    """Windows, chunks, learned positions, scaled logits: each with its masks; texts outgrow the windows."""
+    model = tiny_model(family)
+    heads = random_heads(model, 3)
+    folder = repository(heads, tmp_path / "heads")
+    prompt = random_ids(13, seed=1)
+    for settings in ({"do_sample": False}, SAMPLED, {"do_sample": False, "repetition_penalty": 1.4}):
+        lengths: list[int] = []
+        torch.manual_seed(7)
+        ours = [step.ids[0] for step in steps(model, heads, torch.tensor([prompt]), max_new_tokens=24, **settings)]
+        torch.manual_seed(7)
+        out = by_hub(model, folder, prompt, max_new_tokens=24, medusa_step_lengths=lengths, **settings)
+        assert out[0, 13:].tolist() == [token for ids in ours for token in ids]
+        assert lengths == [len(ids) for ids in ours]
+        assert len(lengths) <= 12, "each step accepts something"
+        torch.manual_seed(7)
+        assert out[0, 13:].tolist() == plain(model, prompt, max_new_tokens=24, **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
+def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
+    """Paths longer than a window, so that a node's own ancestors fall out of it; kept nodes stand behind others."""
+    model = tiny_model(family)
+    tree = Tree.from_paths([*random_tree(12, seed=3, max_depth=4).rank_paths, *[[7] * d for d in range(1, 8)]])
+    shipped = hub_generate.Tree(tree.rank_paths, model.device)
+    assert shipped.depth == tree.depth.tolist()
+    assert torch.equal(shipped.ancestors, tree.ancestors)
+    text, nodes = random_ids(9, seed=1), random_ids(tree.num_nodes, seed=2)
+    with torch.no_grad():
+        cache = DynamicCache()
+        model(input_ids=torch.tensor([text]), past_key_values=cache)
+        for _ in range(2):
+            found = hub_generate._tree_forward(model, cache, nodes, shipped, len(text))
+            torch.testing.assert_close(found, path_logits(model, text, nodes, tree), atol=2e-5, rtol=1e-4)
+            path = [node for node in tree.paths[-1].tolist() if node >= 0]
+            hub_generate._keep(cache, len(text), path)
+            text = text + [nodes[node] for node in path]
+            assert cache.get_seq_length() == len(text)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block": "mlp", "expansion": 2.0, "num_layers": 2},
+        {"block": "mlp", "lm_head": "shared"},
+        {"num_layers": 2, "lm_head": "shared"},
+        {"kind": "cascade", "block": "mlp", "lm_head": "shared"},
+        {"kind": "cascade", "num_layers": 2},
+    ],
+    ids=str,
+)
+def test_guesses_of_every_kind_are_ours(settings: dict[str, Any], llama: Any, tmp_path: Path) -> None:
+    """Text is right with any guess; steps are as long as ours only with the same ones."""
+    heads = random_heads(llama, 3, **settings)
+    tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
+    folder = repository(heads, tmp_path / "heads", tree)
+    found, expected = [], []
+    for seed in range(6):
+        prompt, lengths = random_ids(9, seed=seed), []
+        by_hub(llama, folder, prompt, max_new_tokens=20, do_sample=False, medusa_step_lengths=lengths)
+        ours = steps(llama, heads, torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+        found.append(lengths)
+        expected.append([len(step.ids[0]) for step in ours])
+    assert found == expected
+    assert len({length for lengths in found for length in lengths}) > 1, "some guesses are right and some wrong"
+
+
+def test_ragged_rows_copies_and_the_form_of_the_result(llama: Any, tmp_path: Path) -> None:
+    heads = random_heads(llama, 3)
+    folder = repository(heads, tmp_path / "heads")
+    prompts = [random_ids(count, seed=count) for count in (4, 11, 7)]
+    inputs = left_padded(prompts)
+    eos = plain(llama, prompts[1], max_new_tokens=12)[6]  # one row ends early
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": eos, "pad_token_id": 3}
+    theirs = llama.generate(
+        **inputs, custom_generate=folder, trust_remote_code=True, return_dict_in_generate=True, **settings
+    )
+    assert torch.equal(theirs.sequences, generate(llama, heads, **inputs, **settings))
+    torch.manual_seed(1)
+    copies = by_hub(llama, folder, prompts[0], max_new_tokens=8, num_return_sequences=3, **SAMPLED)
+    assert copies.shape == (3, 12)
+    torch.manual_seed(1)  # one after the other, from one stream
+    one_by_one = [by_hub(llama, folder, prompts[0], max_new_tokens=8, **SAMPLED) for _ in range(3)]
+    assert torch.equal(copies, torch.cat(one_by_one))
+
+
+def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """What transformers keeps from other decoding methods: here it arrives."""
+    folder = repository(random_heads(llama, 3), tmp_path / "heads")
+    prompt = random_ids(6, seed=4)
+    text = tokenizer.decode(plain(llama, prompt, max_new_tokens=30))
+    stop = text[9:11]
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
+    settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    out = by_hub(llama, folder, prompt, stop_strings=stop, tokenizer=tokenizer, streamer=streamer, **settings)
+    kept = text[: text.index(stop) + 2]
+    assert tokenizer.decode(out[0, 6:]) == kept == "".join(streamer)
+    config = GenerationConfig(stop_strings=[stop], **settings)
+    assert torch.equal(by_hub(llama, folder, prompt, generation_config=config, tokenizer=tokenizer), out)
+    assert config.stop_strings == [stop], "the caller's own is left alone"
+    odd = by_hub(llama, folder, prompt, prefix_allowed_tokens_fn=lambda row, ids: range(1, VOCAB, 2), **settings)
+    assert (odd[0, 6:] % 2 == 1).all()
+
+
+def test_a_text_fills_the_context_and_no_more(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    heads = random_heads(model, 3)
+    folder = repository(heads, tmp_path / "heads")
+    end = model.config.max_position_embeddings
+    prompt = random_ids(end - 10)
+    out = by_hub(model, folder, prompt, max_new_tokens=50, do_sample=False)
+    assert out.shape[1] == end
+    assert torch.equal(out, generate(model, heads, torch.tensor([prompt]), max_new_tokens=50, do_sample=False))
+
+
+def test_heads_are_those_of_the_folder_named(llama: Any, tmp_path: Path) -> None:
+    """The code is one and the same file in every folder of one name; the heads are not."""
+    prompt, found = random_ids(9, seed=2), {}
+    settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    trees: dict[str, list[list[int]]] = {"a": WIDE, "b": [[0]]}
+    for place, tree in trees.items():
+        repository(random_heads(llama, 3), tmp_path / place / "heads", tree)
+    for place in ("a", "b", "a"):
+        lengths: list[int] = []
+        by_hub(llama, str(tmp_path / place / "heads"), prompt, medusa_step_lengths=lengths, **settings)
+        assert found.setdefault(place, lengths) == lengths
+    assert min(found["a"][:-1]) > 1
+    assert found["b"] != found["a"]
+    for option in ({"medusa_heads": str(tmp_path / "a" / "heads")}, {"medusa_tree": WIDE}):
+        lengths = []
+        by_hub(llama, str(tmp_path / "b" / "heads"), prompt, medusa_step_lengths=lengths, **option, **settings)
+        assert lengths == found["a"]
+    repository(random_heads(llama, 2), tmp_path / "b" / "heads" / "new", [[0], [0, 0]])
+    for name in (CONFIG, WEIGHTS):  # trained anew, in place
+        (tmp_path / "b" / "heads" / "new" / name).replace(tmp_path / "b" / "heads" / name)
+    with pytest.raises(ValueError, match="the tree is 3 deep, and there are 2 heads"):
+        by_hub(llama, str(tmp_path / "b" / "heads"), prompt, medusa_tree=[[0], [0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "beam search cannot be combined"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores is not available"),
+        ({"medusa_heads": "/no/such/place"}, "no heads at /no/such/place"),
+        ({"medusa_tree": [[0, 0]]}, "has no parent"),
+        ({"stop_strings": ["x"]}, "need the tokenizer"),
+        ({"assistant_model": object()}, "assistant_model cannot be combined"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "a prompt is empty"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "no prompt"),
+        ({"token_type_ids": torch.zeros(1, 5, dtype=torch.long)}, "token_type_ids"),
+        ({"streamer": object(), "num_return_sequences": 2, "do_sample": True}, "one prompt at a time"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_requests_are_one_line(options: dict[str, Any], words: str, llama: Any, tmp_path: Path) -> None:
+    folder = repository(random_heads(llama, 3), tmp_path / "heads")
+    inputs = {"input_ids": torch.tensor([random_ids(5)]), "max_new_tokens": 4} | options
+    with pytest.raises(ValueError, match=words) as error:
+        llama.generate(**inputs, custom_generate=folder, trust_remote_code=True)
+    assert "\n" not in str(error.value)
+
+
+def test_text_in_the_cache_already_is_refused(llama: Any, tmp_path: Path) -> None:
+    folder = repository(random_heads(llama, 3), tmp_path / "heads")
+    cache = DynamicCache()
+    llama(torch.tensor([[1, 2]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="hold text already"):
+        by_hub(llama, folder, [1, 2, 3], past_key_values=cache, max_new_tokens=4)
+
+
+def test_models_that_cannot_hold_a_tree_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = repository(random_heads(tiny_model("llama"), 3), tmp_path / "heads")
+    mamba = tiny_model("mamba")
+    with pytest.raises(ValueError, match="cannot hold a tree: it has layers whose state cannot branch"):
+        by_hub(mamba, folder, [1, 2, 3], max_new_tokens=4)
+    training = tiny_model("llama").train()
+    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
+        by_hub(training, folder, [1, 2, 3], max_new_tokens=4)
+    wrong = tiny_model("llama")
+    forward = wrong.forward
+    monkeypatch.setattr(wrong, "forward", lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None}))
+    with pytest.raises(ValueError, match="does not follow our masks"):
+        by_hub(wrong, folder, [1, 2, 3], max_new_tokens=4)
+
+
+def test_heads_for_another_model_are_refused(llama: Any, tmp_path: Path) -> None:
+    other = tiny_model("llama", hidden_size=48)
+    folder = repository(random_heads(other, 2), tmp_path / "heads", [[0]])
+    with pytest.raises(ValueError, match="have hidden_size 48, the model"):
+        by_hub(llama, folder, [1, 2, 3], max_new_tokens=4)
+
+
+def test_longrope_is_not_crossed(tmp_path: Path) -> None:
+    model = tiny_model("phi3, longrope")
+    boundary = model.config.rope_parameters["original_max_position_embeddings"]
+    folder = repository(random_heads(model, 2), tmp_path / "heads", [[0], [1], [0, 0]])
+    prompt = random_ids(boundary - 6)
+    out = by_hub(model, folder, prompt, max_new_tokens=6, do_sample=False)
+    assert out[0, -6:].tolist() == plain(model, prompt, max_new_tokens=6)
+    with pytest.raises(ValueError, match=f"once it passes {boundary} tokens"):
+        by_hub(model, folder, prompt, max_new_tokens=7, do_sample=False)
+
+
+# ------------------------------------------------------------------------------------------- without anything of ours
+
+ALONE = """
+import builtins, json, sys
+
+real = builtins.__import__
+def guarded(name, *args, **kwargs):
+    if name.split(".")[0] in ("medusa", "train", "decode"):
+        raise ImportError(f"{name} must not be needed")
+    return real(name, *args, **kwargs)
+builtins.__import__ = guarded
+
+import torch
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+results = []
+for job in json.loads(sys.argv[1]):
+    model = AutoModelForCausalLM.from_pretrained(job["backbone"], dtype="float32")
+    for settings in job["settings"]:
+        torch.manual_seed(3)
+        lengths = []
+        out = model.generate(
+            torch.tensor([job["prompt"]]), custom_generate=job["heads"], trust_remote_code=True, **settings,
+            max_new_tokens=48, medusa_step_lengths=lengths,
+        )
+        results.append([out[0, len(job["prompt"]):].tolist(), lengths])
+assert not {"medusa", "train", "decode"} & set(sys.modules)
+print(json.dumps(results))
+"""
+
+
+def test_without_our_packages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The embedded backbone and its heads, and the original's own heads for stories260K, exported by the command."""
+    pairs = [("demo", str(DEMO_BACKBONE), "demo", [0, 403, 378])]
+    try:
+        models = request.getfixturevalue("shared") / "models"
+        original = str(models / "stories260K-medusa5-original")
+        pairs.append((str(models / "stories260K"), str(models / "stories260K"), original, [1, 403, 407, 261]))
+    except pytest.skip.Exception:
+        pass  # the embedded one is enough where nothing else lies
+    settings: list[dict[str, Any]] = [{"do_sample": False}, SAMPLED]
+    jobs, expected = [], []
+    for index, (name, folder, heads, prompt) in enumerate(pairs):
+        output = str(tmp_path / f"export{index}")
+        words = ["export", "--heads", heads, "--to", "hub", "--output", output, "--backbone", name]
+        assert main([*words, "--quiet"]) == 0
+        jobs.append({"backbone": folder, "heads": output, "prompt": prompt, "settings": settings})
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        ours = MedusaHeads.from_pretrained(output, dtype=torch.float32)
+        for chosen in settings:
+            torch.manual_seed(3)
+            found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=48, **chosen)]
+            expected.append([[token for ids in found for token in ids], [len(ids) for ids in found]])
+    (tmp_path / "elsewhere").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE, json.dumps(jobs)],
+        cwd=tmp_path / "elsewhere",
+        env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected
+    assert all(max(lengths) > 1 for _, lengths in expected), "heads that fit are right now and then"
+
+
+def test_code_imports_little() -> None:
+    """transformers tries every import of such a file, and tells its reader to install what is missing."""
+    from transformers.dynamic_module_utils import get_imports
+
+    standard = set(sys.stdlib_module_names)
+    assert set(get_imports(CODE)) - standard == {"torch", "transformers", "safetensors"}
+
+
+# -------------------------------------------------------------------------------------------------- to and from the Hub
+
+
+def in_cache(repo_id: str, folder: Path, cache: Path) -> None:
+    """Lay `folder` into a cache as the Hub's library does: files by commit, and a ref that names the commit."""
+    place = cache / f"models--{repo_id.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(COMMIT)
+    (place / "snapshots").mkdir()
+    folder.rename(place / "snapshots" / COMMIT)
+
+
+def test_heads_of_a_hub_id(llama: Any, tmp_path: Path) -> None:
+    heads = random_heads(llama, 3)
+    repository(heads, tmp_path / "heads")
+    in_cache("org/some-heads.v1", tmp_path / "heads", tmp_path / "cache")
+    local: dict[str, Any] = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+    for revision in (None, "main", COMMIT):
+        again = MedusaHeads.from_pretrained("org/some-heads.v1", revision=revision, **local)
+        assert torch.equal(again.lm_heads, heads.lm_heads)
+    with pytest.raises(RequestError, match=r"no heads at org/some-heads\.v1"):
+        MedusaHeads.from_pretrained("org/some-heads.v1", revision="other", **local)
+    # And for plain transformers: code and weights of one commit.
+    prompt, lengths = random_ids(9, seed=2), []
+    out = by_hub(
+        llama, "org/some-heads.v1", prompt, max_new_tokens=16, do_sample=False, medusa_step_lengths=lengths, **local
+    )
+    assert out[0, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
+    assert min(lengths[:-1]) > 1
+
+
+def test_what_is_asked_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository(random_heads(llama, 2), tmp_path / "heads", [[0]])
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path / "heads")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    MedusaHeads.from_pretrained("org/heads", revision="v2", token="secret", cache_dir="there")
+    patterns = asked.pop("allow_patterns")
+    assert asked == {
+        "name": "org/heads",
+        "revision": "v2",
+        "token": "secret",
+        "cache_dir": "there",
+        "local_files_only": False,
+    }
+    assert {CONFIG, PROVENANCE, WEIGHTS} <= set(patterns)
+    assert not any(pattern.endswith((".py", "*")) for pattern in patterns), "code is never fetched"
+
+
+class FakeHub:
+    """HfApi as far as pushing asks it; uses_context what it was asked and what was uploaded."""
+
+    def __init__(self, refuses: Exception | None = None) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.files: dict[str, bytes] = {}
+        self.refuses = refuses
+
+    def __call__(self, token: Any = None) -> FakeHub:
+        self.calls.append(("token", {"token": token}))
+        return self
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls.append(("create_repo", {"repo_id": repo_id} | options))
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_branch(self, repo_id: str, **options: Any) -> None:
+        self.calls.append(("create_branch", {"repo_id": repo_id} | options))
+
+    def upload_folder(self, *, folder_path: str, **options: Any) -> Any:
+        folder = Path(folder_path)
+        self.files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        self.calls.append(("upload_folder", options))
+        return SimpleNamespace(commit_url="https://huggingface.co/org/heads/commit/1")
+
+
+def test_push(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = random_heads(llama, 3, base_model_name_or_path="org/model")
+    heads.save_pretrained(tmp_path / "saved", provenance={"command": "medusa train /home/me/x.yaml", "config": {}})
+    heads = MedusaHeads.from_pretrained(tmp_path / "saved")
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    url = heads.push_to_hub("org/heads", private=True, token="t", revision="v2", license="mit")
+    assert url == "https://huggingface.co/org/heads/commit/1"
+    message = {"commit_message": "3 medusa heads for org/model"}
+    assert hub.calls == [
+        ("token", {"token": "t"}),
+        ("create_repo", {"repo_id": "org/heads", "private": True, "exist_ok": True}),
+        ("create_branch", {"repo_id": "org/heads", "branch": "v2", "exist_ok": True}),
+        ("upload_folder", {"repo_id": "org/heads", "revision": "v2"} | message),
+    ]
+    assert set(hub.files) == {CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
+    assert hub.files[GENERATE] == CODE.read_bytes()
+    assert json.loads(hub.files[PROVENANCE])["command"] == "medusa train x.yaml"
+    card = hub.files[CARD].decode()
+    assert 'custom_generate="org/heads"' in card
+    assert "base_model: org/model\n" in card
+    assert heads.config.tree is None, "these heads themselves are left alone"
+
+    heads.push_to_hub("org/heads", commit_message="as said")
+    assert [name for name, _ in hub.calls[4:]] == ["token", "create_repo", "upload_folder"]
+    assert hub.calls[-1][1]["commit_message"] == "as said"
+
+
+def test_heads_that_the_code_does_not_know_are_pushed_without_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    push(random_heads(llama, 2, kind="hydra"), "org/heads")
+    assert set(hub.files) == {CONFIG, WEIGHTS, CARD}
+    card = hub.files[CARD].decode()
+    assert "custom_generate" not in card
+    assert "library_name: medusa-heads" in card
+
+
+def test_push_that_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = random_heads(llama, 2)
+    nobody_listens = functools.partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(refuses=HFValidationError("bad name")))
+    with pytest.raises(RequestError, match="bad name; log in with `hf auth login`"):
+        heads.push_to_hub("org/heads")
+    monkeypatch.setattr(huggingface_hub, "HfApi", nobody_listens)
+    with pytest.raises(RunError, match=r"refused; is the Hub reachable from here\?"):
+        heads.push_to_hub("org/heads", token="none")
+
+
+# ------------------------------------------------------------------------------------------------------- the card
+
+
+def metadata(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+BENCHMARK = {
+    "machine": {"processor": "Some CPU x 8", "gpu": None, "threads": 4, "dtype": "float32", "torch": "2.13.0"},
+    "settings": {
+        "prompts": 50,
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "acceptance": "greedy",
+        "backbone": "org/model",
+        "heads": "/home/me/runs/heads",
+        "drafter": "heads",
+        "nodes": 8,
+        "rounds": 3,
+        "batch_size": 1,
+        "date": "2026-05-01T10:00:00+00:00",
+    },
+    "methods": {
+        name: {
+            "tokens_per_second": {"median": rate, "min": rate - 1, "max": rate + 1},
+            "tau": tau,
+            "speedup_vs_generate": speedup,
+            "speedup_vs_generate_interval": interval,
+            "equal_to_plain": 0.98,
+            "accepted_by_depth": depths,
+        }
+        for name, rate, tau, speedup, interval, depths in (
+            ("transformers", 30.0, 1.0, 1.0, None, []),
+            ("medusa", 60.5, 2.4567, 2.0167, [1.9, 2.1], [0.8, 0.6]),
+        )
+    },
+}
+
+
+def test_card_says_what_was_measured(llama: Any) -> None:
+    heads = random_heads(llama, 3, base_model_name_or_path="org/model")
+    made = {
+        "command": "medusa train /home/me/x.yaml",
+        "config": {"data": {"path": "org/text", "split": "train"}, "training": {"max_steps": 9, "save_steps": 3}},
+        "data": {"documents": 12, "tokens": 3456},
+        "result": {"steps": 9, "head1_top1": 0.75, "head2_top1": 0.5},
+    }
+    holds = {"processor": "Some CPU x 8", "gpu": None, "threads": 4, "batch_size": 1, "temperature": 0.0}
+    points = [
+        {"nodes": 1, "paths": [], "tau": 1.0, "step_ms": 2.0, "dynamic": False},
+        {"nodes": 4, "paths": [[0], [1], [0, 0]], "tau": 2.0, "step_ms": 2.5, "dynamic": False},
+    ]
+    calibration = {"points": points, "chosen": 1, "temperatures": [1.0], "holds_for": holds, "texts": {}}
+    facts = Facts("me/heads", "apache-2.0", made, [calibration], BENCHMARK)
+    card = model_card(heads, facts, with_code=True)
+    assert metadata(card) == {
+        "base_model": "org/model",
+        "datasets": "org/text",
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["medusa", "speculative-decoding", "custom_generate"],
+    }
+    for line in (
+        "| data | from org/text, split train, documents 12, tokens 3,456 |",
+        "| recipe | max steps 9 |",
+        "| command | `medusa train x.yaml` |",
+        "head 1 75.0%, head 2 50.0%",
+        "| **these heads** | 60.5 (59.5 to 61.5) | 2.46 | 2.02 (95 %: 1.90 to 2.10) |",
+        "temperature 0, acceptance greedy, nodes 8, backbone org/model, heads heads, on 2026-05-01.",
+        "Some CPU x 8, threads 4, dtype float32, torch 2.13.0",
+        "Texts equal to plain decoding, token for token: 98.0% of the prompts.",
+        "1 80.0%, 2 60.0%",
+        "| Some CPU x 8, threads 4 | 1, temperature 0 | 4 nodes, static | 2.00 | 2.50, plain 2.00 | 1.60 |",
+        "`apache-2.0`, as their publisher says.",
+    ):
+        assert line in card
+    assert "/home" not in card
+
+
+def test_card_says_what_is_not_known(llama: Any) -> None:
+    card = model_card(random_heads(llama, 3), Facts(), with_code=True)
+    assert metadata(card).keys() == {"library_name", "pipeline_tag", "tags"}
+    for sentence in (
+        "Not known: they came without a record of their training.",
+        "Not measured: no benchmark came with these heads, so nothing is said about speed.",
+        "Their publisher has not said.",
+    ):
+        assert sentence in card
+    for claim in ("tokens/s", "faster", "speedup", "Which tree", "None"):
+        assert claim not in card
+
+
+def test_card_of_lossy_figures_says_so(llama: Any) -> None:
+    bench = json.loads(json.dumps(BENCHMARK))
+    bench["settings"] |= {"acceptance": "typical", "temperature": 0.7}
+    card = model_card(random_heads(llama, 3), Facts(benchmark=bench), with_code=True)
+    assert "`typical` is lossy" in card
+    assert "token for token" not in card
+
+
+def test_folders_of_this_machine_are_not_told() -> None:
+    told = {"path": "/home/me/own.jsonl", "words": ["medusa train /a/b.yaml backbone=/data/m data=~/d/x.jsonl 1/2"]}
+    kept = {"path": "own.jsonl", "words": ["medusa train b.yaml backbone=m data=x.jsonl 1/2"]}
+    assert without_folders(told) == kept
+    same = {"id": "org/model", "url": "https://huggingface.co/org/model", "relative": "runs/heads", "number": 1.5}
+    assert without_folders(same) == same
+
+
+def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("org/model-7B.v1")
+    for name in (None, "demo", "/org/model", "runs/model", "data/own.jsonl", "a/b/c"):
+        assert not is_hub_id(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"methods": {}}, "measured no heads"),
+        ({"machine": None}, "is no benchmark"),
+        ({"settings": {"heads": None}}, "measured no heads"),
+        ({"settings": {"heads": "h", "drafter": "ngram"}}, "measured drafter 'ngram' first"),
+    ],
+    ids=str,
+)
+def test_what_is_no_benchmark_of_heads(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(BENCHMARK | change))
+    with pytest.raises(RequestError, match=words):
+        read_benchmark(tmp_path / "bench.json")
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def export(*words: str) -> int:
+    return main(["export", "--to", "hub", *words])
+
+
+def test_export_of_the_shipped_heads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(BENCHMARK))
+    place = tmp_path / "out"
+    words = ["--heads", "demo", "--output", str(place), "--benchmark", str(tmp_path / "bench.json")]
+    assert export(*words, "--license", "cdla-sharing-1.0", "--repo-id", "me/heads") == 0
+    out = capsys.readouterr()
+    assert "measured /home/me/runs/heads, and this is demo" in out.err
+    assert 'custom_generate="me/heads"' in out.out
+    files = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+    assert files == {CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
+    config = json.loads((place / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == "demo"
+    assert str(DEMO_BACKBONE) not in (place / CONFIG).read_text()
+    assert metadata((place / CARD).read_text())["license"] == "cdla-sharing-1.0"
+
+
+def test_export_takes_calibrations_of_these_heads_only(llama: Any, tmp_path: Path) -> None:
+    from decode.bench.calibrate import fingerprint
+
+    heads = random_heads(llama, 2, base_model_name_or_path="org/model")
+    heads.save_pretrained(tmp_path / "heads")
+    points = [{"nodes": 1, "paths": [], "tau": 1.0, "step_ms": 2.0, "dynamic": False}]
+    content = [
+        {
+            "points": points,
+            "chosen": 0,
+            "temperatures": [1.0],
+            "texts": {},
+            "holds_for": {"processor": cpu, "dtype": "float32", "batch_size": 1, "temperature": 0.0, "heads": of},
+        }
+        for cpu, of in (("CPU of these", fingerprint(heads)), ("CPU of others", "0" * 16))
+    ]
+    (tmp_path / "heads" / "calibration.json").write_text(json.dumps(content))
+    assert export("--heads", str(tmp_path / "heads"), "--output", str(tmp_path / "out"), "--quiet") == 0
+    card = (tmp_path / "out" / CARD).read_text()
+    assert "CPU of these" in card
+    assert "CPU of others" not in card
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--license", "Apache 2"], "the license is 'Apache 2'; give the Hub's name"),
+        (["--repo-id", "heads"], "the repository is 'heads'; give its Hub id"),
+        (["--benchmark", "nowhere.json"], "no such file: nowhere.json"),
+        (["--to", "original-v1", "--license", "mit"], "--license is for the model card of --to hub"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_exports(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert export("--heads", "demo", "--output", str(tmp_path / "out"), *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kind": "hydra"}, {"kind": "eagle"}, {"prefix_layers": 1}, {"vocabulary": 40}], ids=str
+)
+def test_heads_that_the_code_does_not_know_are_not_exported(
+    settings: dict[str, Any], llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    heads = random_heads(llama, 2, base_model_name_or_path="org/model", **settings)
+    heads.save_pretrained(tmp_path / "heads")
+    assert export("--heads", str(tmp_path / "heads"), "--output", str(tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert "knows independent and cascaded heads, not heads with" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

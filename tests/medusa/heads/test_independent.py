@@ -1,0 +1,195 @@
+"""medusa/heads/independent.py: the identity at the start, every weight learns, and stacking changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medusa import MedusaConfig, MedusaHeads, RequestError
+from medusa.checkpoints.load import to_published
+from tests.helpers import random_heads, tiny_model
+
+K, H, V = 3, 8, 11
+KINDS = [
+    pytest.param(
+        {"block": block, "expansion": expansion, "num_layers": layers, "lm_head": lm_head},
+        id=f"{block}{expansion}-{layers}-{lm_head}",
+    )
+    for block, expansion in (("square", 1.0), ("mlp", 0.5), ("mlp", 2.0))
+    for layers in (1, 2)
+    for lm_head in ("own", "shared")
+]
+
+
+def fresh(**settings: Any) -> MedusaHeads:
+    return MedusaHeads(MedusaConfig(hidden_size=H, vocab_size=V, num_heads=K, **settings))
+
+
+def randomised(**settings: Any) -> MedusaHeads:
+    heads = fresh(**settings)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return heads
+
+
+def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
+    """The paper's formula with nn.Linear, one head after the other, from the published [out, in] tensors."""
+    tensors, config = to_published(heads), heads.config
+    outputs = []
+    for head in range(config.num_heads):
+        x = hidden
+        for layer in range(config.num_layers):
+
+            def linear(name: str, x: Tensor, at: str = f"{head}.{layer}") -> Tensor:
+                return nn.functional.linear(x, tensors[f"{at}.{name}.weight"], tensors[f"{at}.{name}.bias"])
+
+            if config.block == "square":
+                x = x + nn.functional.silu(linear("linear", x))
+            else:
+                x = x + linear("down", nn.functional.silu(linear("up", x)))
+        outputs.append(x)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_at_the_start_heads_are_exactly_the_identity(settings: dict) -> None:
+    """The original's is not: nn.Linear's random bias was left in place (docs/original D13)."""
+    hidden = torch.randn(2, 5, H)
+    features = fresh(**settings).features(hidden)
+    assert features.shape == (K, 2, 5, H)
+    assert all(torch.equal(features[head], hidden) for head in range(K))
+
+
+def test_an_mlp_starts_as_nn_linear_does() -> None:
+    """`up` is uniform within 1 / sqrt(H), its bias zero: nothing of it may be whatever lay in context_kv."""
+    hidden = 64
+    block = MedusaHeads(MedusaConfig(hidden_size=hidden, vocab_size=V, num_heads=K, block="mlp")).blocks[0]
+    assert block.up.abs().max() <= hidden**-0.5
+    # Standard deviation of a uniform draw; 12288 draws estimate it to about 0.4 %.
+    assert block.up.std().item() == pytest.approx(hidden**-0.5 / 3**0.5, rel=0.03)
+    assert not any(part.any() for part in (block.up_bias, block.down, block.down_bias))
+
+
+@pytest.mark.parametrize("block", ["square", "mlp"])
+def test_at_the_start_own_lm_heads_give_the_backbones_guess(block: str) -> None:
+    lm_head = nn.Linear(H, V, bias=False)
+    heads = fresh(block=block, lm_head="own")
+    heads.start_from(lm_head.weight)
+    hidden = torch.randn(4, H)
+    # Another matrix product sums in another order: a few float32 roundings (6e-8) of values around 1.
+    torch.testing.assert_close(heads(hidden), lm_head(hidden).expand(K, -1, -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", KINDS)
+@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam])
+def test_every_weight_learns(settings: dict, optimiser: type) -> None:
+    """An MLP's `up` has no gradient until `down` has left zero, hence three steps; no entry may stay where it was."""
+    heads, lm_head = fresh(**settings), nn.Linear(H, V)
+    heads.start_from(lm_head.weight)
+    before = {name: parameter.detach().clone() for name, parameter in heads.named_parameters()}
+    training = optimiser(heads.parameters(), lr=0.05)
+    hidden, labels = torch.randn(64, H), torch.randint(0, V, (K, 64))
+    for _ in range(3):
+        logits = heads(hidden, lm_head)
+        training.zero_grad()
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        training.step()
+    for name, parameter in heads.named_parameters():
+        moved = (parameter != before[name]).flatten(1).any(1)  # per head
+        assert moved.all(), f"{name} of the heads {(~moved).nonzero()[:, 0].tolist()} never moved"
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_heads_are_separate(settings: dict) -> None:
+    """`[ResBlock(h)] * n` of the original was one block n times (D12)."""
+    heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
+    before = heads(hidden, lm_head)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter[1] += 1
+    after = heads(hidden, lm_head)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[2], after[2])
+    assert not torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_layers_are_separate(settings: dict) -> None:
+    heads = fresh(**settings)
+    storages = [parameter.data_ptr() for parameter in heads.parameters()]
+    assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("settings", KINDS)
+@pytest.mark.parametrize("shape", [(H,), (5, H), (2, 3, H)])
+def test_stacked_heads_equal_a_loop_over_linears(settings: dict, shape: tuple) -> None:
+    heads, lm_head = randomised(**settings), nn.Linear(H, V, bias=False)
+    hidden = torch.randn(shape)
+    features = slow_features(heads, hidden)
+    # Sums of 8 to 16 products of order 1 in another order: some ten roundings of 6e-8; a wrong index errs by order 1.
+    torch.testing.assert_close(heads.features(hidden), features, rtol=1e-5, atol=1e-5)
+    if heads.lm_heads is None:
+        expected = lm_head(features)
+    else:
+        published = to_published(heads)
+        expected = torch.stack([features[k] @ published[f"{k}.{heads.config.num_layers}.weight"].T for k in range(K)])
+    assert expected.shape == (K, *shape[:-1], V)
+    torch.testing.assert_close(heads(hidden, lm_head), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_the_first_heads_alone_give_what_they_give_among_all(settings: dict) -> None:
+    heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
+    everything = heads(hidden, lm_head)
+    for count in (1, 2, K):
+        some = heads(hidden, lm_head, count)
+        assert some.shape[0] == count
+        torch.testing.assert_close(some, everything[:count], rtol=1e-5, atol=1e-5)
+
+
+def test_num_parameters() -> None:
+    assert fresh(block="square", lm_head="shared").num_parameters == K * (H * H + H)
+    assert fresh(block="square", lm_head="own").num_parameters == K * (H * H + H + H * V)
+    assert fresh(block="mlp", expansion=2.0, lm_head="shared").num_parameters == K * (2 * H * 2 * H + 3 * H)
+
+
+def test_heads_hold_no_part_of_the_backbone() -> None:
+    heads = random_heads(tiny_model("llama"), lm_head="shared")
+    assert {name.split(".")[0] for name in heads.state_dict()} == {"blocks"}
+
+
+def test_shared_heads_need_the_lm_head() -> None:
+    with pytest.raises(RequestError, match="lm_head"):
+        fresh(lm_head="shared")(torch.randn(1, H))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "oak"},
+        {"block": "round"},
+        {"lm_head": "none"},
+        {"num_heads": 0},
+        {"num_layers": -1},
+        {"hidden_size": 0},
+        {"hidden_size": True},
+        {"hidden_size": "8"},
+        {"vocab_size": 0},
+        {"expansion": 0},
+        {"expansion": float("nan")},
+        {"expansion": "4"},
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings: dict) -> None:
+    with pytest.raises(RequestError) as error:
+        MedusaConfig(**({"hidden_size": H} | settings))
+    assert f"heads.{next(iter(settings))}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_own_lm_heads_need_a_vocabulary() -> None:
+    with pytest.raises(RequestError, match="vocab_size"):
+        MedusaHeads(MedusaConfig(hidden_size=H, lm_head="own"))

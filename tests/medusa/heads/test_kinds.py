@@ -1,0 +1,263 @@
+"""medusa/kinds: every kind of heads by what it is said to compute, on disk and back, and refused where it is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from medusa import MedusaHeads
+from medusa.checkpoints.load import CONFIG, WEIGHTS
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError
+from medusa.heads.kinds import KINDS, build
+from medusa.heads.sequential import SequentialHeads, normalised
+
+H, V, K = 6, 11, 3
+
+
+def fresh(kind: str, seed: int | None = None, **settings: Any) -> MedusaHeads:
+    """With a seed all weights are random; without, they are as training starts."""
+    heads = build(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K, "kind": kind} | settings))
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return heads
+
+
+def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, H, generator=generator), torch.randn(5, K, H, generator=generator)
+
+
+@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
+    """So that training starts from the backbone's own guess."""
+    hidden, following = inputs()
+    features = fresh(kind, block=block, num_layers=2, lm_head="shared").features(hidden, following=following)
+    assert torch.equal(features, hidden.expand(K, -1, -1))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
+def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> None:
+    """Written down once more, a head at a time."""
+    heads = fresh(kind, 1, block=block, num_layers=layers, expansion=2.0, lm_head="shared")
+    assert isinstance(heads, SequentialHeads)
+    hidden, following = inputs()
+    state, seen, expected = hidden, hidden, []
+    for head in range(K):
+        token = following[:, head] / following[:, head].pow(2).mean(-1, keepdim=True).sqrt()
+        seen = torch.cat([seen, token], dim=-1)
+        x, z = {
+            "cascade": (state, state),
+            "hydra": (hidden, seen),
+            "recurrent": (state, torch.cat([state, token], dim=-1)),
+        }[kind]
+        for layer in heads.stacks[head].layers:
+            weights = dict(layer.named_parameters())
+            if block == "square":
+                x = x + F.silu(z @ weights["linear.weight"].T + weights["linear.bias"])
+            else:
+                inner = F.silu(z @ weights["up.weight"].T + weights["up.bias"])
+                x = x + inner @ weights["down.weight"].T + weights["down.bias"]
+            z = x
+        state = x
+        expected.append(x)
+    torch.testing.assert_close(heads.features(hidden, following=following), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def apply_rope(x: torch.Tensor, position: int) -> torch.Tensor:
+    """x [D] with coordinates i and i + D / 2 rotated by an angle of position 10000^(-2 i / D) (Su et al. 2021)."""
+    half = len(x) // 2
+    plane = torch.complex(x[:half].double(), x[half:].double())
+    plane = plane * torch.exp(1j * position * 10_000.0 ** (-torch.arange(half) / half))
+    return torch.cat([plane.real, plane.imag]).to(x.dtype)
+
+
+@torch.no_grad()
+def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.Tensor], start: int) -> torch.Tensor:
+    """The layer over a whole text of pairs (features[i], tokens[i]), [H] each -> its output at the last one [H].
+
+    No cache, no tree: every query attends to all pairs from `start` on, where its document begins.
+    """
+    weights = dict(heads.named_parameters())
+    count, size = heads.count, H // heads.count
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x / x.pow(2).mean().sqrt()
+
+    pairs = [torch.cat([scaled(f), scaled(e)]) for f, e in zip(features[start:], tokens[start:], strict=True)]
+    of_query, of_key, of_value = weights["pair.weight"].split(H)
+    query, mixed = of_query @ pairs[-1], []
+    for head in range(count):
+        part = slice(head * size, (head + 1) * size)
+        q = apply_rope(query[part], len(pairs) - 1)
+        keys = [apply_rope((of_key @ pair)[part], at) for at, pair in enumerate(pairs)]
+        values = [(of_value @ pair)[part] for pair in pairs]
+        share = torch.stack([q @ key for key in keys]).div(size**0.5).softmax(0)
+        mixed.append(sum(s * value for s, value in zip(share, values, strict=True)))
+    x = features[-1] + weights["out.weight"] @ torch.cat(mixed)
+    x_and_token = torch.cat([x, scaled(tokens[-1])])
+    return x + (
+        weights["stack.layers.0.down.weight"]
+        @ F.silu(weights["stack.layers.0.up.weight"] @ x_and_token + weights["stack.layers.0.up.bias"])
+        + weights["stack.layers.0.down.bias"]
+    )
+
+
+def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
+    """Trained on whole rows: every step at every position, as the layer would run over that path and nothing else."""
+    heads = fresh("eagle", 6, block="mlp", lm_head="shared")
+    generator = torch.Generator().manual_seed(7)
+    rows, length, vocab = 2, 7, 5
+    hidden, table = (torch.randn(*shape, H, generator=generator) for shape in ((rows, length), (vocab,)))
+    ids = torch.randint(vocab, (rows, length + K), generator=generator)
+    documents = torch.tensor([[0] * length, [0, 0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([list(range(length)), [0, 1, 2, 0, 1, 2, 3]])
+    following = table[ids[:, 1:]].unfold(1, K, 1).transpose(2, 3)  # [B, T, K, H]
+    place = torch.tensor([0, 2, 6, 7, 9, 10, 13])
+    context_kv = heads.context_kv(hidden, ids[:, 1 : length + 1], lambda i: table[i], positions, documents, place)
+    found = heads.features(hidden.flatten(0, 1)[place], following=following.flatten(0, 1)[place], context_kv=context_kv)
+    whole = heads.context_kv(hidden, ids[:, 1 : length + 1], lambda i: table[i], positions, documents)
+    everywhere = heads.features(hidden, following=following, context_kv=whole)
+    torch.testing.assert_close(everywhere.flatten(1, 2)[:, place], found)
+    for column, (row, at) in enumerate((int(p) // length, int(p) % length) for p in place):
+        start = 3 if row == 1 and at >= 3 else 0
+        features, tokens = list(hidden[row, : at + 1]), list(table[ids[row, 1 : at + 2]])
+        for step in range(K):
+            out = eagle_by_hand(heads, features, tokens, start)
+            torch.testing.assert_close(found[step, column], out, rtol=1e-4, atol=1e-5)
+            features.append(out)  # not the backbone's: training-time test
+            tokens.append(table[ids[row, (at + step + 2) % (length + K)]])  # after the last step nobody looks
+
+
+def test_eagle_sees_the_pairs_before_it_and_no_other_document() -> None:
+    heads, hidden = fresh("eagle", 8, lm_head="shared"), inputs()[0][None]
+    ids, documents = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1]])
+    table, positions = torch.randn(6, H, generator=torch.Generator().manual_seed(9)), torch.tensor([[0, 1, 0, 1, 2]])
+    following = table[ids[:, 1:]][:, :, None].expand(-1, -1, K, -1)
+
+    def features(of: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
+        context_kv = heads.context_kv(of, next_ids, lambda i: table[i], positions, documents)
+        return heads.features(hidden, following=following, context_kv=context_kv)  # the queries stay as they are
+
+    before = features(hidden, ids[:, 1:])
+    for changed in range(5):
+        other, tokens = hidden.clone(), ids[:, 1:].clone()
+        other[:, changed] += torch.linspace(-1, 2, H)
+        tokens[:, changed] = 0
+        expected = [at > changed and documents[0, at] == documents[0, changed] for at in range(5)]
+        for again in (features(other, ids[:, 1:]), features(hidden, tokens)):
+            for step in range(K):
+                assert (again != before)[step, 0].any(-1).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
+    heads = fresh(kind, 2, lm_head="shared")
+    hidden, following = inputs()
+    features = heads.features(hidden, following=following)
+    for changed in range(K):
+        other = following.clone()
+        other[:, changed] += torch.linspace(-1, 2, H)
+        differs = [
+            not torch.equal(a, b) for a, b in zip(features, heads.features(hidden, following=other), strict=True)
+        ]
+        assert differs == [heads.follows_path and head >= changed for head in range(K)]
+
+
+@pytest.mark.parametrize("kind", ["hydra", "recurrent", "eagle"])
+def test_heads_that_follow_the_path_ask_for_it(kind: str) -> None:
+    with pytest.raises(RequestError, match=kind):
+        fresh(kind).features(inputs()[0])
+
+
+def test_embeddings_come_at_the_scale_of_hidden_states() -> None:
+    """Backbones keep them at 0.02 or at 30; the heads see the direction."""
+    token = inputs()[0]
+    torch.testing.assert_close(normalised(token * 1000), normalised(token * 0.1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(normalised(token).pow(2).mean(-1), torch.ones(5), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
+    heads = fresh(kind, 3, lm_head=lm_head, block="mlp", num_layers=2, expansion=1.5)
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert type(again) is type(heads)
+    assert again.config == heads.config
+    hidden, following = inputs()
+    lm_head_module = torch.nn.Linear(H, V, bias=False)
+    assert torch.equal(
+        heads(hidden, lm_head_module, following=following), again(hidden, lm_head_module, following=following)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_attention_goes_with_every_kind(kind: str, tmp_path: Path) -> None:
+    """The identity at the start; then it looks back, never ahead, and never into another document; saved and loaded."""
+    hidden, positions = torch.randn(2, 7, H, generator=torch.Generator().manual_seed(0)), torch.arange(7).expand(2, -1)
+    documents = torch.tensor([[0] * 7, [0, 0, 0, 1, 1, 1, 1]])
+    assert torch.equal(fresh(kind, prefix_layers=2).read(hidden, positions), hidden)
+    heads = fresh(kind, 5, prefix_layers=2)
+    before = heads.read(hidden, positions, documents)
+    for changed in range(7):
+        other = hidden.clone()
+        other[:, changed] += 1
+        differs = (heads.read(other, positions, documents) != before).any(-1)
+        assert differs[0].tolist() == [at >= changed for at in range(7)]
+        assert differs[1].tolist() == [at >= changed and (at >= 3) == (changed >= 3) for at in range(7)]
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert torch.equal(again.read(hidden, positions, documents), before)
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    fresh("hydra", 4).save_pretrained(tmp_path)
+    tensors, config = load_file(tmp_path / WEIGHTS), json.loads((tmp_path / CONFIG).read_text())
+    name = "stacks.1.layers.0.linear.weight"
+
+    def refused(changed: dict[str, torch.Tensor], settings: dict[str, Any], match: str) -> None:
+        save_file(changed, tmp_path / WEIGHTS)
+        (tmp_path / CONFIG).write_text(json.dumps(settings))
+        with pytest.raises(RequestError, match=match):
+            MedusaHeads.from_pretrained(tmp_path)
+
+    refused({n: t for n, t in tensors.items() if n != name}, config, f"misses the tensor {name}")
+    refused(tensors | {name: tensors[name][:, 1:].contiguous()}, config, rf"{name} has the shape")
+    refused(tensors | {"more": torch.ones(1)}, config, "more, which belongs to no head")
+    refused(tensors, config | {"kind": "oak"}, "oak")
+    refused(tensors, {"kind": "hydra"}, "does not say what these heads are")
+
+
+def test_gated_eagle_heads_start_as_the_backbones_guess_at_another_temperature() -> None:
+    hidden, following = inputs()
+    features = fresh("eagle", block="gated", lm_head="shared").features(hidden, following=following)
+    direction = F.normalize(hidden, dim=-1).expand(K, -1, -1)
+    torch.testing.assert_close(F.normalize(features, dim=-1), direction)
+
+
+def test_gated_blocks_belong_to_one_layer_of_kind_eagle() -> None:
+    for settings in ({"kind": "recurrent"}, {"kind": "medusa"}, {"kind": "eagle", "num_layers": 2}):
+        with pytest.raises(RequestError, match="gated"):
+            fresh(**settings, block="gated")
+
+
+def test_gated_eagle_heads_on_disk_and_back(tmp_path: Path) -> None:
+    heads = fresh("eagle", 3, block="gated", expansion=1.5, lm_head="shared")
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert set(again.state_dict()) == set(heads.state_dict())
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
+    assert again.config.servable
