@@ -22,8 +22,9 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from decode.bench.calibrate import Recording, calibrate, foretold_tau_elsewhere, grow, predicted_tau, record
+from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree, Layout
-from decode.results import Result, medusa_method, plain_method, tau
+from decode.results import Result, tau
 from decode.settings import Settings
 from decode.timers import stopwatch
 from medusa.backbone import Backbone

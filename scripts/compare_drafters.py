@@ -29,11 +29,11 @@ from rich.table import Table
 
 from decode.bench import benchmark
 from decode.bench import losslessness as evidence
+from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.draft import DrafterConfig, DrafterFactory
 from decode.drafters import parse
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
-from decode.results import medusa_method, plain_method, transformers_method
 from decode.settings import Settings
 from decode.timers import stopwatch
 from medusa.backbone import Loaded

@@ -30,12 +30,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from decode.bench import benchmark, calibrate
+from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import regions as compiled
 from decode.drafters.dynamic_tree import Layout
 from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Session
 from decode.request import prepare
-from decode.results import Method, medusa_method, plain_method, tau
+from decode.results import tau
 from decode.settings import Settings
 from decode.timers import stopwatch
 from decode.tree_check import require_tree_forward

@@ -21,7 +21,8 @@ from rich.table import Table
 from decode.bench import calibrate
 from decode.bench.benchmark import machine
 from decode.bench.chi2 import median_interval
-from decode.results import Method, medusa_method, plain_method, tau
+from decode.bench.methods import Method, medusa_method, plain_method
+from decode.results import tau
 from decode.settings import Settings
 from decode.timers import stopwatch
 from decode.tree_check import require_tree_forward

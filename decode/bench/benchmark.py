@@ -24,7 +24,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from decode.results import Method, Result, prompt_seeds, tau
+from decode.bench.methods import Method
+from decode.results import Result, prompt_seeds, tau
 from decode.timers import STAGES, StageTimer
 
 DRAWS = 2000

@@ -28,10 +28,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.bench.benchmark import machine
+from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import TOP, DynamicTree, Layout
 from decode.generation import medusa_session
 from decode.request import prepare
-from decode.results import medusa_method, plain_method, tau
+from decode.results import tau
 from decode.settings import Settings
 from decode.timers import stopwatch
 from medusa.backbone import Backbone

@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, ended_at, typical
 from decode.bench.chi2 import Comparison, compare, together
+from decode.bench.methods import Method
 from decode.draft import Draft, DrafterContext, DrafterFactory
 from decode.drafters import DrafterLike, drafter_factory
 from decode.drafters.dynamic_tree import DynamicTree, Layout
@@ -26,7 +27,6 @@ from decode.drafters.heads import HeadsDrafter, head_logits
 from decode.drafters.paths import PathDrafter
 from decode.loop import Session
 from decode.request import prepare, require_amateur
-from decode.results import Method
 from decode.sampling import SharedDraws, Truncation
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast

@@ -193,7 +193,7 @@ def measure(
     import torch
 
     from decode.bench import benchmark
-    from decode.results import medusa_method, plain_method, transformers_method
+    from decode.bench.methods import medusa_method, plain_method, transformers_method
     from decode.timers import StageTimer
     from medusa.backbone import require_tree_support
     from medusa.heads.independent import bytes_of
@@ -271,7 +271,7 @@ def commit() -> str | None:
 def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> list[Contender]:
     """The other ways to guess ahead that `model.generate` has."""
     from decode.bench.benchmark import Contender
-    from decode.results import transformers_method
+    from decode.bench.methods import transformers_method
     from medusa.backbone import load_backbone
     from medusa.files import ASSETS
 
@@ -308,7 +308,7 @@ def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> li
 def drafting(spec: str, source: DrafterFactory, loaded: Loaded, settings: Settings) -> Contender:
     """A further drafter that takes part."""
     from decode.bench.benchmark import Contender
-    from decode.results import medusa_method
+    from decode.bench.methods import medusa_method
 
     return Contender(spec, medusa_method(loaded.model, source.heads, settings, loaded.tokenizer, drafter=source))
 
@@ -341,8 +341,8 @@ def lossy(
     backbone's own; text above it is more predictable than the model speaks, text below it less.
     """
     from decode.bench.benchmark import Contender, summarize
+    from decode.bench.methods import medusa_method, plain_method, transformers_method
     from decode.request import LOSSY
-    from decode.results import medusa_method, plain_method, transformers_method
     from medusa.backbone import Backbone
 
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -399,7 +399,8 @@ def looked_into(
     """What only a report shows: the nodes that steps accepted, and the calibration that holds here, if there is one."""
     from decode.bench import calibrate
     from decode.bench.benchmark import accepted_by_node
-    from decode.results import medusa_method, prompt_seeds
+    from decode.bench.methods import medusa_method
+    from decode.results import prompt_seeds
     from medusa.backbone import Backbone
 
     heads = source.heads

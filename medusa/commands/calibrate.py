@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> None:
     from rich.progress import Progress
 
     from decode.bench import calibrate
+    from decode.bench.methods import medusa_method, plain_method
     from decode.request import require_fitting
-    from decode.results import medusa_method, plain_method, prompt_seeds, tau
+    from decode.results import prompt_seeds, tau
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids
 

@@ -135,7 +135,7 @@ class _Terminal:
             self._answer(turn)
         about = self.settings.to_dict() | {"backbone": self.args.backbone, "heads": self.args.heads}
         about |= common.drafter_json(self.args.drafter, self.writer.source)
-        written = [result.to_dict(self.writer.tokenizer, self.settings.stop) for result in self.results]
+        written = [result.to_json(self.writer.tokenizer, self.settings.stop) for result in self.results]
         common.write_results(self.args, {"settings": about, "results": written})
 
     def _say_what_this_is(self) -> None:

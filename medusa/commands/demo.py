@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from decode.results import Method, Result
+    from decode.bench.methods import Method
+    from decode.results import Result
     from medusa.backbone import Loaded
     from medusa.heads.independent import MedusaHeads
 
@@ -129,7 +130,7 @@ def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, 
 
 def tell(args: argparse.Namespace, console: Console, loaded: Loaded, heads: MedusaHeads, prompt: list[int]) -> None:
     """Stage 3: one story, side by side."""
-    from decode.results import medusa_method, plain_method
+    from decode.bench.methods import medusa_method, plain_method
     from decode.settings import Settings
 
     folder = Path(args.output) / "heads"

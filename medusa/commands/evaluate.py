@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     common.check_models(args)
 
+    from decode.bench.methods import plain_method
     from decode.request import require_fitting
-    from decode.results import plain_method
     from decode.settings import Settings
     from medusa.backbone import Backbone
     from medusa.records import prompt_ids

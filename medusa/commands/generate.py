@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
     common.check_models(args, *([] if plan is None else [plan]))
 
-    from decode.results import Result, medusa_method, plain_method, prompt_seeds, tau
+    from decode.bench.methods import medusa_method, plain_method
+    from decode.results import Result, prompt_seeds, tau, text_of
     from medusa.backbone import require_tree_support
     from medusa.records import prompt_ids
 
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
                 streamer.end()
             elif not args.quiet:
                 for result in results[-len(batch) :]:
-                    print(result.to_dict(tokenizer, settings.stop)["text"] if tokenizer else result.new_ids)
+                    print(text_of(result.new_ids, tokenizer, settings.stop) if tokenizer else result.new_ids)
             if recorder is not None:
                 for result in results[-len(batch) :]:
                     assert result.hidden is not None
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     _say_how_it_went(args, source, sum(len(result.new_ids) for result in results), seconds, tau(results))
     about = settings.to_dict() | {"backbone": args.backbone, "heads": args.heads}
     about |= common.drafter_json(args.drafter, source)
-    common.write_results(args, {"settings": about, "results": [r.to_dict(tokenizer, settings.stop) for r in results]})
+    common.write_results(args, {"settings": about, "results": [r.to_json(tokenizer, settings.stop) for r in results]})
 
 
 def _recorder(

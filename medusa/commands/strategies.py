@@ -128,12 +128,12 @@ def run(args: argparse.Namespace, beams: Beams, loaded: Loaded, prompts: list[li
 
 def _beam(args: argparse.Namespace, beams: Beams, loaded: Loaded, prompts: list[list[int]], settings: Settings) -> Any:
     """transformers' own, which stops no sooner than nothing better can come."""
-    from decode.results import transformers_method
+    from decode.bench.methods import transformers_method
 
     options = {"num_beams": beams.num_beams, "length_penalty": beams.length_penalty, "early_stopping": "never"}
     method = transformers_method(loaded.model, settings, loaded.tokenizer, **options)
     for batch in common.batches(prompts, args.batch_size):
-        yield from (result.to_dict(loaded.tokenizer) for result in method(batch))
+        yield from (result.to_json(loaded.tokenizer) for result in method(batch))
 
 
 def _best_first(
@@ -156,4 +156,4 @@ def _best_first(
         best = found.hypotheses[0]
         result = Result(prompt, best.ids, finish_reason=best.finish_reason, seconds=perf_counter() - start)
         cost = {"calls": found.calls, "beam_calls": found.beam_calls(beams.num_beams), "dropped": found.dropped}
-        yield result.to_dict(loaded.tokenizer) | {"search": cost | {"log_probability": best.log_probability}}
+        yield result.to_json(loaded.tokenizer) | {"search": cost | {"log_probability": best.log_probability}}

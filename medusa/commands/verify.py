@@ -129,7 +129,7 @@ def measure(
     from rich.progress import Progress
 
     from decode.bench import losslessness as evidence
-    from decode.results import medusa_method, plain_method
+    from decode.bench.methods import medusa_method, plain_method
 
     model = loaded.model
     temperatures = (0.5, 1.0, 1.5) if args.full else (1.0,)

@@ -17,9 +17,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from decode.bench import calibrate
+from decode.bench.methods import medusa_method
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
-from decode.results import Result, medusa_method
+from decode.results import Result
 from decode.timers import STAGES
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone, load_backbone
@@ -612,7 +613,7 @@ def test_verify_tells_of_a_text_that_ends_early(
         whole = medusa_method(*args, **kwargs)
         return lambda prompts: [Result(r.input_ids, r.new_ids[:3]) for r in whole(prompts)]
 
-    monkeypatch.setattr("decode.results.medusa_method", cut)
+    monkeypatch.setattr("decode.bench.methods.medusa_method", cut)
     done, report = verify(medusa, place, tmp_path)
     assert done.status == 1
     assert "<td>the end</td>" in report.read_text(encoding="utf-8")

@@ -1,34 +1,12 @@
-"""Finished texts of every method: what they hold, and that methods agree."""
+"""Finished texts: their text, their JSON form and tau."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
-from decode.results import Result, left_padded, medusa_method, plain_method, tau, text_of, transformers_method
-from decode.settings import Settings
-from medusa import MedusaConfig, MedusaHeads
-from medusa.backbone import Backbone
-from medusa.errors import RequestError
-from tests.helpers import HIDDEN, VOCAB, plain, random_heads, random_ids, tiny_model
-
-PROMPTS = [random_ids(length, seed=length) for length in (5, 2, 9)]
-
-
-def methods(model: Any, settings: Settings, tokenizer: Any = None) -> dict[str, Any]:
-    return {
-        "plain": plain_method(model, settings, tokenizer),
-        "transformers": transformers_method(model, settings, tokenizer),
-        "medusa": medusa_method(model, random_heads(model), settings, tokenizer, "topk:2,2"),
-    }
-
-
-NAMES = ["plain", "transformers", "medusa"]
-
-
-# --- text and figures ------------------------------------------------------------------------------------------------
+from decode.results import Result, tau, text_of
 
 
 def test_the_text_holds_no_special_tokens(tokenizer: Any) -> None:
@@ -46,7 +24,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 
 def test_the_json_form_has_the_interfaces_names(tokenizer: Any) -> None:
-    told = Result([1], [2, 3, 4], [2, 1], [3, 1], "eos", 0.5).to_dict(tokenizer)
+    told = Result([1], [2, 3, 4], [2, 1], [3, 1], "eos", 0.5).to_json(tokenizer)
     assert told == {
         "input_ids": [1],
         "new_ids": [2, 3, 4],
@@ -62,196 +40,3 @@ def test_tau_counts_tokens_before_the_cut() -> None:
     results = [Result([1], [2], [1], [4]), Result([1], [2, 3, 4], [2, 1], [2, 1])]
     assert tau(results) == pytest.approx(7 / 3)
     assert tau([]) == 0.0
-
-
-def test_padding_is_on_the_left_and_known_by_its_mask() -> None:
-    padded = left_padded([[7, 0], [5, 6, 7]], torch.device("cpu"))
-    assert padded["input_ids"].tolist() == [[0, 7, 0], [5, 6, 7]]
-    assert padded["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
-
-
-# --- methods ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_method_writes_the_backbones_text_in_a_batch_as_alone(llama: Any, name: str) -> None:
-    method = methods(llama, Settings(max_new_tokens=15))[name]
-    together, alone = method(PROMPTS, None), [method([prompt], None)[0] for prompt in PROMPTS]
-    for result, single, prompt in zip(together, alone, PROMPTS, strict=True):
-        assert result.input_ids == prompt
-        assert result.new_ids == single.new_ids == plain(llama, prompt, max_new_tokens=15)
-        assert sum(result.step_lengths) == len(result.new_ids)
-        assert len(result.step_lengths) == len(result.uncut_lengths)
-        assert all(cut <= whole for cut, whole in zip(result.step_lengths, result.uncut_lengths, strict=True))
-        assert result.finish_reason == "length"
-        assert result.seconds > 0
-
-
-@pytest.mark.parametrize("name", ["plain", "medusa"])
-def test_steps_are_told_as_they_come(llama: Any, name: str) -> None:
-    heard: dict[int, list[int]] = {}
-    results = methods(llama, Settings(max_new_tokens=10))[name](
-        PROMPTS, lambda row, ids: heard.setdefault(row, []).extend(ids)
-    )
-    assert heard == {row: result.new_ids for row, result in enumerate(results)}
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second one scales and caps: it runs whole, with a hook
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["plain", "medusa"])
-def test_hidden_states_are_kept_as_a_forward_over_the_text_gives_them(
-    family: str, temperature: float, name: str
-) -> None:
-    """The tolerance is rounding: float32, sums of some dozen terms in another order (1e-6), times a few layers."""
-    model = tiny_model(family)
-    heads, settings = random_heads(model), Settings(max_new_tokens=15, temperature=temperature)
-    decode = (
-        plain_method(model, settings, keep_hidden=True)
-        if name == "plain"
-        else medusa_method(model, heads, settings, None, "topk:2,2", keep_hidden=True)
-    )
-    for result in decode(PROMPTS, None, [3, 4, 5]):
-        ids = result.input_ids + result.new_ids
-        fresh = Backbone(model).hidden_states(torch.tensor([ids]), use_cache=False)[0]
-        assert result.hidden is not None
-        assert len(ids) - 1 <= len(result.hidden) <= len(ids), "a last root needs no forward"
-        torch.testing.assert_close(result.hidden, fresh[: len(result.hidden)], atol=1e-5, rtol=1e-5)
-
-
-def test_hidden_states_are_kept_only_where_asked(llama: Any) -> None:
-    assert all(result.hidden is None for name in NAMES for result in methods(llama, Settings())[name](PROMPTS, None))
-
-
-def test_the_last_step_is_cut_in_the_text_but_whole_in_tau() -> None:
-    """A backbone that says one token for ever, and heads that guess just that: every step gives four tokens."""
-    model = tiny_model("llama")
-    model.model.embed_tokens.weight.data[:] = model.model.embed_tokens.weight.data[0]  # all words mean the same
-    heads = MedusaHeads(MedusaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=3, lm_head="shared"))
-    decode = medusa_method(model, heads, Settings(max_new_tokens=6), tree="chain", keep_hidden=True)
-    (result,) = decode([[1, 2, 3]], None)
-    assert len(set(result.new_ids)) == 1
-    assert (result.step_lengths, result.uncut_lengths) == ([4, 2], [4, 4])
-    assert result.hidden is not None
-    assert len(result.hidden) == 3 + 6, "those of the tokens behind the cut are no part of the text"
-    assert tau([result]) == 4.0
-
-
-@pytest.fixture
-def ending(llama: Any) -> Any:
-    """A copy of the backbone for which the sixth token that it writes after the first prompt is EOS."""
-    model = tiny_model("llama")
-    model.load_state_dict(llama.state_dict())
-    text = plain(llama, PROMPTS[0], max_new_tokens=6)
-    model.generation_config.eos_token_id = [text[5]]
-    model.generation_config.pad_token_id = text[5]
-    return model
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_eos_ends_a_text_and_is_its_last_token(llama: Any, ending: Any, name: str) -> None:
-    (eos,) = ending.generation_config.eos_token_id
-    results = methods(ending, Settings(max_new_tokens=12))[name](PROMPTS, None)
-    for result, prompt in zip(results, PROMPTS, strict=True):
-        whole = plain(llama, prompt, max_new_tokens=12)
-        expected = whole[: whole.index(eos) + 1] if eos in whole else whole
-        assert result.new_ids == expected
-        assert result.finish_reason == ("eos" if eos in whole else "length")
-    assert results[0].finish_reason == "eos"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_eos_can_be_ignored(llama: Any, ending: Any, name: str) -> None:
-    result = methods(ending, Settings(max_new_tokens=12, ignore_eos=True))[name](PROMPTS[:1], None)[0]
-    assert result.new_ids == plain(llama, PROMPTS[0], max_new_tokens=12)
-    assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("with_eos", [False, True], ids=["no EOS", "EOS"])
-def test_a_stop_string_ends_a_text_also_in_a_batch(
-    llama: Any, tokenizer: Any, name: str, batch: int, with_eos: bool
-) -> None:
-    """Rows that stop early in a batch are fed on by `generate`; what comes after the stop is not their text."""
-    wholes = [plain(llama, prompt, max_new_tokens=12) for prompt in PROMPTS]
-    stop = tokenizer.decode(wholes[0][3:5])
-    model = tiny_model("llama")
-    model.load_state_dict(llama.state_dict())
-    if with_eos:
-        unused = next(token for token in range(60, 0, -1) if not any(token in whole for whole in wholes))
-        model.generation_config.eos_token_id = model.generation_config.pad_token_id = unused
-    results = methods(model, Settings(max_new_tokens=12, stop=(stop,)), tokenizer)[name](PROMPTS[:batch], None)
-    for result, whole in zip(results, wholes, strict=False):
-        text = tokenizer.decode(whole)
-        end = text.index(stop) + len(stop) if stop in text else len(text)  # a token is a letter
-        assert result.new_ids == whole[:end]
-        assert result.finish_reason == ("stop" if end < 12 else result.finish_reason)
-    assert results[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_text_ends_where_the_context_does(name: str) -> None:
-    model = tiny_model("llama", max_position_embeddings=20)
-    prompts = [random_ids(17, seed=1), random_ids(12, seed=2)]
-    for prompt in prompts:
-        result = methods(model, Settings(max_new_tokens=30))[name]([prompt], None)[0]
-        assert result.new_ids == plain(model, prompt, max_new_tokens=20 - len(prompt))
-        assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_in_a_batch_too_texts_go_on_to_the_context(name: str) -> None:
-    model = tiny_model("llama", max_position_embeddings=20)
-    prompts = [random_ids(17, seed=1), random_ids(12, seed=2)]
-    results = methods(model, Settings(max_new_tokens=30))[name](prompts, None)
-    assert [len(result.new_ids) for result in results] == [3, 8]
-    assert [result.finish_reason for result in results] == ["length", "length"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_that_fills_the_context_gets_nothing_new(name: str) -> None:
-    model = tiny_model("llama", max_position_embeddings=20)
-    result = methods(model, Settings(max_new_tokens=30))[name]([random_ids(20)], None)[0]
-    assert (result.new_ids, result.step_lengths, result.finish_reason) == ([], [], "length")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_models_own_sampling_defaults_do_not_leak_in(llama: Any, name: str) -> None:
-    """Settings say everything: a generation config that asks for sampling does not make greedy text random."""
-    model = tiny_model("llama")
-    model.load_state_dict(llama.state_dict())
-    for key, value in {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 2.0}.items():
-        setattr(model.generation_config, key, value)
-    result = methods(model, Settings(max_new_tokens=10))[name](PROMPTS[:1], None)[0]
-    assert result.new_ids == plain(llama, PROMPTS[0], max_new_tokens=10)
-
-
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"max_new_tokens": 0}, "max-new-tokens is 0"),
-        ({"temperature": -0.5}, "temperature is -0.5"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": -1}, "top-k is -1"),
-        ({"top_p": 0.0}, "top-p is 0"),
-        ({"top_p": 2.0}, "top-p is 2"),
-        ({"repetition_penalty": 0.0}, "repetition-penalty is 0"),
-        ({"stop": ("a", "")}, "stop string is empty"),
-        ({"acceptance": "hopeful"}, "greedy, rejection, typical"),
-        ({"acceptance": "typical"}, "needs a temperature above 0"),
-        ({"acceptance": "greedy", "temperature": 1.0}, "temperature 0"),
-        ({"temperature": 1.0, "epsilon": 1.5}, "epsilon is 1.5"),
-        ({"temperature": 1.0, "delta": -0.1}, "delta is -0.1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused_with_what_is_allowed(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        Settings(**settings)
-
-
-@pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), (0.7, "rejection")])
-def test_the_default_acceptance_is_the_lossless_one(temperature: float, rule: str) -> None:
-    assert Settings(temperature=temperature).to_dict()["acceptance"] == rule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.results import plain_method
+from decode.bench.methods import plain_method
 from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from decode.results import medusa_method, plain_method
+from decode.bench.methods import medusa_method, plain_method
 from decode.settings import Settings
 from medusa.__main__ import main
 from medusa.backbone import Backbone, differs, load_backbone, quantized

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from decode.results import medusa_method, plain_method, tau
+from decode.bench.methods import medusa_method, plain_method
+from decode.results import tau
 from decode.settings import Settings
 from medusa.backbone import Backbone, differs, fingerprint
 from medusa.checkpoints.load import load_heads

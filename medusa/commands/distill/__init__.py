@@ -202,7 +202,7 @@ def _figures(args: argparse.Namespace, tasks: list[Task], journal: Journal, seco
 
 
 def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalEngine:
-    from decode.results import medusa_method, transformers_method
+    from decode.bench.methods import medusa_method, transformers_method
 
     loaded = common.open_backbone(args)
     if args.heads:
@@ -237,7 +237,7 @@ def write_own_text(
     seconds_at_most: float = float("inf"),
 ) -> tuple[int, float]:
     """Append the backbone's continuations of `prompts` to `output`; returns new tokens and seconds."""
-    from decode.results import transformers_method
+    from decode.bench.methods import transformers_method
 
     engine = LocalEngine(args, loaded, transformers_method(loaded.model, settings, loaded.tokenizer), settings)
     tasks = [Task(index, f"prompt {index + 1}", prompt) for index, prompt in enumerate(prompts)]

@@ -20,7 +20,8 @@ from medusa.records import continuation_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from decode.results import Method, Result
+    from decode.bench.methods import Method
+    from decode.results import Result, text_of
     from decode.settings import Settings
     from medusa.backbone import Loaded
 
@@ -111,7 +112,7 @@ class LocalEngine:
         return out
 
     def _line(self, task: Task, result: Result) -> dict[str, Any]:
-        answer = result.to_dict(self.tokenizer, self.settings.stop)["text"]
+        answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
         return _line_of_ids(task, result.input_ids, result.new_ids, answer, result.finish_reason)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from decode.bench import calibrate
 from decode.bench.calibrate import TOP, Calibration, Point, Recording, accepted, grow, predicted_tau, record, starts
+from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
-from decode.results import medusa_method, plain_method
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone

@@ -12,8 +12,9 @@ import decode.accept
 import decode.verify
 from decode.bench import losslessness as evidence
 from decode.bench.losslessness import RULES, Case, Experiment, Rule, compare_greedy, narrowed, passes, tie_bound
+from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
-from decode.results import Result, medusa_method, plain_method
+from decode.results import Result
 from decode.settings import Settings
 from medusa import Tree
 from medusa.errors import RequestError

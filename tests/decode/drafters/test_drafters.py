@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from decode import generate, steps
+from decode.bench.methods import medusa_method
 from decode.drafters import DRAFTERS, parse
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.retrieval.datastore import Piece, build
-from decode.results import medusa_method
 from decode.settings import Settings
 from medusa.errors import RequestError
 from tests.helpers import LETTERS, left_padded, plain, random_heads, random_ids, tiny_model

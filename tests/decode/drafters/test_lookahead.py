@@ -9,13 +9,13 @@ import torch
 
 from decode import generate, steps
 from decode.bench.losslessness import RULES, Experiment, passes
+from decode.bench.methods import plain_method
 from decode.draft import Draft, DrafterContext, Frontier, SideBranch
 from decode.drafters import drafter_factory
 from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, window_topology
 from decode.drafters.tries import Trie, chain, draft_of
 from decode.loop import Acceptor, Session
 from decode.request import prepare
-from decode.results import plain_method
 from decode.sequences import Sequences
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur

@@ -10,13 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import generate
 from decode.bench.losslessness import RULES, Experiment, passes
+from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Draft, DrafterContext, Frontier
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
 from decode.loop import Session
 from decode.request import prepare, resolve_acceptance
-from decode.results import medusa_method, transformers_method
 from decode.settings import Settings
 from decode.timers import Timer
 from decode.verify import Verifier

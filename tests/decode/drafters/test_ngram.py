@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Frontier
 from decode.drafters.ngram import Index, NgramConfig, NgramDrafter
 from decode.drafters.tries import Trie, draft_of
-from decode.results import medusa_method, transformers_method
 from decode.sequences import Sequences
 from decode.settings import Settings
 from medusa.backbone import load_backbone

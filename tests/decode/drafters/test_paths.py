@@ -9,6 +9,7 @@ import torch
 
 from decode import generate, prefill
 from decode.bench.calibrate import calibrate
+from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
 from decode.drafters import paths
 from decode.drafters.dynamic_tree import DynamicTree
@@ -16,7 +17,6 @@ from decode.drafters.paths import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Session
 from decode.request import prepare, resolve_acceptance, resolve_tree
-from decode.results import medusa_method, plain_method
 from decode.sampling import SharedDraws, Target
 from decode.settings import Settings
 from decode.timers import Timer

@@ -17,10 +17,10 @@ import decode.drafters.retrieval.datastore
 import decode.drafters.retrieval.suffix_array
 from decode import generate, steps
 from decode.bench.losslessness import RULES, Experiment, passes
+from decode.bench.methods import medusa_method
 from decode.drafters.retrieval.datastore import BUILDING, DONE, Datastore, Piece, build, tokenizer_fingerprint
 from decode.drafters.retrieval.rest import RestConfig, looked_up, most_frequent
 from decode.drafters.retrieval.suffix_array import DEPTH, first_groups, sorted_places
-from decode.results import medusa_method
 from decode.settings import Settings
 from medusa.errors import RequestError
 from tests.helpers import VOCAB, left_padded, plain, random_ids

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from decode import generate, steps
+from decode.bench.methods import medusa_method
 from decode.draft import Draft, Frontier
 from decode.drafters.dynamic_tree import STEEPNESS, DynamicTree
 from decode.drafters.paths import PathDrafter
 from decode.generation import heads_drafter
 from decode.request import resolve_acceptance, resolve_tree
-from decode.results import medusa_method
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from decode.bench.methods import plain_method
 from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
-from decode.results import Result, Run, plain_method
+from decode.results import Result, Run
 from decode.serve.conversation import Conversation, Side, Writer, race
 from decode.serve.text_stream import TextStream
 from decode.settings import Settings

@@ -19,9 +19,10 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import uvicorn
 
+from decode.bench.methods import plain_method
 from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
-from decode.results import plain_method, text_of
+from decode.results import text_of
 from decode.serve.conversation import Writer
 from decode.serve.openai import ApiError, Engine, Event, Row, Service
 from decode.settings import Settings

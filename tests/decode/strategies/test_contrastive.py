@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsP
 
 from decode import generate, medusa_generate, steps
 from decode.bench.losslessness import RULES, Experiment, compare_greedy, passes
-from decode.results import Result, medusa_method, plain_method, transformers_method
+from decode.bench.methods import medusa_method, plain_method, transformers_method
+from decode.results import Result
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
 from medusa import Tree
