@@ -332,7 +332,7 @@ def ratios(points: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def device_memory(run: Run) -> dict[str, int]:
-    from train.footprint import peak_memory
+    from medusa.memory import peak_memory
 
     return peak_memory()
 

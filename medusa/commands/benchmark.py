@@ -197,7 +197,7 @@ def measure(
     from decode.timers import StageTimer
     from medusa.backbone import require_tree_support
     from medusa.heads.independent import bytes_of
-    from train.footprint import peak_memory
+    from medusa.memory import peak_memory
 
     require_tree_support(loaded.model)
     if settings.stop and loaded.tokenizer is None:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from medusa.backbone import load_backbone
+from medusa.memory import peak_memory
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train.config import parse_config
-from train.footprint import peak_memory, size_on_disk
+from train.footprint import size_on_disk
 from train.run import summary, train
 
 

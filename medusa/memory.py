@@ -1,0 +1,26 @@
+"""Peak memory of the process and of its GPUs."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def peak_memory() -> dict[str, int]:
+    """Peak memory in bytes: `process` is the main memory, `cuda:0` and so on what tensors took on each GPU."""
+    peak = {"process": _peak_of_process()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak |= {f"cuda:{gpu}": torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())}
+    return peak
+
+
+def _peak_of_process() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows; psutil comes with accelerate
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
