@@ -19,7 +19,6 @@ from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.prefix import Prefix
-from medusa.heads.sequential import SequentialHeads
 from medusa.tree import Tree
 
 
@@ -27,13 +26,11 @@ class HeadsCache:
     """Caches of the heads' own, in step with the backbone's."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
-        example = next(heads.parameters())
         self.heads, self.backbone = heads, backbone
-        self.dtype, self.device = example.dtype, example.device
+        self.dtype, self.device = heads.dtype, heads.device
         self.prefix = None if heads.prefix is None else PrefixCache(heads.prefix, batch_size, capacity)
         self.pairs = None
         if heads.uses_context:
-            assert isinstance(heads, SequentialHeads)
             self.pairs = PairCache(heads, backbone, batch_size, capacity)
 
     @classmethod
@@ -125,7 +122,7 @@ class PrefixCache:
 class PairCache:
     """Keys and values of the pairs that heads project_kv."""
 
-    def __init__(self, heads: SequentialHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
+    def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         self.heads, self.backbone = heads, backbone
         self.cache = TreeCache(LlamaConfig(num_hidden_layers=1), batch_size, capacity)
 

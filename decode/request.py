@@ -285,7 +285,7 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
     Where reading the weights once is most of a step, nodes are nearly free; a CPU computes them one by one.
     """
-    on_cpu = next(heads.parameters()).device.type == "cpu"
+    on_cpu = heads.device.type == "cpu"
     return load_tree("eight" if on_cpu else "mc_sim_7b_63", heads.config.num_heads).clip(heads.config.num_heads)
 
 

@@ -34,6 +34,7 @@ def write(args: argparse.Namespace) -> None:
     from medusa.__main__ import main
     from medusa.checkpoints.load import load_heads
     from medusa.export.own import read_lm_head
+    from medusa.heads.inputs import HeadInputs
 
     heads, lm_head = load_heads(args.heads), read_lm_head(args.backbone)
     formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm", "modelopt")
@@ -45,7 +46,7 @@ def write(args: argparse.Namespace) -> None:
     said = {"hidden": hidden}
     if heads.config.kind != "eagle":
         with torch.no_grad():
-            said["logits"] = heads.float()(hidden, lambda x: x @ lm_head.float().T).contiguous()
+            said["logits"] = heads.float()(HeadInputs(hidden), lambda x: x @ lm_head.float().T).contiguous()
     save_file(said, args.output / EXPECTED)
 
 

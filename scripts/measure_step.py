@@ -45,6 +45,7 @@ from decode.verify import TreeMasks, Verifier
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import DTYPES, Backbone
 from medusa.commands import common
+from medusa.heads.inputs import HeadInputs
 from medusa.records import prompt_ids
 
 VOCAB, NUM_HEADS = 32000, 5
@@ -226,7 +227,7 @@ def measure(
             Round(
                 seconds,
                 bare(session.cache, one.expand(1, tree.num_nodes), depth + length, masks([length], topology)),
-                time(lambda: heads(hidden, backbone.lm_head, tree.max_depth))[0],
+                time(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))[0],
                 of_plain,
                 bare(plain.cache, one, here, None),
             )

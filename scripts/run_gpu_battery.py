@@ -211,6 +211,7 @@ def curves(run: Run) -> None:
     from decode.topology import Topology
     from decode.verify import TreeMasks
     from medusa import MedusaConfig, MedusaHeads, Tree
+    from medusa.heads.inputs import HeadInputs
 
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
     torch.set_default_dtype(dtype)
@@ -246,7 +247,7 @@ def curves(run: Run) -> None:
     @torch.inference_mode()
     def measured() -> None:
         hidden = torch.zeros(1, config.hidden_size, device=run.device, dtype=dtype)
-        run.keep(heads_ms=milliseconds(lambda: heads(hidden, model.lm_head), run))
+        run.keep(heads_ms=milliseconds(lambda: heads(HeadInputs(hidden), model.lm_head), run))
         for nodes in run.scale.nodes:
             forward, _ = forward_over(nodes)
             point = {"nodes": nodes, "eager_ms": milliseconds(forward, run)}

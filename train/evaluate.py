@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from medusa.backbone import Backbone
-from medusa.heads.context_kv import ContextKV
+from medusa.heads.guesses import accepted, ranks_of
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
-from train.labels import IGNORE, following_ids, head_labels
+from train.labels import IGNORE, head_labels
 from train.loss import chunk_rows
 
 TOPS = (1, 5, 10)
@@ -57,7 +58,7 @@ class GuessCounts:
         self.given += torch.cat([torch.ones_like(right[:1]), right[:-1]]).sum(1)
         self.chained += right.sum(1)
         if self.tree is not None:
-            self.walks += torch.tensor([accepted(whole, self.tree).sum(), whole.shape[1]])
+            self.walks += torch.tensor([accepted(self.tree, whole.T).sum(), whole.shape[1]])
 
     def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
         """Replace each sum by that of all processes."""
@@ -82,14 +83,6 @@ class GuessCounts:
         return float(1 + self.walks[0] / self.walks[1].clamp_min(1))
 
 
-def accepted(ranks: Tensor, tree: Tree) -> Tensor:
-    """ranks [K, M] of the right tokens among the heads' guesses -> depth that the tree reaches at each position [M]."""
-    wrong = ranks[tree.depth.clamp_min(1) - 1] != tree.rank[:, None]  # [N, M] this node is not the right token
-    wrong[0] = False  # the root is decided
-    reached = (tree.ancestors.float() @ wrong.float()) == 0
-    return (reached * tree.depth[:, None]).max(0).values
-
-
 @torch.no_grad()
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> dict[str, Any]:
     """What `medusa evaluate --json` writes: per head top-1, 5 and 10, and top-1 given that all heads before were right.
@@ -106,41 +99,23 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """ids [1, T] -> rank of the token that came among each head's guesses [K, M]; `max(TOPS)`: not among them."""
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    hidden = heads.read(backbone.hidden_states(ids, use_cache=False).to(next(heads.parameters()).dtype), positions)
+    """ids [1, T] -> rank of the token that came among each head's guesses [K, M]; `MISSED`: not in the best ten."""
     same = torch.zeros_like(ids)
     labels = head_labels(ids, torch.ones_like(ids), same, heads.config.num_heads)[:, 0]  # [K, T]
-    start = max(prompt_tokens - 1, 0)
     usable = (labels != IGNORE).all(0)
-    usable[:start] = False
+    usable[: max(prompt_tokens - 1, 0)] = False
     where = usable.nonzero()[:, 0]
-    following, behind = None, following_ids(ids, heads.config.num_heads)
-    if heads.follows_path:
-        following = backbone.embed(behind[0, where]).to(hidden.dtype)
-    context_kv = heads.context_kv(hidden, behind[..., 0], backbone.embed, positions, place=where)
-    return ranks_of(backbone, heads, hidden[0, where], labels[:, where], following, context_kv)
+    hidden = backbone.hidden_states(ids, use_cache=False)
+    return label_ranks(backbone, heads, heads.inputs(hidden, ids, backbone.embed, place=where), labels[:, where])
 
 
-def ranks_of(
-    backbone: Backbone,
-    heads: MedusaHeads,
-    hidden: Tensor,
-    labels: Tensor,
-    following: Tensor | None = None,
-    context_kv: ContextKV | None = None,
-) -> Tensor:
-    """hidden [M, H], labels [K, M] -> rank of each label among its head's guesses [K, M]; `max(TOPS)`: not there.
-
-    `following`: [M, K, H] embeddings of the tokens behind each position, for heads that follow the path;
-    `context_kv`: the texts before, for those that look back.
-    """
+def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
+    """labels [K, M] at M positions -> rank of each among its head's guesses [K, M]; `MISSED`: not in the best ten."""
     ranks, lm_head = [], lm_head_for(heads, backbone)
-    rows = chunk_rows(len(labels), backbone.vocab_size, hidden.device.type)
-    features = heads.features(hidden, following=following, context_kv=context_kv)
+    rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
+    features = heads.features(inputs)
     for part, wanted in zip(features.split(rows, dim=1), labels.split(rows, dim=1), strict=True):
         logits = heads.logits(part, lm_head)
-        guesses = token_ids(heads, logits.topk(min(max(TOPS), logits.shape[-1]), -1).indices)
-        match = guesses == wanted[..., None]  # [K, C, top]
-        ranks.append(torch.where(match.any(-1), match.int().argmax(-1), max(TOPS)))
+        guesses = token_ids(heads, logits.topk(min(max(TOPS), logits.shape[-1]), -1).indices)  # [K, C, top]
+        ranks.append(ranks_of(wanted, guesses))
     return torch.cat(ranks, dim=1)

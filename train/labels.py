@@ -38,15 +38,6 @@ def head_labels(
     return labels
 
 
-def following_ids(input_ids: Tensor, count: int) -> Tensor:
-    """ids [B, T] -> the `count` tokens behind each position [B, T, count]; beyond a row's end its last one again.
-
-    A head is taught nothing where one of the tokens that it follows belongs to another document: its label would too.
-    """
-    last = input_ids[:, -1:].expand(-1, count)
-    return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
-
-
 def label_counts(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int) -> Tensor:
     """How many labels each head has in a batch [K]; the arguments are those of `head_labels`."""
     return (head_labels(input_ids, loss_mask, document_ids, num_heads) != IGNORE).sum((1, 2))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import places_of
 from train.labels import FIRST_OFFSET, IGNORE
 
@@ -125,28 +125,24 @@ def head_weights(num_heads: int, decay: float) -> Tensor:
 
 def head_losses(
     heads: MedusaHeads,
-    hidden: Tensor,
+    inputs: HeadInputs,
     labels: Tensor,
     lm_head: nn.Module | None,
     weighting: Weighting = Weighting(),
     teacher: Teacher | None = None,
     backend: str = "auto",
-    following: Tensor | None = None,
-    context_kv: ContextKV | None = None,
 ) -> HeadLosses:
     """Losses and accuracies of all heads.
 
     Args:
-        hidden: [R, H] of the frozen backbone, at the taught positions.
+        inputs: of the heads at the R taught positions.
         labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher` only that matters.
         lm_head: the backbone's, for heads that share it: the rows that they use (`medusa.vocabulary.rows_for`).
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
-        following: [R, K, H] embeddings of the tokens behind each position, for kinds of heads that follow the path.
-        context_kv: the texts before these positions, for kinds that look back.
     """
     if backend == "plain":
-        return head_losses_plain(heads, hidden, labels, lm_head, weighting, teacher, following, context_kv)
-    features = heads.features(hidden, following=following, context_kv=context_kv)  # [K, R, H]
+        return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
+    features = heads.features(inputs)  # [K, R, H]
     places = _places(heads, labels, teacher)
     if backend == "liger":
         return _over_all(_head_losses_liger(heads, features, places, lm_head, weighting), labels)
@@ -178,13 +174,11 @@ def _over_all(losses: HeadLosses, labels: Tensor) -> HeadLosses:
 
 def head_losses_plain(
     heads: MedusaHeads,
-    hidden: Tensor,
+    inputs: HeadInputs,
     labels: Tensor,
     lm_head: nn.Module | None,
     weighting: Weighting = Weighting(),
     teacher: Teacher | None = None,
-    following: Tensor | None = None,
-    context_kv: ContextKV | None = None,
 ) -> HeadLosses:
     """The obvious version, with all logits at once and autograd's gradients: the oracle; see `head_losses`."""
 
@@ -193,7 +187,7 @@ def head_losses_plain(
         assert lm_head is not None
         return lm_head(features.to(next(lm_head.parameters()).dtype))
 
-    logits = heads(hidden, None if lm_head is None else shared, following=following, context_kv=context_kv)
+    logits = heads(inputs, None if lm_head is None else shared)
     log_p = logits.float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
         places = _places(heads, labels, teacher)

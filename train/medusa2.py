@@ -159,13 +159,13 @@ class HeadsAndAdapter(HeadsOnBackbone):
 
         Nothing is gained where a document begins: nobody has looked ahead.
         """
-        heads, lm_head, dtype = self.heads, without_adapter(self._outside[0].head), next(self.heads.parameters()).dtype
-        before, embed = heads.read(hidden.to(dtype), position_ids, document_ids)[:, :-1], self._outside[0].embed
-        root = embed(input_ids[:, 1:, None]).to(dtype) if heads.follows_path else None
-        context_kv = heads.context_kv(before, input_ids[:, 1:], embed, position_ids[:, :-1], document_ids[:, :-1])
+        heads, backbone = self.heads, self._outside[0]
+        lm_head = without_adapter(backbone.head)
+        positions, documents = position_ids[:, :-1], document_ids[:, :-1]
+        inputs = heads.inputs(hidden[:, :-1], input_ids, backbone.embed, positions, documents, num_heads=1)
         training = heads.training
         heads.eval()  # what they expect in decoding: no dropout
-        features = F.pad(heads.features(before, 1, root, context_kv)[0], (0, 0, 1, 0))[taught]
+        features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
         heads.train(training)
         if heads.lm_heads is None:
             features = features.to(lm_head.weight.dtype)

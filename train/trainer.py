@@ -25,12 +25,12 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from medusa.backbone import Backbone
 from medusa.checkpoints.load import load_heads, save_heads
 from medusa.errors import RequestError
-from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.tree import load_tree
 from medusa.vocabulary import lm_head_for, rows_for, token_ids
-from train.evaluate import GuessCounts, ranks_of
-from train.labels import IGNORE, following_ids, head_labels, label_counts
+from train.evaluate import GuessCounts, label_ranks
+from train.labels import IGNORE, head_labels, label_counts
 from train.loss import (
     WEIGHTINGS,
     HeadLosses,
@@ -176,15 +176,11 @@ class MedusaTrainingArguments(TrainingArguments):
 class Taught(NamedTuple):
     """The positions of a batch at which heads are taught."""
 
-    hidden: Tensor
-    """[R, H]"""
+    inputs: HeadInputs
+    """Of the heads at the R positions."""
     labels: Tensor
     """[K, R] or IGNORE."""
     teacher: Teacher | None
-    following: Tensor | None
-    """[R, K, H] embeddings of the tokens behind each position, where the heads follow the path."""
-    context_kv: ContextKV | None
-    """The texts before, where the heads look back."""
 
 
 class HeadsOnBackbone(nn.Module):
@@ -232,8 +228,8 @@ class HeadsOnBackbone(nn.Module):
         lm_head, backend = self._outside[0].head, self.args.loss_backend
         if self.heads.vocabulary is not None and self.heads.lm_heads is None:
             lm_head = rows_for(self.heads, lm_head)
-        hidden, labels, teacher, following, context_kv = taught
-        return head_losses(self.heads, hidden, labels, lm_head, self.weighting, teacher, backend, following, context_kv)
+        inputs, labels, teacher = taught
+        return head_losses(self.heads, inputs, labels, lm_head, self.weighting, teacher, backend)
 
     def taught(
         self,
@@ -260,35 +256,29 @@ class HeadsOnBackbone(nn.Module):
         if args.objective == "distill":
             words = self.heads.vocabulary
             teacher = Teacher(hidden, taught, backbone.head, args.teacher_temperature, args.hard_label_weight, words)
-        shown = hidden.view(*input_ids.shape, -1).to(next(self.heads.parameters()).dtype)
+        shown = hidden.view(*input_ids.shape, -1).to(self.heads.dtype)
         if self.training and args.hidden_noise:
             shown = with_noise(shown, args.hidden_noise)
-        read = self.heads.read(shown, position_ids, document_ids)
-        next_ids = following_ids(input_ids, 1)[..., 0]
-        context_kv = self.heads.context_kv(read, next_ids, backbone.embed, position_ids, document_ids, taught)
-        read = read.flatten(0, 1)[taught]
-        following = None
-        if self.heads.follows_path:
+        inputs = self.heads.inputs(shown, input_ids, backbone.embed, position_ids, document_ids, taught)
+        if self.training and self.scheduled_sampling:
             ids = following_ids(input_ids, self.heads.config.num_heads).flatten(0, 1)[taught]
-            with torch.no_grad():
-                if self.training and self.scheduled_sampling:
-                    ids = self.with_scheduled_sampling(read, ids, context_kv)
-                following = backbone.embed(ids).to(read.dtype)
-        return Taught(read, labels[:, taught], teacher, following, context_kv)
+            ids = self.with_scheduled_sampling(inputs, ids)
+            inputs = inputs._replace(following=backbone.embed(ids).to(inputs.hidden))
+        return Taught(inputs, labels[:, taught], teacher)
 
-    def with_scheduled_sampling(self, read: Tensor, ids: Tensor, context_kv: ContextKV | None = None) -> Tensor:
-        """What the heads read [R, H] and the tokens behind each position [R, K] -> these tokens, some of them replaced.
+    @torch.no_grad()
+    def with_scheduled_sampling(self, inputs: HeadInputs, ids: Tensor) -> Tensor:
+        """The tokens that the heads follow, `ids` [R, K], with some of them replaced by the heads' own guesses [R, K].
 
-        With probability `scheduled_sampling` head k sees what head k - 1 guesses there, in one pass over the text's
-        own tokens
-        (scheduled sampling, Bengio et al. 2015; in parallel, Duckworth et al. 2019). The root is never a head's guess.
+        With probability `scheduled_sampling` head k sees the guess of head k - 1, in one pass over the text's own
+        tokens (scheduled sampling, Bengio et al. 2015; in parallel, Duckworth et al. 2019). The root is never a guess.
         """
         if ids.shape[1] == 1:
             return ids
         backbone, replaced = self._outside[0], torch.rand(ids[:, 1:].shape, device=ids.device) < self.scheduled_sampling
-        lm_head, following = lm_head_for(self.heads, backbone), backbone.embed(ids).to(read.dtype)
-        rows = chunk_rows(ids.shape[1], backbone.vocab_size, read.device.type)
-        features = self.heads.features(read, ids.shape[1] - 1, following, context_kv)
+        lm_head = lm_head_for(self.heads, backbone)
+        rows = chunk_rows(ids.shape[1], backbone.vocab_size, inputs.hidden.device.type)
+        features = self.heads.features(inputs, ids.shape[1] - 1)
         guesses = [
             token_ids(self.heads, self.heads.logits(part, lm_head).argmax(-1)).T for part in features.split(rows, dim=1)
         ]
@@ -423,9 +413,7 @@ class MedusaTrainer(Trainer):
             if "hidden" not in batch:
                 batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
             taught = self.trained.taught(**batch)
-            ranks = ranks_of(
-                self.backbone, self.heads, taught.hidden, taught.labels, taught.following, taught.context_kv
-            )
+            ranks = label_ranks(self.backbone, self.heads, taught.inputs, taught.labels)
             self._guesses.add(ranks, taught.labels != IGNORE)
             return self.compute_loss(model, batch).detach(), None, None
 

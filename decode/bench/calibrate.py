@@ -38,8 +38,9 @@ from decode.timers import stopwatch
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
-from medusa.heads.context_kv import ContextKV
+from medusa.heads.guesses import MISSED, accepted, ranks_of
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import RankPath, Tree
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
@@ -62,8 +63,8 @@ class Recording:
     """
 
     ranks: list[Tensor]
-    """[P, K] the rank of the token that came, in the guesses of head k at the hidden state before the root; TOP where
-    it is not among them, or where the text has ended."""
+    """[P, K] the rank of the token that came, in the guesses of head k at the hidden state before the root; MISSED
+    where it is not among the TOP best, or where the text has ended."""
     best: list[Tensor] = field(default_factory=list)
     """[P, K, TOP] the logits of each head's best guesses."""
     log_z: list[Tensor] = field(default_factory=list)
@@ -109,39 +110,25 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[tuple[Sequenc
     recording = Recording([])
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
-        states = backbone.hidden_states(ids[:, :-1], use_cache=False).to(next(heads.parameters()))
-        positions = torch.arange(states.shape[1], device=states.device)[None]
-        read, before = heads.read(states, positions), torch.arange(len(prompt) - 1, states.shape[1])  # each new token
-        before = before.to(states.device)
-        context_kv = heads.context_kv(read, ids[:, 1:], backbone.embed, positions, place=before)
-        _record(recording, heads, backbone, read[0, before], list(new), context_kv)
+        states = backbone.hidden_states(ids[:, :-1], use_cache=False)
+        before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the place before each new token
+        _record(recording, heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), list(new))
     return recording
 
 
-def _record(
-    recording: Recording,
-    heads: MedusaHeads,
-    backbone: Backbone,
-    hidden: Tensor,
-    new: list[int],
-    context_kv: ContextKV | None = None,
-) -> None:
-    """hidden [P, H] before each of the P tokens `new`; head k guesses the token k + 1 behind the root."""
-    num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=hidden.device)
-    behind = torch.stack([ahead.roll(-k) for k in range(num_heads)], dim=1)  # [P, K] the root, and what follows it
+def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> None:
+    """Record the heads' guesses from P positions, those before each of the P tokens `new`.
+
+    Head k guesses the token k + 1 places after the root.
+    """
+    num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
     aims = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; what is rolled in is masked below
-    path = backbone.embed(behind.to(backbone.device)).to(hidden) if heads.follows_path else None
-    features, parts, lm_head = (
-        heads.features(hidden, following=path, context_kv=context_kv),
-        [],
-        lm_head_for(heads, backbone),
-    )
+    features, parts, lm_head = heads.features(inputs), [], lm_head_for(heads, backbone)
     # K x P x V logits are never held
     for part, aim in zip(features.split(64, dim=1), aims.split(64, dim=1), strict=True):
         logits = heads.logits(part, lm_head).float()
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
-        match = token_ids(heads, top.indices) == aim[:, :, None].to(top.indices.device)
-        ranks = torch.where(match.any(-1), match.int().argmax(-1), TOP)
+        ranks = ranks_of(aim, token_ids(heads, top.indices))
         log_z = torch.stack([(logits / t).logsumexp(-1) for t in TEMPERATURES], dim=-1)
         place = aim.to(logits.device)
         if heads.vocabulary is not None:
@@ -151,32 +138,11 @@ def _record(
     ranks, best, log_z, came = (torch.cat(column) for column in zip(*parts, strict=True))
     for head in range(num_heads):
         unknown = slice(max(len(new) - head - 1, 0), None)
-        ranks[unknown, head], came[unknown, head] = TOP, torch.nan
+        ranks[unknown, head], came[unknown, head] = MISSED, torch.nan
     recording.ranks.append(ranks)
     recording.best.append(best)
     recording.log_z.append(log_z)
     recording.came.append(came)
-
-
-def accepted(tree: Tree, ranks: Tensor, taken: Tensor | None = None) -> Tensor:
-    """How many drafted tokens a step from each position would accept [P], for ranks [P, K].
-
-    `taken`: [P, N] the nodes that are drafted there; all by default.
-    """
-    child = torch.full((tree.num_nodes + 1, TOP + 1), -1)  # the last row: nothing is below what is not there
-    for index, path in enumerate(tree.rank_paths, 1):
-        if path[-1] < TOP:
-            child[int(tree.parent[index]), path[-1]] = index
-    there = torch.ones(len(ranks), tree.num_nodes + 1, dtype=torch.bool)
-    if taken is not None:
-        there = torch.zeros_like(there).scatter_(1, taken, True)
-    node = torch.zeros(len(ranks), dtype=torch.long)
-    length = torch.zeros_like(node)
-    for head in range(min(tree.max_depth, ranks.shape[1])):
-        node = child[node, ranks[:, head]]
-        node = torch.where(there.gather(1, node[:, None] % there.shape[1])[:, 0], node, -1)
-        length += node >= 0
-    return length
 
 
 def starts(lengths: Tensor, num_heads: int) -> list[int]:
@@ -241,7 +207,7 @@ def _path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]
         for line in rows.tolist():
             for depth, rank in enumerate(line, 1):
-                if rank >= TOP:
+                if rank == MISSED:
                     break
                 counts[tuple(line[:depth])] += 1
     return counts

@@ -23,7 +23,7 @@ from decode.bench.methods import Method
 from decode.draft import Draft, DrafterContext, DrafterFactory
 from decode.drafters import DrafterLike, drafter_factory
 from decode.drafters.dynamic_tree import DynamicTree, Layout
-from decode.drafters.heads import HeadsDrafter, head_logits
+from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
 from decode.loop import Session
 from decode.request import prepare, require_amateur
@@ -34,8 +34,9 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
-from medusa.vocabulary import over_all
+from medusa.vocabulary import lm_head_for, over_all
 
 CAUTION = 4.0  # how much more often than it says so small a p-value comes, at the most: see `decode.bench.chi2.LEAST`
 FALSE_ALARM = 1e-4
@@ -353,10 +354,10 @@ class Experiment:
         if heads is None:
             return None
         backbone = self.session.backbone
-        following = self.frontier.root[:, None, None] if heads.follows_path else None
-        logits = head_logits(
-            heads, backbone, self.frontier.hidden[:, None], 1, following, context_kv=self.frontier.context_kv
-        )
+        hidden = self.frontier.hidden[:, None].to(heads.device, heads.dtype)
+        root = backbone.embed(self.frontier.root[:, None, None]).to(hidden)
+        inputs = HeadInputs(hidden, root, self.frontier.context_kv)
+        logits = heads(inputs, lm_head_for(heads, backbone), 1)
         logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
         return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]
 

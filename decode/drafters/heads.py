@@ -14,8 +14,8 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.context_kv import ContextKV
-from medusa.heads.independent import LMHead, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
@@ -48,7 +48,7 @@ class HeadsDrafter:
             return Draft(root[:, None], self.topology)
         if self.target is not None:
             return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
-        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth, lm_head=self.lm_head)
+        logits = self.logits(frontier)
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
         best = top_k(logits, self.top)
@@ -59,35 +59,20 @@ class HeadsDrafter:
         ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
         return Draft(torch.cat([root[:, None], ids], dim=1), topology)
 
+    def logits(self, frontier: Frontier) -> Tensor:
+        """Logits [k, B, V] of as many heads as the tree is deep; [k, B, N] where they guess among N tokens."""
+        # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
+        inputs = HeadInputs(frontier.hidden.to(self.heads.device, self.heads.dtype))
+        return self.heads(inputs, self.lm_head, self.static.max_depth)
+
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """A draft drawn from the heads' distributions, `copies` times from each row of the frontier."""
-        logits = head_logits(self.heads, self.backbone, frontier.hidden, self.static.max_depth, lm_head=self.lm_head)
+        logits = self.logits(frontier)
         logits = over_all(self.heads, logits, self.backbone.vocab_size)
         root = frontier.root.repeat_interleave(copies)
         q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]
         context = torch.arange(len(q), device=root.device).repeat_interleave(copies)
         return sampled_draft(root, self.topology, q, context, draws)
-
-
-def head_logits(
-    heads: MedusaHeads,
-    backbone: Backbone,
-    hidden: Tensor,
-    num_heads: int | None = None,
-    following: Tensor | None = None,
-    lm_head: LMHead | None = None,
-    context_kv: ContextKV | None = None,
-) -> Tensor:
-    """hidden [..., H] of the backbone -> logits [k, ..., V] of the first k = `num_heads` heads (all); [k, ..., N] where
-    they guess among N tokens (`medusa.vocabulary`).
-
-    `following`: [..., k] ids of the tokens behind, for heads that follow the path; `lm_head`: that of `lm_head_for`;
-    `context_kv`: for those that look back.
-    """
-    # Heads may be kept in another dtype than the backbone, float32 beside bfloat16 for example.
-    example = next(heads.parameters())
-    path = None if following is None else backbone.embed(following).to(example)
-    return heads(hidden.to(example), lm_head or lm_head_for(heads, backbone), num_heads, path, context_kv)
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:

@@ -86,7 +86,7 @@ class PathDrafter:
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
-        self.dtype = next(heads.parameters()).dtype
+        self.dtype = heads.dtype
         self.tree = tree.to(backbone.device)
         if isinstance(self.tree, Tree):
             self.levels, self.topology = levels_of(self.tree), Topology.of(self.tree)
@@ -114,7 +114,7 @@ class PathDrafter:
 
     def _begin(self, frontier: Frontier) -> State:
         """[B, 1, S]: the state at each root."""
-        return self.heads.begin(frontier.hidden.to(next(self.heads.parameters()))[:, None])
+        return self.heads.begin(frontier.hidden.to(self.heads.device, self.heads.dtype)[:, None])
 
     def _step(self, head: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         """States [B, W, S] and tokens [B, W] of nodes -> logits [B, W, V] of what follows, and the states behind."""

@@ -112,13 +112,15 @@ def sample_logits(heads: MedusaHeads) -> Tensor:
     """
     import torch
 
-    config, parameter = heads.config, next(heads.parameters())
+    from medusa.heads.inputs import HeadInputs
+
+    config = heads.config
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(parameter)
+        return torch.randn(*shape, generator=generator).to(heads.device, heads.dtype)
 
     hidden, rows = random(8, config.hidden_size), random(64, config.hidden_size)
     following = random(8, config.num_heads, config.hidden_size) if heads.follows_path else None
     with torch.no_grad():
-        return heads(hidden, lambda feature: feature @ rows.T, following=following)
+        return heads(HeadInputs(hidden, following), lambda feature: feature @ rows.T)

@@ -297,7 +297,7 @@ def _data_name(facts: Facts) -> str | None:
 
 
 def _dtype(heads: MedusaHeads) -> str:
-    return str(next(heads.parameters()).dtype).removeprefix("torch.")
+    return str(heads.dtype).removeprefix("torch.")
 
 
 def _machine(machine: dict[str, Any]) -> str:

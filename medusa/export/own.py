@@ -35,7 +35,7 @@ def with_own_lm_heads(export: Export) -> MedusaHeads:
         )
     with torch.device("meta"):
         own = MedusaHeads(replace(config, lm_head="own", vocab_size=len(weight)))
-    copies = weight.T.to(next(heads.parameters()).dtype).expand(config.num_heads, -1, -1).contiguous()
+    copies = weight.T.to(heads.dtype).expand(config.num_heads, -1, -1).contiguous()
     own.load_state_dict(heads.state_dict() | {"lm_heads": copies}, assign=True)
     return own.eval()
 

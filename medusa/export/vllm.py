@@ -28,7 +28,7 @@ def write(export: Export) -> Written:
         return write_vllm(export)
     require_square(export.heads.config, NAME, "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
     heads = with_own_lm_heads(export)
-    config, dtype = heads.config, next(heads.parameters()).dtype
+    config, dtype = heads.config, heads.dtype
     tensors = {VLLM.called(name): tensor for name, tensor in to_published(heads).items()}
     shared = export.heads.lm_heads is None
     if shared:

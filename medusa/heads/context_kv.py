@@ -54,6 +54,28 @@ class ContextKV:
         unit = F.pad(torch.eye(self.room, dtype=keys.dtype, device=keys.device), (self.size, 0))
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
+    @classmethod
+    def of_texts(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor | None,
+        steps: int,
+        place: Tensor | None = None,
+    ) -> ContextKV:
+        """For queries at the positions of whole texts: each one sees the earlier positions of its own document.
+
+        A head knows the pair at its own position from the path.
+
+        Args:
+            keys, values: [B, A, T, D].
+            position_ids, document_ids: [B, T].
+            steps, place: as in `__init__`.
+        """
+        seen = visible(keys.shape[2], document_ids, keys.device, before=1)
+        return cls(keys, values, seen, position_ids if place is None else position_ids.flatten()[place], steps, place)
+
     def turn(self, step: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., D] of the queries' positions in a step."""
         cos, sin = self.turns

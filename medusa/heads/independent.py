@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.context_kv import ContextKV, visible
+from medusa.heads.inputs import HeadInputs, following_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,40 +138,58 @@ class MedusaHeads(nn.Module):
             return hidden
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
-    def context_kv(
+    def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden, and the embedding of the token after it, both [B, T, H], at positions [B, T] -> keys and values.
+
+        Both are [B, A, T, D]; for kinds that look back.
+        """
+        raise NotImplementedError(f"heads of kind {self.config.kind} do not look back at the text")
+
+    def inputs(
         self,
         hidden: Tensor,
-        next_ids: Tensor,
+        input_ids: Tensor,
         embed: Callable[[Tensor], Tensor],
-        position_ids: Tensor,
+        position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         place: Tensor | None = None,
-    ) -> ContextKV | None:
-        """What the heads at each position of whole texts look back at; `None`: they do not.
+        num_heads: int | None = None,
+    ) -> HeadInputs:
+        """The heads' inputs at positions of whole texts; training, evaluation and calibration all take them from here.
 
         Args:
-            hidden: [B, T, H] what the heads `read`.
-            next_ids: [B, T] the token behind each position.
-            embed: the backbone's.
-            position_ids, document_ids: [B, T].
-            place: [R] which of the B x T positions the heads start from; by default all, as [B, T].
+            hidden: [B, T, H] the backbone's hidden states.
+            input_ids: [B, T or more] the texts. Tokens after the last hidden state are seen as what follows it.
+            embed: the backbone's input embeddings (`Backbone.embed`).
+            position_ids, document_ids: [B, T]; by default each row is one document that starts at position 0.
+            place: [R] indices of the wanted positions among all B x T; by default all of them, as [B, T].
+            num_heads: number of heads that will run (all by default).
         """
-        return None
+        hidden = hidden.to(self.device, self.dtype)
+        rows, length = hidden.shape[:2]
+        if position_ids is None:
+            position_ids = torch.arange(length, device=hidden.device).expand(rows, -1)
+        read = self.read(hidden, position_ids, document_ids)
+        ids = following_ids(input_ids, num_heads or self.config.num_heads)[:, :length]  # [B, T, K]
+        context_kv = following = None
+        if self.uses_context:
+            with torch.no_grad():
+                token = embed(ids[..., 0]).to(hidden)
+            keys, values = self.project_kv(read, token, position_ids)
+            context_kv = ContextKV.of_texts(keys, values, position_ids, document_ids, self.config.num_heads, place)
+        if place is not None:
+            read, ids = read.flatten(0, 1)[place], ids.flatten(0, 1)[place]
+        if self.follows_path:
+            with torch.no_grad():
+                following = embed(ids).to(hidden)
+        return HeadInputs(read, following, context_kv)
 
-    def features(
-        self,
-        hidden: Tensor,
-        num_heads: int | None = None,
-        following: Tensor | None = None,
-        context_kv: ContextKV | None = None,
-    ) -> Tensor:
-        """hidden [..., H] -> what the LM head is applied to [k, ..., H], for the first k = `num_heads` heads (all).
+    def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
+        """Inputs at positions [...] -> what the LM head is applied to [k, ..., H].
 
-        `following`: [..., k, H] the backbone's embeddings of the k tokens behind each hidden state, the root first, for
-        kinds that follow the path; `context_kv`: the text before, for kinds that look back. Independent heads look at
-        neither.
+        Only the first k = `num_heads` heads run (all by default). Independent heads look at the hidden states alone.
         """
-        heads = slice(num_heads)
+        heads, hidden = slice(num_heads), inputs.hidden
         count = len(range(self.config.num_heads)[heads])
         x_KMH = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)
         for block in self.blocks:
@@ -190,16 +209,17 @@ class MedusaHeads(nn.Module):
         logits = torch.bmm(flat, self.lm_heads[: features.shape[0]])
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
-    def forward(
-        self,
-        hidden: Tensor,
-        lm_head: LMHead | None = None,
-        num_heads: int | None = None,
-        following: Tensor | None = None,
-        context_kv: ContextKV | None = None,
-    ) -> Tensor:
-        """hidden [..., H] -> logits [k, ..., V] of the first `num_heads` heads (all of them by default)."""
-        return self.logits(self.features(hidden, num_heads, following, context_kv), lm_head)
+    def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
+        """Inputs at positions [...] -> logits [k, ..., V] of the first k = `num_heads` heads (all by default)."""
+        return self.logits(self.features(inputs, num_heads), lm_head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     @property
     def num_parameters(self) -> int:

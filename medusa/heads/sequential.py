@@ -11,7 +11,6 @@ Shapes: ... any number of positions or nodes, K heads, H hidden size, S size of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,9 @@ from torch.nn import functional as F
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.context_kv import ContextKV, visible
+from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import LMHead, MedusaHeads
+from medusa.heads.inputs import HeadInputs
 
 State = tuple[Tensor, ...]
 """What a head leaves to the next one: tensors [..., S], which the path's children inherit."""
@@ -85,32 +85,6 @@ class SequentialHeads(MedusaHeads, ABC):
         """hidden [..., H] of the backbone -> the state that head 0 starts from."""
         return (hidden,)
 
-    def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden, and the embedding of the token behind it, both [B, T, H], at positions [B, T] -> keys and values.
-
-        Both are [B, A, T, D]; for kinds that look back.
-        """
-        raise NotImplementedError(f"heads of kind {self.config.kind} project_kv nothing")
-
-    def context_kv(
-        self,
-        hidden: Tensor,
-        next_ids: Tensor,
-        embed: Callable[[Tensor], Tensor],
-        position_ids: Tensor,
-        document_ids: Tensor | None = None,
-        place: Tensor | None = None,
-    ) -> ContextKV | None:
-        if not self.uses_context:
-            return None
-        with torch.no_grad():
-            token = embed(next_ids).to(hidden)
-        keys, values = self.project_kv(hidden, token, position_ids)
-        # Of its own position a head knows the token behind it from the path.
-        seen = visible(hidden.shape[1], document_ids, hidden.device, before=1)
-        of_queries = position_ids if place is None else position_ids.flatten()[place]
-        return ContextKV(keys, values, seen, of_queries, self.config.num_heads, place)
-
     @abstractmethod
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         """One head.
@@ -124,13 +98,8 @@ class SequentialHeads(MedusaHeads, ABC):
             What the LM head is applied to [..., H], and the state that the next head starts from.
         """
 
-    def features(
-        self,
-        hidden: Tensor,
-        num_heads: int | None = None,
-        following: Tensor | None = None,
-        context_kv: ContextKV | None = None,
-    ) -> Tensor:
+    def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
+        hidden, following, context_kv = inputs
         if self.follows_path and following is None:
             raise RequestError(f"heads of kind {self.config.kind} guess from the tokens before; pass `following`")
         state, found = self.begin(hidden), []

@@ -18,6 +18,7 @@ from decode.request import default_tree, resolve_tree
 from decode.timers import STAGES, StageTimer
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import named_trees
 from tests.helpers import (
     LETTERS,
@@ -63,7 +64,7 @@ def test_every_node_holds_the_guess_that_its_place_in_the_tree_names(llama: Any,
     backbone, heads, tree = Backbone(llama), random_heads(llama, 5, lm_head=lm_head), random_tree(20, seed=2)
     hidden, root = torch.randn(3, backbone.hidden_size), torch.tensor([4, 0, 9])
     draft = HeadsDrafter(heads, backbone, tree).propose(Frontier(root, hidden, list(range(len(root)))))
-    order = heads(hidden, backbone.lm_head).argsort(dim=-1, descending=True)  # [K, B, V]
+    order = heads(HeadInputs(hidden), backbone.lm_head).argsort(dim=-1, descending=True)  # [K, B, V]
     for row in range(3):
         assert int(draft.ids[row, 0]) == int(root[row])
         for node in range(1, tree.num_nodes):

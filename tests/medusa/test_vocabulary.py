@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import decode.compiled.regions
 from decode import generate
-from decode.bench.calibrate import TOP, record
+from decode.bench.calibrate import record
 from decode.bench.losslessness import Experiment, Rule, passes
 from decode.draft import Draft, Frontier
 from decode.drafters.dynamic_tree import DynamicTree
@@ -26,7 +26,9 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.checkpoints.load import CONFIG, WEIGHTS, load_heads
 from medusa.errors import RequestError
+from medusa.heads.guesses import MISSED
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.kinds import KINDS
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
@@ -34,7 +36,7 @@ from train import loss as loss_module
 from train.architecture import vocabulary_gain
 from train.config import parse_config
 from train.data import Example, PackedDataset, StreamedDataset
-from train.evaluate import ranks_of
+from train.evaluate import label_ranks
 from train.labels import IGNORE
 from train.loss import Teacher, Weighting, head_losses, head_losses_plain
 from train.run import _require_adaptable, train
@@ -61,12 +63,13 @@ def pair(model: Any, kind: str = "medusa", lm_head: str = "shared", seed: int = 
     return whole, some
 
 
-def shown(model: Any, heads: MedusaHeads, count: int = 50) -> tuple[Tensor, Tensor | None]:
+def shown(model: Any, heads: MedusaHeads, count: int = 50) -> HeadInputs:
     """Hidden states, and embeddings of the tokens behind for heads that follow the path."""
     torch.manual_seed(1)
     backbone = Backbone(model)
     hidden = torch.randn(count, backbone.hidden_size)
-    return hidden, backbone.embed(torch.randint(VOCAB, (count, HEADS))).detach() if heads.follows_path else None
+    ids = torch.randint(VOCAB, (count, HEADS))
+    return HeadInputs(hidden, backbone.embed(ids).detach() if heads.follows_path else None)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -77,10 +80,10 @@ def shown(model: Any, heads: MedusaHeads, count: int = 50) -> tuple[Tensor, Tens
 @torch.no_grad()
 def test_logits_are_those_of_the_tokens_on_the_list(llama: Any, kind: str, lm_head: str) -> None:
     whole, some = pair(llama, kind, lm_head)
-    hidden, following = shown(llama, whole)
+    inputs = shown(llama, whole)
     backbone = Backbone(llama)
-    expected = whole(hidden, backbone.lm_head, following=following)
-    found = some(hidden, lm_head_for(some, backbone), following=following)
+    expected = whole(inputs, backbone.lm_head)
+    found = some(inputs, lm_head_for(some, backbone))
     assert some.vocabulary is not None
     assert found.shape[-1] == WORDS
     torch.testing.assert_close(found, expected[..., some.vocabulary], rtol=1e-4, atol=1e-5)
@@ -260,23 +263,23 @@ def test_a_tree_wider_than_the_list_is_refused(llama: Any) -> None:
 def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
     """As with all tokens, but for those on the list ahead of which others stood, and those that are not on it."""
     whole, some = pair(llama, "recurrent")
-    backbone, (hidden, following) = Backbone(llama), shown(llama, whole, 200)
+    backbone, inputs = Backbone(llama), shown(llama, whole, 200)
     labels = torch.randint(VOCAB, (HEADS, 200))
     assert some.vocabulary is not None
     unknown = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, some.vocabulary, False)
-    logits = whole(hidden, backbone.lm_head, following=following).masked_fill(unknown, -torch.inf)
+    logits = whole(inputs, backbone.lm_head).masked_fill(unknown, -torch.inf)
     place = (logits.argsort(descending=True) == labels[..., None]).int().argmax(-1)
-    expected = torch.where((place < 10) & ~unknown[labels], place, 10)
-    assert torch.equal(ranks_of(backbone, some, hidden, labels, following), expected)
+    expected = torch.where((place < 10) & ~unknown[labels], place, MISSED)
+    assert torch.equal(label_ranks(backbone, some, inputs, labels), expected)
     recording = record(backbone, some, [([1, 2], random_ids(60, seed=3))])
     new = torch.tensor(random_ids(60, seed=3))
     came, ranks = recording.came[0][:-HEADS], recording.ranks[0][:-HEADS]
     for head in range(HEADS):
         aim = new[head + 1 : head + 1 + len(came)]
         assert torch.equal(came[:, head].isnan(), unknown[aim])
-        assert (ranks[unknown[aim], head] == TOP).all()
+        assert (ranks[unknown[aim], head] == MISSED).all()
         best = recording.best[0][: len(came), head]
-        inside = ranks[:, head] < TOP
+        inside = ranks[:, head] < MISSED
         assert torch.equal(best[inside, ranks[inside, head]], came[inside, head])
 
 
@@ -292,16 +295,16 @@ def test_the_loss_in_chunks_is_the_plain_one(
     monkeypatch.setattr(loss_module, "chunk_rows", lambda *args: 7)
     model = tiny_model("llama").requires_grad_(False)
     _, some = pair(model, lm_head=lm_head)
-    hidden, _ = shown(model, some)
+    inputs = shown(model, some)
     labels = torch.randint(VOCAB, (HEADS, 50)).masked_fill(torch.rand(HEADS, 50) < 0.2, IGNORE)
     head = Backbone(model).head
     teacher = None
     if objective == "teacher":
-        teacher = Teacher(torch.randn(50, hidden.shape[1]), torch.arange(50), head, 0.7, 0.3, some.vocabulary)
+        teacher = Teacher(torch.randn(50, inputs.hidden.shape[1]), torch.arange(50), head, 0.7, 0.3, some.vocabulary)
     found = []
     for losses in (head_losses, head_losses_plain):
         some.zero_grad()
-        figures = losses(some, hidden, labels, rows_for(some, head), weighting, teacher)
+        figures = losses(some, inputs, labels, rows_for(some, head), weighting, teacher)
         figures.objective.sum().backward()
         found.append((*figures, *(p.grad.clone() for p in some.parameters() if p.grad is not None)))
     for ours, plainly in zip(*found, strict=True):
@@ -314,18 +317,18 @@ def test_a_label_that_is_not_on_the_list_ends_the_chain(llama: Any) -> None:
     _, some = pair(llama)
     assert some.vocabulary is not None
     missing = next(token for token in range(VOCAB) if token not in some.vocabulary)
-    hidden, _ = shown(llama, some, 1)
+    inputs = shown(llama, some, 1)
     known = int(some.vocabulary[0])
     rows = rows_for(some, Backbone(llama).head)
 
     def objective(labels: list[int]) -> list[float]:
-        return head_losses(some, hidden, torch.tensor(labels)[:, None], rows, Weighting("dpace")).objective.tolist()
+        return head_losses(some, inputs, torch.tensor(labels)[:, None], rows, Weighting("dpace")).objective.tolist()
 
     first, second, third = objective([known, missing, known])
     assert first > 0
     assert second == third == 0
     assert first == pytest.approx(objective([known, IGNORE, IGNORE])[0]), "as where the text ends"
-    assert head_losses(some, hidden, torch.tensor([[missing]] * HEADS), rows).correct.sum() == 0
+    assert head_losses(some, inputs, torch.tensor([[missing]] * HEADS), rows).correct.sum() == 0
 
 
 def dataset(texts: list[list[int]]) -> PackedDataset:

@@ -12,9 +12,11 @@ from decode.bench.methods import plain_method
 from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
+from medusa.heads.guesses import MISSED, accepted
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from tests.helpers import VOCAB, random_heads, random_ids
-from train.evaluate import TOPS, GuessCounts, OwnText, accepted, guess_ranks, head_accuracy
+from train.evaluate import TOPS, GuessCounts, OwnText, guess_ranks, head_accuracy
 
 HEADS = 3
 
@@ -33,8 +35,8 @@ class Scripted(MedusaHeads):
         super().__init__(MedusaConfig(hidden_size=1, num_heads=len(ranks), lm_head="shared"))
         self.texts, self.ranks = iter(texts), ranks
 
-    def features(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden.expand(len(self.ranks), *hidden.shape)
+    def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
+        return inputs.hidden.expand(len(self.ranks), *inputs.hidden.shape)
 
     def logits(self, features: Tensor, *args: Any) -> Tensor:
         hidden = features[0]
@@ -61,7 +63,7 @@ def by_hand(model: Any, heads: Any, texts: list[OwnText]) -> tuple[list[dict[str
                 hidden = model.model(input_ids=torch.tensor([ids[: place + 1]]), use_cache=False).last_hidden_state[
                     0, -1
                 ]
-                logits = heads(hidden, model.lm_head)
+                logits = heads(HeadInputs(hidden), model.lm_head)
             all_right = True
             for head in range(HEADS):
                 guesses = logits[head].argsort(descending=True).tolist()
@@ -121,7 +123,7 @@ def test_ranks_begin_where_a_step_can_start(llama: Any, texts: list[OwnText]) ->
     heads = Scripted(texts, [2, 0, 11])
     ranks = guess_ranks(Backbone(llama), heads, torch.tensor([ids]), prompt_tokens)  # type: ignore[arg-type]
     assert ranks.shape == (HEADS, len(ids) - HEADS - 1 - (prompt_tokens - 1))
-    assert [set(row) for row in ranks.tolist()] == [{2}, {0}, {max(TOPS)}]
+    assert [set(row) for row in ranks.tolist()] == [{2}, {0}, {MISSED}]
 
 
 def test_text_that_ends_before_the_heads_reach_counts_nothing(llama: Any) -> None:
@@ -141,7 +143,7 @@ def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
 def test_a_tree_accepts_the_deepest_path_whose_every_guess_is_right() -> None:
     tree = Tree.from_paths([[0], [1], [0, 0], [0, 2], [0, 0, 1]])
     ranks = torch.tensor([[0, 0, 1, 2, 0, 0], [0, 2, 0, 0, 1, 0], [1, 1, 1, 1, 1, 0]])
-    assert accepted(ranks, tree).tolist() == [3, 2, 1, 0, 1, 2]
+    assert accepted(tree, ranks.T).tolist() == [3, 2, 1, 0, 1, 2]
     counts = GuessCounts(3, tree)
     taught = torch.ones_like(ranks, dtype=torch.bool)
     taught[2, 5] = False  # the text ends before the last head's label: no chain, but the nearer heads' labels count

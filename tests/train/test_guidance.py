@@ -13,12 +13,12 @@ from medusa.backbone import Backbone
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.heads.kinds import KINDS
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig
 from train.data import Example, PackedDataset
-from train.labels import following_ids
 from train.run import new_heads
 from train.trainer import HeadsOnBackbone, with_noise
 
@@ -76,12 +76,14 @@ def test_noise_is_uniform_at_the_scale_of_each_state() -> None:
 def test_noise_is_for_what_heads_read_in_training_and_for_nothing_else(kind: str) -> None:
     plain, noisy = on_backbone(kind), on_backbone(kind, hidden_noise=0.1, objective="distill")
     expected, found = plain.train().taught(**batch()), noisy.train().taught(**batch())
-    assert not torch.equal(found.hidden, expected.hidden)
-    torch.testing.assert_close(found.hidden, expected.hidden, rtol=0, atol=float(0.11 * expected.hidden.abs().max()))
+    assert not torch.equal(found.inputs.hidden, expected.inputs.hidden)
+    torch.testing.assert_close(
+        found.inputs.hidden, expected.inputs.hidden, rtol=0, atol=float(0.11 * expected.inputs.hidden.abs().max())
+    )
     assert found.teacher is not None
     clean = noisy.states(batch()["input_ids"], batch()["position_ids"]).flatten(0, 1)
     assert torch.equal(found.teacher.hidden, clean), "the teacher speaks from what the backbone said"
-    assert torch.equal(noisy.eval().taught(**batch()).hidden, plain.eval().taught(**batch()).hidden)
+    assert torch.equal(noisy.eval().taught(**batch()).inputs.hidden, plain.eval().taught(**batch()).inputs.hidden)
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
@@ -94,14 +96,13 @@ def test_a_share_of_what_blocks_add_is_dropped_in_training_only(kind: str, block
     heads = random_heads(model, 1, kind=kind, block=block, num_layers=1, lm_head="shared")
     if kind == "eagle":
         nn.init.zeros_(heads.out.weight)  # type: ignore[arg-type, union-attr]  # its attention, which is no block
-    hidden, following = torch.randn(4000, Backbone(model).hidden_size), None
-    if heads.follows_path:
-        following = torch.randn(4000, 1, hidden.shape[-1])
-    added = heads.features(hidden, following=following)[0] - hidden
+    hidden = torch.randn(4000, Backbone(model).hidden_size)
+    inputs = HeadInputs(hidden, torch.randn(4000, 1, hidden.shape[-1]))
+    added = heads.features(inputs)[0] - hidden
     heads.set_dropout(0.25)
-    assert torch.equal(heads.eval().features(hidden, following=following)[0] - hidden, added)
+    assert torch.equal(heads.eval().features(inputs)[0] - hidden, added)
     torch.manual_seed(0)
-    dropped = heads.train().features(hidden, following=following)[0] - hidden
+    dropped = heads.train().features(inputs)[0] - hidden
     gone = dropped.abs() < 1e-6
     # 4000 x 32 draws or more: sigma is 0.0012
     assert abs(float(gone.float().mean()) - 0.25) < 0.01
@@ -129,17 +130,15 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
     module.scheduled_sampling = 1.0
     backbone, inputs = module._outside[0], batch()
     hidden = module.states(inputs["input_ids"], inputs["position_ids"])
-    rows = module.taught(**inputs).following
+    rows = module.taught(**inputs).inputs.following
     assert rows is not None
     where = [(row, at) for row in range(2) for at in range(40 - 2)]  # positions with a label for head 0
     assert len(where) == len(rows)
     for index in (0, 17, len(where) - 1):
         row, at = where[index]
-        text = following_ids(inputs["input_ids"], HEADS)[row, at]
-        next_ids, place = following_ids(inputs["input_ids"], 1)[..., 0], torch.tensor([row * 40 + at])
-        memory = module.heads.context_kv(hidden, next_ids, backbone.embed, inputs["position_ids"], place=place)
-        here, path = hidden[row, at][None], backbone.embed(text)[None]
-        logits = module.heads(here, backbone.lm_head, following=path, context_kv=memory)[:, 0]  # [K, V]
+        text, place = following_ids(inputs["input_ids"], HEADS)[row, at], torch.tensor([row * 40 + at])
+        here = module.heads.inputs(hidden, inputs["input_ids"], backbone.embed, inputs["position_ids"], place=place)
+        logits = module.heads(here, backbone.lm_head)[:, 0]  # [K, V]
         shown = torch.cat([text[:1], logits.argmax(-1)[: HEADS - 1]])
         torch.testing.assert_close(rows[index], backbone.embed(shown))
 
@@ -147,19 +146,19 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
 @torch.no_grad()
 def test_own_guesses_come_with_their_probability_in_training_and_not_in_evaluation() -> None:
     module = on_backbone("hydra", scheduled_sampling=0.3)
-    text = torch.randint(VOCAB, (2000, HEADS))
-    read = torch.randn(2000, module._outside[0].hidden_size)
+    text, backbone = torch.randint(VOCAB, (2000, HEADS)), module._outside[0]
+    inputs = HeadInputs(torch.randn(2000, backbone.hidden_size), backbone.embed(text))
     module.scheduled_sampling = 1.0
-    guesses = module.with_scheduled_sampling(read, text)
+    guesses = module.with_scheduled_sampling(inputs, text)
     module.scheduled_sampling = 0.3
-    changed = module.with_scheduled_sampling(read, text) != text
+    changed = module.with_scheduled_sampling(inputs, text) != text
     wrong = guesses != text
     assert not changed[:, 0].any()
     assert not (changed & ~wrong).any()
     assert abs(float(changed[wrong].float().mean()) - 0.3) < 0.03  # 4000 draws: sigma is 0.007
-    before = module.eval().taught(**batch()).following
+    before = module.eval().taught(**batch()).inputs.following
     module.scheduled_sampling = 0.0
-    assert torch.equal(before, module.taught(**batch()).following)
+    assert torch.equal(before, module.taught(**batch()).inputs.following)
 
 
 def test_their_probability_rises_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from train.labels import FIRST_OFFSET, IGNORE, following_ids, head_labels
+from medusa.heads.inputs import following_ids
+from train.labels import FIRST_OFFSET, IGNORE, head_labels
 
 
 def drawn(ids: str, documents: str, mask: str | None = None, num_heads: int = 2) -> list[str]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import loss as loss_module
 from train.labels import IGNORE
@@ -97,7 +98,7 @@ def test_chunks_change_neither_figures_nor_gradients(
 ) -> None:
     chunks_of(monkeypatch, chunk)
     heads = random_heads(backbone.model, HEADS, block=block, lm_head=lm_head, num_layers=2)
-    assert_same(heads, torch.randn(ROWS, HIDDEN), some_labels(), backbone.head)
+    assert_same(heads, HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), backbone.head)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -111,7 +112,7 @@ def test_nor_do_they_under_any_objective_and_weighting(
     labels = some_labels()
     labels[:, -1] = IGNORE  # as at a text's end
     taught_by = None if teacher is None else some_teacher(backbone, **teacher)
-    assert_same(heads, torch.randn(ROWS, HIDDEN), labels, backbone.head, WEIGHTINGS[weighting], taught_by)
+    assert_same(heads, HeadInputs(torch.randn(ROWS, HIDDEN)), labels, backbone.head, WEIGHTINGS[weighting], taught_by)
 
 
 def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbone: Backbone) -> None:
@@ -132,14 +133,18 @@ def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbo
             assert labels[head, row] == told[t + head + 1].argmax()
 
     class Oracle(MedusaHeads):
-        def features(self, states: Tensor, num_heads: int | None = None) -> Tensor:
+        def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
             return torch.stack([hidden[position + head + 1] for head in range(HEADS)]).requires_grad_()
 
     heads = Oracle(random_heads(backbone.model, HEADS, lm_head="shared").config)
-    features = heads.features(hidden)
+    features = heads.features(HeadInputs(hidden))
     heads.features = lambda *args, **kwargs: features  # type: ignore[method-assign]
     figures = head_losses(
-        heads, hidden[position], torch.zeros(HEADS, len(position), dtype=torch.long), backbone.head, teacher=teacher
+        heads,
+        HeadInputs(hidden[position]),
+        torch.zeros(HEADS, len(position), dtype=torch.long),
+        backbone.head,
+        teacher=teacher,
     )
     figures.objective.sum().backward()
     for head in range(HEADS):
@@ -153,13 +158,13 @@ def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbo
 def test_a_cold_teacher_is_the_backbones_choice(backbone: Backbone) -> None:
     """At temperature 1e-5 the distribution is one-hot; so is one of which the label has all."""
     heads = random_heads(backbone.model, HEADS)
-    hidden, labels = torch.randn(ROWS, HIDDEN), torch.zeros(HEADS, ROWS, dtype=torch.long)
+    inputs, labels = HeadInputs(torch.randn(ROWS, HIDDEN)), torch.zeros(HEADS, ROWS, dtype=torch.long)
     teacher = some_teacher(backbone, temperature=1e-5)
     choices = teacher.targets(slice(None), labels)[2]
-    expected, gradients = outcome(head_losses, heads, hidden, choices, backbone.head)
+    expected, gradients = outcome(head_losses, heads, inputs, choices, backbone.head)
     sharp = Teacher(teacher.hidden, teacher.position, backbone.head, hard_label_weight=1.0)
     for of in (teacher, sharp):
-        figures, ours = outcome(head_losses, heads, hidden, labels, backbone.head, teacher=of)
+        figures, ours = outcome(head_losses, heads, inputs, labels, backbone.head, teacher=of)
         torch.testing.assert_close(figures.loss, expected.loss, **CLOSE)
         for name, gradient in gradients.items():
             torch.testing.assert_close(ours[name], gradient, **CLOSE)
@@ -182,10 +187,10 @@ def test_dpace_weights_by_hand() -> None:
 def test_dpace_follows_the_gradient_of_the_expected_gain(backbone: Backbone) -> None:
     """Without smoothing, the gradient is that of minus the expected number of accepted guesses (mean over rows)."""
     heads = random_heads(backbone.model, HEADS, lm_head="own")
-    hidden, labels = torch.randn(ROWS, HIDDEN), torch.randint(0, VOCAB, (HEADS, ROWS))
-    _, ours = outcome(head_losses, heads, hidden, labels, None, Weighting("dpace", smoothing=0.0))
+    inputs, labels = HeadInputs(torch.randn(ROWS, HIDDEN)), torch.randint(0, VOCAB, (HEADS, ROWS))
+    _, ours = outcome(head_losses, heads, inputs, labels, None, Weighting("dpace", smoothing=0.0))
     heads.zero_grad()
-    right = heads(hidden).softmax(-1).gather(-1, labels[..., None])[..., 0]
+    right = heads(inputs).softmax(-1).gather(-1, labels[..., None])[..., 0]
     (-right.cumprod(0).sum(0).mean()).backward()
     for name, parameter in heads.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, **CLOSE, msg=name)
@@ -197,7 +202,9 @@ def test_a_head_without_labels_costs_nothing_and_is_not_nan(backbone: Backbone, 
     labels = some_labels()
     labels[1] = IGNORE
     for losses, weighting in itertools.product((head_losses, head_losses_plain), WEIGHTINGS.values()):
-        figures, gradients = outcome(losses, heads, torch.randn(ROWS, HIDDEN), labels, backbone.head, weighting)
+        figures, gradients = outcome(
+            losses, heads, HeadInputs(torch.randn(ROWS, HIDDEN)), labels, backbone.head, weighting
+        )
         assert figures.loss[1] == 0
         assert figures.total[1] == 0
         assert torch.isfinite(figures.loss).all()
@@ -209,7 +216,7 @@ def test_a_head_without_labels_costs_nothing_and_is_not_nan(backbone: Backbone, 
 def test_a_batch_without_labels_gives_zero(backbone: Backbone, rows: int) -> None:
     heads = random_heads(backbone.model, HEADS, lm_head="own")
     labels = torch.full((HEADS, rows), IGNORE)
-    figures, gradients = outcome(head_losses, heads, torch.randn(rows, HIDDEN), labels, backbone.head)
+    figures, gradients = outcome(head_losses, heads, HeadInputs(torch.randn(rows, HIDDEN)), labels, backbone.head)
     assert figures.loss.tolist() == [0.0] * HEADS
     assert not any(gradient.any() for gradient in gradients.values())
 
@@ -219,7 +226,7 @@ def test_the_loss_is_the_mean_in_nats_over_the_labels(backbone: Backbone) -> Non
     heads = random_heads(backbone.model, 1)
     torch.nn.init.zeros_(heads.lm_heads)
     labels = torch.tensor([[7, IGNORE, 0, 0, IGNORE]])
-    figures = head_losses(heads, torch.randn(5, HIDDEN), labels, None)
+    figures = head_losses(heads, HeadInputs(torch.randn(5, HIDDEN)), labels, None)
     assert figures.loss.item() == pytest.approx(math.log(VOCAB), rel=1e-6)
     assert (figures.correct.item(), figures.total.item()) == (2, 3), "the best of equals is id 0"
 
@@ -244,7 +251,9 @@ def test_no_more_than_a_chunk_of_logits_is_held(
             return out
 
     with Spy():
-        figures = head_losses(heads, torch.randn(ROWS, HIDDEN), some_labels(), backbone.head, teacher=teacher)
+        figures = head_losses(
+            heads, HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), backbone.head, teacher=teacher
+        )
         figures.objective.sum().backward()
     assert max(sizes) == HEADS * 4 * VOCAB
 
@@ -260,7 +269,7 @@ def test_under_autocast_the_figures_are_those_of_bfloat16(backbone: Backbone) ->
     """The chunks choose their own dtype; autocast changes nothing else. bfloat16 has 8 bits: 1 % of each figure."""
     for lm_head in ("own", "shared"):
         heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
-        args = (torch.randn(ROWS, HIDDEN), some_labels(), backbone.head)
+        args = (HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), backbone.head)
         full, gradients = outcome(head_losses, heads, *args)
         with torch.autocast("cpu", torch.bfloat16):
             half, ours = outcome(head_losses, heads, *args)
@@ -285,14 +294,14 @@ def test_backends_that_cannot_be_had_are_refused() -> None:
 
 def test_the_backbones_lm_head_gets_no_gradient(backbone: Backbone) -> None:
     heads = random_heads(backbone.model, HEADS, lm_head="shared")
-    outcome(head_losses, heads, torch.randn(ROWS, HIDDEN), some_labels(), backbone.head)
+    outcome(head_losses, heads, HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), backbone.head)
     assert backbone.head.weight.grad is None
 
 
 def test_an_lm_head_with_a_bias_is_applied_with_it(backbone: Backbone) -> None:
     lm_head = torch.nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
     heads = random_heads(backbone.model, HEADS, lm_head="shared")
-    args = (torch.randn(ROWS, HIDDEN), some_labels(), lm_head)
+    args = (HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), lm_head)
     torch.testing.assert_close(head_losses(heads, *args).loss, head_losses_plain(heads, *args).loss, **CLOSE)
 
 

@@ -21,11 +21,12 @@ from medusa.backbone import Backbone, differs, load_backbone, quantized
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.config import AdapterConfig, HeadsConfig, parse_config
 from train.data import Example, PackedDataset
-from train.labels import IGNORE, NEXT, following_ids, head_labels
+from train.labels import IGNORE, NEXT, head_labels
 from train.medusa2 import HeadsAndAdapter, adapt, heads_weight, lm_loss, perplexity, untouched
 from train.run import new_heads, train
 from train.trainer import MedusaTrainingArguments
@@ -220,10 +221,8 @@ def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(
     hidden = torch.randn(*documents.shape, HIDDEN, dtype=dtype)
     gain = module.tilt(hidden, ids, positions, documents, taught)
     found = torch.cat([gain(slice(0, 5)), gain(slice(5, 12))]).reshape(2, 6, VOCAB)
-    read, backbone = heads.read(hidden.float(), positions, documents), module._outside[0]
-    following = backbone.embed(following_ids(ids, 2)).float()
-    memory = heads.context_kv(read, following_ids(ids, 1)[..., 0], backbone.embed, positions, documents)
-    guess = heads(read, backbone.lm_head, following=following, context_kv=memory)[0]
+    backbone = module._outside[0]
+    guess = heads(heads.inputs(hidden, ids, backbone.embed, positions, documents), backbone.lm_head)[0]
     guess = 0.25 * guess.float().log_softmax(-1)  # [2, 7, V]
     for row, position in ((0, 1), (0, 3), (0, 5), (1, 1), (1, 5)):
         torch.testing.assert_close(found[row, position], guess[row, position - 1], rtol=1e-4, atol=1e-5)
@@ -242,7 +241,7 @@ def test_a_leaning_teacher_makes_the_text_easier_to_foresee(recipe: Any, seen: A
         ids = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(16)])
         with torch.no_grad():
             hidden = trainer.backbone.hidden_states(ids, use_cache=False)
-            guess = trainer.heads(hidden[:, :-1], trainer.backbone.lm_head)[0].log_softmax(-1)
+            guess = trainer.heads(HeadInputs(hidden[:, :-1]), trainer.backbone.lm_head)[0].log_softmax(-1)
             chosen = trainer.backbone.lm_head(hidden[:, 1:]).softmax(-1)
         expected.append(float((chosen * guess).sum(-1).mean()))
     assert seen[0].trained.teacher_tilt == 0

@@ -21,6 +21,7 @@ from medusa.backbone import Backbone, differs, fingerprint
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig, parse_config
@@ -146,7 +147,7 @@ def test_new_heads_begin_as_the_backbones_own_guess(model: Any) -> None:
     for block in ("square", "mlp"):
         for lm_head in ("own", "shared"):
             heads = new_heads(model, HeadsConfig(num=2, block=block, lm_head=lm_head), "tiny")
-            for logits in heads(hidden, model.lm_head):
+            for logits in heads(HeadInputs(hidden), model.lm_head):
                 torch.testing.assert_close(logits, model.lm_head(hidden), atol=1e-5, rtol=1e-5)
 
 
@@ -157,7 +158,7 @@ def test_an_lm_head_with_a_bias_is_borrowed_unless_own_ones_are_asked_for() -> N
     hidden = torch.randn(50, HIDDEN)
     chosen = new_heads(phi, HeadsConfig(), "tiny")
     assert (chosen.config.lm_head, chosen.config.block) == ("shared", "mlp")
-    assert torch.equal(chosen(hidden, phi.lm_head)[0].argmax(-1), phi.lm_head(hidden).argmax(-1))
+    assert torch.equal(chosen(HeadInputs(hidden), phi.lm_head)[0].argmax(-1), phi.lm_head(hidden).argmax(-1))
     asked = new_heads(phi, HeadsConfig(block="square"), "tiny")
     assert asked.config.lm_head == "own"
     assert "has a bias" not in describe(chosen.config, 1, Backbone(phi))
@@ -344,7 +345,7 @@ def test_the_objective_says_whose_token_is_the_label(model: Any, tmp_path: Path)
     run = trainer(model, foreign, tmp_path, objective="text")
     with torch.no_grad():
         hidden = Backbone(model).hidden_states(hidden_of, position_ids=batch["position_ids"], use_cache=False)
-        logits = run.heads(hidden, model.lm_head)
+        logits = run.heads(HeadInputs(hidden), model.lm_head)
     for head in range(HEADS):
         offset = head + 2
         expected = torch.nn.functional.cross_entropy(
@@ -370,7 +371,7 @@ def test_distillation_is_towards_the_backbones_own_distributions(model: Any, tmp
         for ids in pieces:
             hidden = Backbone(model).hidden_states(torch.tensor([ids]), use_cache=False)[0]
             told = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-            log_p = run.heads(hidden, model.lm_head).log_softmax(-1)
+            log_p = run.heads(HeadInputs(hidden), model.lm_head).log_softmax(-1)
             for t in range(len(ids) - 2):
                 reach = [head for head in range(HEADS) if t + head + 2 < len(ids)]
                 right = [float(log_p[head, t, told[t + head + 1].argmax()].exp()) for head in reach]

@@ -19,6 +19,7 @@ from decode.topology import Topology, chosen_part
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree
 
 
@@ -118,7 +119,7 @@ def test_rows_have_topologies_of_their_own(llama: Any) -> None:
     assert draft.ids.shape == (2, 8)
     assert draft.ids[:, 0].tolist() == [3, 4]
     assert not torch.equal(draft.topology.parent[0], draft.topology.parent[1])
-    logits = heads(hidden, Backbone(llama).lm_head)
+    logits = heads(HeadInputs(hidden), Backbone(llama).lm_head)
     for row, node in itertools.product(range(2), range(1, 8)):
         head = int(draft.topology.depth[row, node]) - 1
         assert int(draft.ids[row, node]) in logits[head, row].topk(TOP).indices

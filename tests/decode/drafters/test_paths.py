@@ -25,6 +25,7 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.kinds import build
 from medusa.heads.sequential import SequentialHeads
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
@@ -65,7 +66,7 @@ def log_p_after(model: Any, heads: SequentialHeads, hidden: torch.Tensor, path: 
     """[V] what the head of that depth says behind the tokens of `path`, root first."""
     backbone = Backbone(model)
     padded = torch.tensor([path + [0] * (3 - len(path))])
-    logits = heads(hidden[None], backbone.lm_head, following=backbone.embed(padded))
+    logits = heads(HeadInputs(hidden[None], backbone.embed(padded)), backbone.lm_head)
     return logits[len(path) - 1, 0].log_softmax(-1)
 
 
@@ -243,13 +244,12 @@ def test_heads_look_back_in_decoding_at_what_they_would_see_in_training(
         for index, row in enumerate(frontier.rows):
             text = session.sequences.prefix(row)
             assert text[0, -1] == frontier.root[index]
-            positions = torch.arange(text.shape[1] - 1)[None]
-            read = heads.read(backbone.hidden_states(text[:, :-1], use_cache=False), positions)
-            memory = heads.context_kv(read, text[:, 1:], backbone.embed, positions, place=positions[0, -1:])
+            hidden = backbone.hidden_states(text[:, :-1], use_cache=False)
+            here = heads.inputs(hidden, text, backbone.embed, place=torch.tensor([hidden.shape[1] - 1]))
             for node in range(1, draft.ids.shape[1]):
                 *path, token = path_to(draft, index, node)
                 following = backbone.embed(torch.tensor([path]))
-                said = heads(read[:, -1], backbone.lm_head, len(path), following, memory)[-1, 0]
+                said = heads(here._replace(following=following), backbone.lm_head, len(path))[-1, 0]
                 if isinstance(layout, Tree):  # up to rounding, the guess of this rank
                     wanted = said.sort(descending=True).values[layout.rank[node]]
                     torch.testing.assert_close(said[token], wanted, rtol=1e-3, atol=1e-4)

@@ -19,6 +19,7 @@ from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.kinds import KINDS
 from tests.helpers import left_padded, plain, random_heads, random_ids
 
@@ -57,7 +58,7 @@ def worths(model: Any, heads: MedusaHeads, draft: Draft, row: int, number: int) 
     found = {}
     for path in paths_of(draft, row):
         padded = torch.tensor([list(path) + [0] * HEADS])[:, :HEADS]
-        logits = heads(hidden[None], backbone.lm_head, following=backbone.embed(padded))[:, 0]
+        logits = heads(HeadInputs(hidden[None], backbone.embed(padded)), backbone.lm_head)[:, 0]
         log_p = (logits / torch.tensor(TEMPERATURES)[:, None]).log_softmax(-1)
         found[path] = sum(float(log_p[depth, token]) for depth, token in enumerate(path[1:]))
     return found

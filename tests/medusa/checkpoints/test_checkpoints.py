@@ -17,6 +17,7 @@ from torch import Tensor
 import medusa.checkpoints.load
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS, load_heads, save_heads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
 H, V = 6, 9
@@ -96,7 +97,7 @@ def test_published_names_and_layout(tmp_path: Path) -> None:
     block.load_state_dict({"weight": tensors["1.0.linear.weight"], "bias": tensors["1.0.linear.bias"]})
     expected = tensors["1.1.weight"] @ (x + torch.nn.functional.silu(block(x)))
     # Six products of order 1 in another order; a transposed matrix would differ by order 1.
-    torch.testing.assert_close(heads(x)[1], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(heads(HeadInputs(x))[1], expected, rtol=1e-5, atol=1e-5)
     config = json.loads((tmp_path / CONFIG).read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, 1)
     assert config["base_model_name_or_path"] == "org/base"

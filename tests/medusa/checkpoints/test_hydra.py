@@ -17,6 +17,7 @@ from medusa.backbone import Backbone, differs
 from medusa.checkpoints.hydra import WEIGHTS
 from medusa.checkpoints.load import CONFIG, load_heads, save_heads
 from medusa.errors import RequestError
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from train.config import HeadsConfig
 from train.run import new_heads
@@ -140,7 +141,7 @@ def test_logits_are_the_originals(model: Any, tmp_path: Path, prefix: bool, drop
     reads = prefix_forward(tensors, hidden, model.config) if prefix else hidden
     torch.testing.assert_close(read, reads, rtol=1e-3, atol=1e-4)
     following = torch.stack([embedding[ids[at + 1 : at + 1 + HEADS]] for at in range(10 - HEADS)])
-    found = heads(read[: 10 - HEADS], following=following)
+    found = heads(HeadInputs(read[: 10 - HEADS], following))
     for at in range(10 - HEADS):
         for head in range(HEADS):
             z = torch.cat([reads[at], *(embedding[ids[at + 1 + n]] for n in range(head + 1))])

@@ -25,6 +25,7 @@ from medusa.checkpoints.stored import Stored
 from medusa.export import FORMATS, sample_logits
 from medusa.export.own import read_lm_head
 from medusa.files import read_json
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.kinds import build
 from tests.helpers import HIDDEN, VOCAB, tiny_model
 
@@ -363,9 +364,8 @@ def test_eagle3_computes_what_servers_compute(tmp_path: Path, exported: Callable
     generator = torch.Generator().manual_seed(2)
     hidden, table = torch.randn(7, size, generator=generator), torch.randn(V, size, generator=generator) * 3
     ids = torch.randint(V, (7 + K,), generator=generator)  # those behind each hidden state, then guesses
-    memory = heads.context_kv(hidden[None], ids[None, :7], lambda i: table[i], torch.arange(7)[None])
-    following = table[ids].unfold(0, K, 1).transpose(1, 2)[:7]
-    found = heads.features(hidden[None], following=following[None], context_kv=memory)[:, 0, 6]
+    text = torch.cat([ids[:1], ids])[None]  # the first token is seen by no pair
+    found = heads.features(heads.inputs(hidden[None], text, lambda i: table[i]))[:, 0, 6]
     served, features = Served(folder, table), hidden
     for step in range(K):
         read, after = served(features, ids[: 7 + step])
@@ -425,7 +425,7 @@ def test_what_is_written_computes_the_same_by_the_rules_of_its_readers(
     heads = some_heads(lm_head=lm_head, num_layers=layers)
     hidden = torch.randn(4, H)
     weight = load_file(backbone / MODEL)["lm_head.weight"]
-    expected = heads(hidden, lambda x: F.linear(x, weight)).detach()
+    expected = heads(HeadInputs(hidden), lambda x: F.linear(x, weight)).detach()
     found = {"vllm": vllm_rules(exported(heads, "vllm"), hidden)}
     for to in ("original-v1", "tgi", "tensorrt-llm", "modelopt"):
         if to == "original-v1" and layers == 2:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.load import to_published
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
 K, H, V = 3, 8, 11
@@ -58,13 +59,13 @@ def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
 def test_at_the_start_heads_are_exactly_the_identity(settings: dict) -> None:
     """The original's is not: nn.Linear's random bias was left in place (docs/original D13)."""
     hidden = torch.randn(2, 5, H)
-    features = fresh(**settings).features(hidden)
+    features = fresh(**settings).features(HeadInputs(hidden))
     assert features.shape == (K, 2, 5, H)
     assert all(torch.equal(features[head], hidden) for head in range(K))
 
 
 def test_an_mlp_starts_as_nn_linear_does() -> None:
-    """`up` is uniform within 1 / sqrt(H), its bias zero: nothing of it may be whatever lay in context_kv."""
+    """`up` is uniform within 1 / sqrt(H), its bias zero: nothing of it may be whatever lay in memory."""
     hidden = 64
     block = MedusaHeads(MedusaConfig(hidden_size=hidden, vocab_size=V, num_heads=K, block="mlp")).blocks[0]
     assert block.up.abs().max() <= hidden**-0.5
@@ -80,7 +81,7 @@ def test_at_the_start_own_lm_heads_give_the_backbones_guess(block: str) -> None:
     heads.start_from(lm_head.weight)
     hidden = torch.randn(4, H)
     # Another matrix product sums in another order: a few float32 roundings (6e-8) of values around 1.
-    torch.testing.assert_close(heads(hidden), lm_head(hidden).expand(K, -1, -1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(heads(HeadInputs(hidden)), lm_head(hidden).expand(K, -1, -1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", KINDS)
@@ -93,7 +94,7 @@ def test_every_weight_learns(settings: dict, optimiser: type) -> None:
     training = optimiser(heads.parameters(), lr=0.05)
     hidden, labels = torch.randn(64, H), torch.randint(0, V, (K, 64))
     for _ in range(3):
-        logits = heads(hidden, lm_head)
+        logits = heads(HeadInputs(hidden), lm_head)
         training.zero_grad()
         nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         training.step()
@@ -106,11 +107,11 @@ def test_every_weight_learns(settings: dict, optimiser: type) -> None:
 def test_heads_are_separate(settings: dict) -> None:
     """`[ResBlock(h)] * n` of the original was one block n times (D12)."""
     heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
-    before = heads(hidden, lm_head)
+    before = heads(HeadInputs(hidden), lm_head)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter[1] += 1
-    after = heads(hidden, lm_head)
+    after = heads(HeadInputs(hidden), lm_head)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[2], after[2])
     assert not torch.equal(before[1], after[1])
@@ -130,22 +131,22 @@ def test_stacked_heads_equal_a_loop_over_linears(settings: dict, shape: tuple) -
     hidden = torch.randn(shape)
     features = slow_features(heads, hidden)
     # Sums of 8 to 16 products of order 1 in another order: some ten roundings of 6e-8; a wrong index errs by order 1.
-    torch.testing.assert_close(heads.features(hidden), features, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(heads.features(HeadInputs(hidden)), features, rtol=1e-5, atol=1e-5)
     if heads.lm_heads is None:
         expected = lm_head(features)
     else:
         published = to_published(heads)
         expected = torch.stack([features[k] @ published[f"{k}.{heads.config.num_layers}.weight"].T for k in range(K)])
     assert expected.shape == (K, *shape[:-1], V)
-    torch.testing.assert_close(heads(hidden, lm_head), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(heads(HeadInputs(hidden), lm_head), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("settings", KINDS)
 def test_the_first_heads_alone_give_what_they_give_among_all(settings: dict) -> None:
     heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
-    everything = heads(hidden, lm_head)
+    everything = heads(HeadInputs(hidden), lm_head)
     for count in (1, 2, K):
-        some = heads(hidden, lm_head, count)
+        some = heads(HeadInputs(hidden), lm_head, count)
         assert some.shape[0] == count
         torch.testing.assert_close(some, everything[:count], rtol=1e-5, atol=1e-5)
 
@@ -163,7 +164,7 @@ def test_heads_hold_no_part_of_the_backbone() -> None:
 
 def test_shared_heads_need_the_lm_head() -> None:
     with pytest.raises(RequestError, match="lm_head"):
-        fresh(lm_head="shared")(torch.randn(1, H))
+        fresh(lm_head="shared")(HeadInputs(torch.randn(1, H)))
 
 
 @pytest.mark.parametrize(

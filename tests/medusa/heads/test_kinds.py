@@ -15,6 +15,7 @@ from medusa import MedusaHeads
 from medusa.checkpoints.load import CONFIG, WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.kinds import KINDS, build
 from medusa.heads.sequential import SequentialHeads, normalised
 
@@ -32,18 +33,17 @@ def fresh(kind: str, seed: int | None = None, **settings: Any) -> MedusaHeads:
     return heads
 
 
-def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(seed: int = 0) -> HeadInputs:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(5, H, generator=generator), torch.randn(5, K, H, generator=generator)
+    return HeadInputs(torch.randn(5, H, generator=generator), torch.randn(5, K, H, generator=generator))
 
 
 @pytest.mark.parametrize("block", ["square", "mlp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
     """So that training starts from the backbone's own guess."""
-    hidden, following = inputs()
-    features = fresh(kind, block=block, num_layers=2, lm_head="shared").features(hidden, following=following)
-    assert torch.equal(features, hidden.expand(K, -1, -1))
+    features = fresh(kind, block=block, num_layers=2, lm_head="shared").features(inputs())
+    assert torch.equal(features, inputs().hidden.expand(K, -1, -1))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -53,7 +53,8 @@ def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> 
     """Written down once more, a head at a time."""
     heads = fresh(kind, 1, block=block, num_layers=layers, expansion=2.0, lm_head="shared")
     assert isinstance(heads, SequentialHeads)
-    hidden, following = inputs()
+    hidden, following, _ = inputs()
+    assert following is not None
     state, seen, expected = hidden, hidden, []
     for head in range(K):
         token = following[:, head] / following[:, head].pow(2).mean(-1, keepdim=True).sqrt()
@@ -73,7 +74,7 @@ def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> 
             z = x
         state = x
         expected.append(x)
-    torch.testing.assert_close(heads.features(hidden, following=following), torch.stack(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(heads.features(inputs()), torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
 def apply_rope(x: torch.Tensor, position: int) -> torch.Tensor:
@@ -124,12 +125,9 @@ def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
     ids = torch.randint(vocab, (rows, length + K), generator=generator)
     documents = torch.tensor([[0] * length, [0, 0, 0, 1, 1, 1, 1]])
     positions = torch.tensor([list(range(length)), [0, 1, 2, 0, 1, 2, 3]])
-    following = table[ids[:, 1:]].unfold(1, K, 1).transpose(2, 3)  # [B, T, K, H]
     place = torch.tensor([0, 2, 6, 7, 9, 10, 13])
-    context_kv = heads.context_kv(hidden, ids[:, 1 : length + 1], lambda i: table[i], positions, documents, place)
-    found = heads.features(hidden.flatten(0, 1)[place], following=following.flatten(0, 1)[place], context_kv=context_kv)
-    whole = heads.context_kv(hidden, ids[:, 1 : length + 1], lambda i: table[i], positions, documents)
-    everywhere = heads.features(hidden, following=following, context_kv=whole)
+    texts = (hidden, ids, lambda i: table[i], positions, documents)
+    found, everywhere = heads.features(heads.inputs(*texts, place)), heads.features(heads.inputs(*texts))
     torch.testing.assert_close(everywhere.flatten(1, 2)[:, place], found)
     for column, (row, at) in enumerate((int(p) // length, int(p) % length) for p in place):
         start = 3 if row == 1 and at >= 3 else 0
@@ -142,14 +140,15 @@ def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
 
 
 def test_eagle_sees_the_pairs_before_it_and_no_other_document() -> None:
-    heads, hidden = fresh("eagle", 8, lm_head="shared"), inputs()[0][None]
+    heads, hidden = fresh("eagle", 8, lm_head="shared"), inputs().hidden[None]
     ids, documents = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1]])
     table, positions = torch.randn(6, H, generator=torch.Generator().manual_seed(9)), torch.tensor([[0, 1, 0, 1, 2]])
     following = table[ids[:, 1:]][:, :, None].expand(-1, -1, K, -1)
 
     def features(of: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
-        context_kv = heads.context_kv(of, next_ids, lambda i: table[i], positions, documents)
-        return heads.features(hidden, following=following, context_kv=context_kv)  # the queries stay as they are
+        text = torch.cat([ids[:, :1], next_ids], dim=1)
+        context_kv = heads.inputs(of, text, lambda i: table[i], positions, documents).context_kv
+        return heads.features(HeadInputs(hidden, following, context_kv))  # the queries stay as they are
 
     before = features(hidden, ids[:, 1:])
     for changed in range(5):
@@ -165,26 +164,24 @@ def test_eagle_sees_the_pairs_before_it_and_no_other_document() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
     heads = fresh(kind, 2, lm_head="shared")
-    hidden, following = inputs()
-    features = heads.features(hidden, following=following)
+    features = heads.features(inputs())
     for changed in range(K):
-        other = following.clone()
-        other[:, changed] += torch.linspace(-1, 2, H)
-        differs = [
-            not torch.equal(a, b) for a, b in zip(features, heads.features(hidden, following=other), strict=True)
-        ]
+        other = inputs()
+        assert other.following is not None
+        other.following[:, changed] += torch.linspace(-1, 2, H)
+        differs = [not torch.equal(a, b) for a, b in zip(features, heads.features(other), strict=True)]
         assert differs == [heads.follows_path and head >= changed for head in range(K)]
 
 
 @pytest.mark.parametrize("kind", ["hydra", "recurrent", "eagle"])
 def test_heads_that_follow_the_path_ask_for_it(kind: str) -> None:
     with pytest.raises(RequestError, match=kind):
-        fresh(kind).features(inputs()[0])
+        fresh(kind).features(HeadInputs(inputs().hidden))
 
 
 def test_embeddings_come_at_the_scale_of_hidden_states() -> None:
     """Backbones keep them at 0.02 or at 30; the heads see the direction."""
-    token = inputs()[0]
+    token = inputs().hidden
     torch.testing.assert_close(normalised(token * 1000), normalised(token * 0.1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(normalised(token).pow(2).mean(-1), torch.ones(5), rtol=1e-4, atol=1e-5)
 
@@ -197,11 +194,8 @@ def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
     again = MedusaHeads.from_pretrained(tmp_path)
     assert type(again) is type(heads)
     assert again.config == heads.config
-    hidden, following = inputs()
     lm_head_module = torch.nn.Linear(H, V, bias=False)
-    assert torch.equal(
-        heads(hidden, lm_head_module, following=following), again(hidden, lm_head_module, following=following)
-    )
+    assert torch.equal(heads(inputs(), lm_head_module), again(inputs(), lm_head_module))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,9 +236,8 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_gated_eagle_heads_start_as_the_backbones_guess_at_another_temperature() -> None:
-    hidden, following = inputs()
-    features = fresh("eagle", block="gated", lm_head="shared").features(hidden, following=following)
-    direction = F.normalize(hidden, dim=-1).expand(K, -1, -1)
+    features = fresh("eagle", block="gated", lm_head="shared").features(inputs())
+    direction = F.normalize(inputs().hidden, dim=-1).expand(K, -1, -1)
     torch.testing.assert_close(F.normalize(features, dim=-1), direction)
 
 

@@ -1,0 +1,44 @@
+"""How good guesses are: the rank of the right token, and how deep a tree reaches with guesses of these ranks.
+
+Shapes: P positions, K heads, R guesses of a head, N nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa.tree import Tree
+
+MISSED = 1 << 30
+"""The rank of a token that is not among the guesses: larger than every real rank."""
+
+
+def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
+    """The rank [...] of each token [...] among the guesses [..., R], best first; `MISSED` if it is absent."""
+    match = guesses == tokens[..., None].to(guesses.device)
+    return torch.where(match.any(-1), match.int().argmax(-1), MISSED)
+
+
+def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor:
+    """How many drafted tokens a step from each position would accept [P].
+
+    Args:
+        tree: the nodes that can be drafted.
+        ranks: [P, K] the rank of the right token among the guesses of each head (`ranks_of`).
+        drafted: [P, N] indices of the nodes that are drafted at each position; all nodes by default.
+    """
+    nodes, beyond = tree.num_nodes, tree.max_rank + 1
+    # The child of each node by its rank. Column `beyond` and the last row have no children: there a walk ends.
+    child = torch.full((nodes + 1, beyond + 1), -1)
+    child[tree.parent[1:], tree.rank[1:]] = torch.arange(1, nodes)
+    is_drafted = torch.ones(len(ranks), nodes + 1, dtype=torch.bool)
+    if drafted is not None:
+        is_drafted = torch.zeros_like(is_drafted).scatter_(1, drafted, True)
+    node = torch.zeros(len(ranks), dtype=torch.long)
+    length = torch.zeros_like(node)
+    for head in range(min(tree.max_depth, ranks.shape[1])):
+        node = child[node, ranks[:, head].clamp_max(beyond)]
+        node = torch.where(is_drafted.gather(1, node[:, None] % (nodes + 1))[:, 0], node, -1)
+        length += node >= 0
+    return length
