@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 import medusa
-from medusa.errors import RequestError, RunError
+from medusa.commandline import OneLineParser, exit_status
 
 COMMANDS = {
     "demo": "the whole story in one command, offline, on the embedded backbone",
@@ -57,13 +56,6 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """argparse, with wrong words answered like every other wrong request: in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-
 def in_our_place() -> str | None:
     """What stands in the place of one of our packages and the way out, in a line; nothing where all are ours.
 
@@ -98,17 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif rest:
         parser.error(f"unknown words: {' '.join(rest)}")
     args.words = arguments  # what results say they were made by
-    try:
-        return args.run(args) or 0
-    except RequestError as error:
-        print(f"medusa {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"medusa {args.command}: failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"medusa {args.command}: interrupted", file=sys.stderr)
-        return 130
+    return exit_status(f"medusa {args.command}", lambda: args.run(args))
 
 
 if __name__ == "__main__":

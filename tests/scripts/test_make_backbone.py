@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from tests.helpers import load_script
+import backbone_training as training
+import make_backbone as script
+from medusa.commandline import exit_status
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared"
@@ -35,7 +37,12 @@ TINY = {
 }
 
 
-script = load_script("make_backbone")
+def run(*argv: str) -> int:
+    """The script's exit status."""
+    try:
+        return exit_status("make_backbone", lambda: script.main(argv))
+    except SystemExit as exit_:  # argparse's own way
+        return exit_.code
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +63,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(text: Path, output: Path, *more: str) -> list[str]:
-    """A command line; what comes later overrides what comes first."""
+    """A command line; later options override earlier ones."""
     options = [str(part) for option in TINY.items() for part in option]
     return ["--data", str(text), "--output", str(output), "--no-bf16", *options, *more]
 
@@ -65,7 +72,7 @@ def arguments(text: Path, output: Path, *more: str) -> list[str]:
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of sixty steps, evaluated on its own text."""
     output = tmp_path_factory.mktemp("models") / "tiny"
-    assert script.main(arguments(text, output, "--steps", "60", "--eval", str(text))) == 0
+    assert run(*arguments(text, output, "--steps", "60", "--eval", str(text))) == 0
     return output
 
 
@@ -106,7 +113,7 @@ def test_model_and_tokenizer_load(trained: Path) -> None:
 def test_card_states_facts_and_no_path(trained: Path, text: Path) -> None:
     card = (trained / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlicense: cdla-sharing-1.0\n")
-    for fact in ("seed 0", "60 steps", "bits a character", "CDLA-Sharing-1.0", "text.txt: 40 documents"):
+    for fact in ("| seed | 0 |", "| steps | 60 |", "bits a character", "CDLA-Sharing-1.0", "text.txt: 40 documents"):
         assert fact in card
     assert str(text.parent) not in card
     assert str(trained.parent) not in card
@@ -115,7 +122,7 @@ def test_card_states_facts_and_no_path(trained: Path, text: Path) -> None:
 def test_evaluate_only_prints_the_figures_of_the_card(
     trained: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert script.main(["--evaluate-only", str(trained), "--eval", str(text), "--device", "cpu"]) == 0
+    assert run("--evaluate-only", str(trained), "--eval", str(text), "--device", "cpu") == 0
     assert capsys.readouterr().out.strip() in (trained / "README.md").read_text(encoding="utf-8")
 
 
@@ -127,27 +134,28 @@ def test_draft_shares_the_tokenizer_and_learns_from_the_teacher(trained: Path, t
         more = ["--preset", "draft", "--tokenizer", str(trained), "--teacher", str(trained), "--teacher-weight", "1"]
         more += ["--seed", "1"]  # not the teacher's own start
         more += ["--no-save-tokenizer", "--steps", steps, "--eval", str(text)]
-        assert script.main(arguments(text, output, *more)) == 0
+        assert run(*arguments(text, output, *more)) == 0
         assert not (output / "tokenizer.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(trained)
-        documents = script.read_file_documents(str(text), "<|endoftext|>")
+        documents = script.read_documents(str(text), "<|endoftext|>")
         models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (output, trained)]
-        agreement.append(script.evaluate(models[0], tokenizer, documents, models[1]).agreement)
+        score = training.evaluate(models[0], tokenizer, documents, models[1])
+        agreement.append(score.agreements / score.tokens)
     assert agreement[1] > agreement[0] + 0.1, agreement
 
 
 # -- arithmetic
 
 
-def test_documents_are_split_at_lines_only() -> None:
-    text = "one\n<|endoftext|>\n\n<|endoftext|> \ntwo <|endoftext|> still two\n"
-    assert script.split_documents(text) == ["one", "two <|endoftext|> still two"]
+def test_documents_are_split_at_lines_only(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n\n<|endoftext|> \ntwo <|endoftext|> still two\n")
+    assert script.read_documents(str(tmp_path / "a.txt"), "<|endoftext|>") == ["one", "two <|endoftext|> still two"]
 
 
 def test_windows_score_every_token_but_bos_once() -> None:
     for length in range(1, 40):
         covered: list[int] = []
-        for begin, end, first in script.windows(length, 8):
+        for begin, end, first in training.windows(length, 8):
             assert begin < first < end <= begin + 8  # a scored token has something before it
             covered += range(first, end)
         assert covered == list(range(1, length))
@@ -175,11 +183,11 @@ class Letters:
 
 def test_bits_per_character_by_hand() -> None:
     """b costs 2 bits, c and d cost 3: "bc" and "bbbbbbd" (longer than the context of 4) cost 5 + 15 bits."""
-    score = script.evaluate(Unigram(), Letters(), ["bc", "bbbbbbd"], reference=Unigram(), batch_size=2)
+    score = training.evaluate(Unigram(), Letters(), ["bc", "bbbbbbd"], Unigram())
     assert (score.tokens, score.characters) == (9, 9)
     assert score.bits_per_character == pytest.approx(20 / 9)
-    assert score.nats_per_token == pytest.approx(20 * math.log(2) / 9)
-    assert score.agreement == 1.0  # it agrees with itself
+    assert score.nats == pytest.approx(20 * math.log(2))
+    assert score.agreements == score.tokens  # it agrees with itself
 
 
 def test_evaluation_is_that_of_one_forward_per_document(trained: Path) -> None:
@@ -191,35 +199,62 @@ def test_evaluation_is_that_of_one_forward_per_document(trained: Path) -> None:
     for document in documents:
         ids = torch.tensor([tokenizer(document)["input_ids"]])
         nats += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-    assert script.evaluate(model, tokenizer, documents).nats == pytest.approx(nats, rel=1e-4)
+    assert training.evaluate(model, tokenizer, documents).nats == pytest.approx(nats, rel=1e-4)
 
 
 def test_soft_cross_entropy_is_cross_entropy_on_one_token() -> None:
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert torch.allclose(script.soft_cross_entropy(logits, targets[..., None], torch.ones(1)), expected)
+    assert torch.allclose(training.soft_cross_entropy(logits, targets[..., None], torch.ones(1)), expected)
 
 
-def test_a_pass_meets_every_row_once() -> None:
-    recipe = script.Recipe(batch_size=3)
-    first, second = (
-        torch.cat([script.row_ids_of_step(step, 12, recipe) for step in steps]) for steps in (range(4), range(4, 8))
-    )
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(12))
-    assert first.tolist() != second.tolist()
+def test_rows_hold_all_documents_end_to_end() -> None:
+    rows = training.Rows([[0, 1, 2], [0, 3], [0, 4, 5, 6]], 4)
+    assert [row["input_ids"].tolist() for row in rows] == [[0, 1, 2, 0], [3, 0, 4, 5]]  # the last token is dropped
 
 
-def test_schedule_follows_steps_or_clock() -> None:
-    assert script.Budget(steps=10).fraction(5, 1e9) == script.Budget(seconds=60.0).fraction(10**9, 30.0) == 0.5
-    assert [script.learning_rate_factor(step, 0.0, 4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert script.learning_rate_factor(9, 1.0, 4) == pytest.approx(0.02)
+def tiny_llama() -> LlamaForCausalLM:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True))
+
+
+def test_each_parameter_has_one_optimizer_and_its_state_returns() -> None:
+    model = tiny_llama()
+    optimizer = training.MuonWithAdamW(model, training.Recipe(muon_lr=0.5, adamw_lr=0.25))
+    matrices, rest = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
+    assert matrices == {id(p) for n, p in model.named_parameters() if ".layers." in n and "norm" not in n}
+    assert matrices | rest == {id(p) for p in model.parameters()}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    model(input_ids=torch.arange(4)[None]).logits.sum().backward()
+    optimizer.step()
+    other = training.MuonWithAdamW(model, training.Recipe())
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.25]
+    other.param_groups[0]["lr"] = 0.125  # as the schedule does
+    assert other.parts[0].param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("minutes", [None, 1.0])
+def test_the_schedule_follows_steps_or_the_clock(
+    minutes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = TrainingArguments(str(tmp_path), max_steps=100, use_cpu=True, report_to="none")
+    recipe = training.Recipe(warmup_steps=4)
+    trainer = training.BackboneTrainer(tiny_llama(), training.Rows([[0] * 8], 4), recipe, arguments, minutes)
+    if minutes:
+        monkeypatch.setattr(trainer.budget, "now", lambda: 45.0)  # three quarters of a minute
+    factor = trainer.create_scheduler(100).lr_lambdas[0]
+    by_then = 0.51 if minutes else 1.0
+    assert [factor(step) for step in range(4)] == pytest.approx([by_then * n / 4 for n in (1, 2, 3, 4)])
+    assert factor(75) == pytest.approx(0.51)
+    assert factor(100) == pytest.approx(0.51 if minutes else 0.02)
 
 
 def test_training_by_the_clock_ends(text: Path, tmp_path: Path) -> None:
     """0.3 seconds: some steps, however slow the machine, and nowhere near a minute of them."""
     output = tmp_path / "clock"
-    assert script.main(arguments(text, output, "--minutes", "0.005")) == 0
+    assert run(*arguments(text, output, "--minutes", "0.005")) == 0
     assert (output / "model.safetensors").exists()
 
 
@@ -229,25 +264,25 @@ def test_training_by_the_clock_ends(text: Path, tmp_path: Path) -> None:
 def test_resumed_training_gives_the_same_weights(
     trained: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, loss = tmp_path / "interrupted", script.training_loss
-    run = arguments(text, output, "--steps", "60", "--checkpoint-every", "20")
+    output, loss = tmp_path / "interrupted", training.BackboneTrainer.compute_loss
+    command = arguments(text, output, "--steps", "60", "--checkpoint-every", "20")
     calls = iter(range(60))
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 50:  # after the checkpoint of step 40
             raise KeyboardInterrupt
-        return loss(*args)
+        return loss(*args, **kwargs)
 
-    monkeypatch.setattr(script, "training_loss", interrupted)
-    assert script.main(run) == 130
-    assert (output / "training.pt").exists()
+    monkeypatch.setattr(training.BackboneTrainer, "compute_loss", interrupted)
+    assert run(*command) == 130
+    assert (output / "checkpoint-40").exists()
     assert not (output / "model.safetensors").exists()
-    monkeypatch.setattr(script, "training_loss", loss)
+    monkeypatch.setattr(training.BackboneTrainer, "compute_loss", loss)
 
-    assert script.main([*run, "--resume", "--seed", "1"]) == 2
+    assert run(*command, "--resume", "--seed", "1") == 2
     assert "other settings: seed" in capsys.readouterr().err
-    assert script.main([*run, "--resume"]) == 0
-    assert not (output / "training.pt").exists()
+    assert run(*command, "--resume") == 0
+    assert not (output / "checkpoint-40").exists()
     uninterrupted = weights(trained)
     for name, value in weights(output).items():
         assert torch.equal(value, uninterrupted[name]), name
@@ -259,20 +294,20 @@ def test_resumed_training_gives_the_same_weights(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--data", "missing.txt"], "no such file: missing.txt"),
-        (["--eval", "missing.txt"], "no such file: missing.txt"),
-        (["--tokenizer", "missing"], "no such folder: missing"),
-        (["--steps", "0"], "--steps must be more than 0"),
-        (["--muon-lr", "nan"], "--muon-lr must be more than 0"),
-        (["--device", "abacus"], "no device abacus"),
+        (["--data", "missing.txt"], "no data at missing.txt"),
+        (["--eval", "missing.txt"], "no data at missing.txt"),
+        (["--tokenizer", "missing"], "missing must be a folder with a tokenizer"),
+        (["--steps", "0"], "argument --steps: '0'"),
+        (["--muon-lr", "nan"], "--muon-lr is nan; it must be above 0"),
+        (["--device", "abacus"], "--device is 'abacus'"),
         (["--heads", "3"], "--hidden-size 16 over --heads 3"),
-        (["--kv-heads", "3"], "no multiple of --kv-heads 3"),
-        (["--layers", "0"], "--layers must be at least 1"),
-        (["--vocab-size", "200"], "--vocab-size must be at least 257"),
+        (["--kv-heads", "3"], "must be a multiple of --kv-heads 3"),
+        (["--layers", "0"], "argument --layers: '0'"),
+        (["--vocab-size", "200"], "must be at least 257"),
         (["--row-length", "64"], "between 2 and --context 32"),
         (["--batch-size", "100000"], "give a smaller --batch-size"),
         (["--preset", "draft"], "need --tokenizer FOLDER"),
-        (["--teacher-weight", "2"], "between 0 and 1"),
+        (["--teacher-weight", "2"], "from 0 to 1"),
         (["--resume"], "nothing to resume"),
         (["--minutes", "1"], "not allowed with argument"),
         (["--evaluate-only", "."], "needs --eval"),
@@ -281,12 +316,8 @@ def test_resumed_training_gives_the_same_weights(
 def test_bad_input_is_one_line_and_status_2(
     change: list[str], message: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = script.main(arguments(text, tmp_path / "new", "--steps", "1", *change))
-    except SystemExit as exit_:  # argparse's own way
-        status = exit_.code
+    assert run(*arguments(text, tmp_path / "new", "--steps", "1", *change)) == 2
     error = capsys.readouterr().err
-    assert status == 2
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
@@ -295,33 +326,15 @@ def test_bad_input_is_one_line_and_status_2(
 def test_empty_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n<|endoftext|>\n \n", encoding="utf-8")
-    assert script.main(arguments(empty, tmp_path / "new", "--steps", "1")) == 2
-    assert capsys.readouterr().err.endswith("empty.txt holds no text\n")
+    assert run(*arguments(empty, tmp_path / "new", "--steps", "1")) == 2
+    assert capsys.readouterr().err.count("empty.txt is empty; it must hold at least one record") == 1
 
 
 def test_a_full_folder_is_not_overwritten(text: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (trained / "model.safetensors").read_bytes()
-    assert script.main(arguments(text, trained, "--steps", "1")) == 2
+    assert run(*arguments(text, trained, "--steps", "1")) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (trained / "model.safetensors").read_bytes() == before
-
-
-def test_hub_documents_are_streamed_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def load_dataset(name: str, split: str, streaming: bool) -> list[dict[str, str]]:
-        calls.append((name, split, streaming))
-        return [{"text": " one "}, {"text": ""}, {"text": "three"}]
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert script.read_hub_documents("owner/name", "train", "text", None) == ["one", "three"]
-    assert script.read_hub_documents("owner/name", "train", "text", 1) == ["one"]
-    assert calls == [("owner/name", "train", False), ("owner/name", "train", True)]
-    with pytest.raises(script.InputError, match="no column 'story': name its text with --text-column"):
-        script.read_hub_documents("owner/name", "train", "story", None)
-    assert script.is_hub_id("roneneldan/TinyStories")
-    assert not script.is_hub_id("data/train.txt")
-    assert not script.is_hub_id("train")
 
 
 # -- what the repository ships
@@ -340,7 +353,7 @@ def test_the_backbone_has_the_figures_of_its_card() -> None:
 
     2e-3: float32 kernels of other machines move the figure by less, a wrong window or document by more.
     """
-    documents = script.read_file_documents(str(SHARED / "data" / "tinystories" / "eval.txt"), "<|endoftext|>")[:20]
+    documents = script.read_documents(str(SHARED / "data" / "tinystories" / "eval.txt"), "<|endoftext|>", 20)
     model = AutoModelForCausalLM.from_pretrained(BACKBONE, dtype=torch.float32)
-    score = script.evaluate(model, AutoTokenizer.from_pretrained(BACKBONE), documents)
+    score = training.evaluate(model, AutoTokenizer.from_pretrained(BACKBONE), documents)
     assert score.bits_per_character == pytest.approx(0.7051, abs=2e-3)

@@ -1,0 +1,39 @@
+"""What our command-line programs share: a parser and exit statuses that answer a wrong request in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from medusa.errors import RequestError, RunError
+
+INTERRUPTED = 130  # the shell's status after Ctrl-C
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argparse parser that reports wrong arguments in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def exit_status(program: str, run: Callable[[], int | None]) -> int:
+    """Call `run` and return its exit status; `program` begins the line that reports an error.
+
+    Returns:
+        What `run` returned (`None` is 0), 1 after a `RunError`, 2 after a `RequestError`, 130 after Ctrl-C.
+    """
+    try:
+        return run() or 0
+    except RequestError as error:
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"{program}: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
