@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from medusa.errors import RequestError
 from medusa.heads.kinds import KINDS
@@ -26,6 +26,21 @@ OUR_KEYS = (
     *("prefix", "backbone", "tree"),
 )
 LEAST_WORDS = 32  # of a vocabulary of the heads' own: more than any tree looks at
+
+
+class Fingerprint(TypedDict, total=False):
+    """The identity of a backbone, in a form that is stored as JSON."""
+
+    name: str | None
+    """A folder or Hub id."""
+    revision: str | None
+    dtype: str
+    architecture: str
+    """The class of transformers."""
+    weights: list[float]
+    """Values at fixed places of its weights."""
+    embedding: list[float]
+    """Values at fixed places of its input embeddings. Heads of the original Hydra come with nothing else."""
 
 
 @dataclass
@@ -54,8 +69,8 @@ class MedusaConfig:
     vocabulary: int | None = None
     """How many of the `vocab_size` tokens the heads guess among (`medusa.vocabulary`); `None`: all."""
     base_model_name_or_path: str | None = None
-    backbone: dict[str, Any] = field(default_factory=dict)
-    """Fingerprint of the backbone (`medusa.backbone.fingerprint`); empty where the heads came without one."""
+    backbone: Fingerprint = field(default_factory=Fingerprint)
+    """The fingerprint of the backbone (`medusa.fingerprint`); empty if the heads came without one."""
     tree: list[list[int]] | None = None
     """Paths of the tree that these heads are best used with; `None`: no tree was saved."""
 

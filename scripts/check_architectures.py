@@ -28,8 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from decode import steps
 from decode.tree_check import TreeCheck, check_tree_forward
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
-from medusa.backbone import DTYPES, Backbone, load_backbone, require_tree_support
+from medusa.backbone import Backbone, require_tree_support
 from medusa.files import write_json, write_text
+from medusa.loading import DTYPES, LoadOptions, load_backbone
 
 VOCAB, HIDDEN, WINDOW = 61, 32, 4
 COMMON: dict[str, Any] = {
@@ -352,14 +353,8 @@ def show(console: Console, title: str, columns: list[str], cells: list[list[str]
 
 def check_backbone(args: argparse.Namespace, console: Console) -> bool:
     """The self-test on the user's own model."""
-    model = load_backbone(
-        args.backbone,
-        dtype=args.dtype,
-        device=args.device,
-        attention=args.attention,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-    ).model
+    options = LoadOptions(args.dtype, args.device, args.attention, args.revision, args.trust_remote_code)
+    model = load_backbone(args.backbone, options).model
     require_tree_support(model)
     check = check_tree_forward(model)
     how = f"{str(model.dtype).removeprefix('torch.')}, {model.config._attn_implementation}"

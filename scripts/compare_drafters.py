@@ -36,9 +36,9 @@ from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
 from decode.timers import stopwatch
-from medusa.backbone import Loaded
 from medusa.commands import common, datastore
 from medusa.errors import RequestError
+from medusa.loading import Loaded
 from medusa.records import Record, prompt_ids
 from medusa.tree import Tree
 

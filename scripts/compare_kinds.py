@@ -41,10 +41,10 @@ from decode.settings import Settings
 from decode.timers import stopwatch
 from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
-from medusa.backbone import Loaded
 from medusa.commands import common
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.loading import Loaded
 from medusa.records import prompt_ids
 from medusa.tree import Tree
 

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from decode.bench.losslessness import RULES, Experiment
 from decode.request import resolve_tree
 from decode.settings import Settings
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import load_heads
 from medusa.commands.verify import INK, TokenNames, draw
+from medusa.loading import load_backbone
 
 PROMPTS = Path(__file__).parents[1] / "medusa" / "assets" / "prompts.jsonl"
 

@@ -88,9 +88,10 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
     """Choose the tree, and store weights in bfloat16, as the backbone's are."""
     import torch
 
-    from medusa.backbone import Backbone, load_backbone
+    from medusa.backbone import Backbone
     from medusa.checkpoints.load import PROVENANCE, load_heads, save_heads
     from medusa.files import read_json
+    from medusa.loading import load_backbone
     from train.evaluate import guess_ranks
 
     backbone = Backbone(load_backbone("demo").model)

@@ -26,9 +26,9 @@ from decode.results import tau
 from decode.settings import Settings
 from decode.timers import stopwatch
 from decode.tree_check import require_tree_forward
-from medusa.backbone import Loaded
 from medusa.commands import common
 from medusa.heads.independent import MedusaHeads
+from medusa.loading import Loaded
 from medusa.records import prompt_ids
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     require_tree_forward(loaded.model)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in common.read_prompts(args)]
     settings = Settings(max_new_tokens=args.max_new_tokens)
-    texts = calibrate.own_texts(loaded.model, settings, common.bos_of(loaded))
+    texts = calibrate.own_texts(loaded.model, settings, loaded.bos_token_id)
     rows = []
     for size in args.batch_sizes:
         found = calibrate.calibrate(loaded.model, heads, texts, settings, size, rounds=2)

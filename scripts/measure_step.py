@@ -43,9 +43,10 @@ from decode.timers import Timer, stopwatch
 from decode.topology import Topology
 from decode.verify import TreeMasks, Verifier
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
-from medusa.backbone import DTYPES, Backbone
+from medusa.backbone import Backbone
 from medusa.commands import common
 from medusa.heads.inputs import HeadInputs
+from medusa.loading import DTYPES
 from medusa.records import prompt_ids
 
 VOCAB, NUM_HEADS = 32000, 5

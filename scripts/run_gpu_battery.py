@@ -531,10 +531,11 @@ def fsdp(run: Run) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from medusa.backbone import Backbone, load_backbone
+    from medusa.backbone import Backbone
+    from medusa.loading import LoadOptions, load_backbone
     from train.sharding import blocks
 
-    model = load_backbone(str(run.backbone), device=run.device, dtype=run.dtypes[0]).model
+    model = load_backbone(str(run.backbone), LoadOptions(run.dtypes[0], run.device)).model
     ids = torch.randint(Backbone(model).vocab_size, (2, 64), device=run.device)
     with torch.no_grad():
         expected = Backbone(model).hidden_states(ids, use_cache=False)

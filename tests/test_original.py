@@ -14,7 +14,7 @@ import torch
 
 from decode import steps
 from medusa import MedusaHeads, Tree
-from medusa.backbone import load_backbone
+from medusa.loading import LoadOptions, load_backbone
 
 NEW = 128
 TREES = ["mc_sim_7b_63", "vicuna_7b_stage2", "small_11_nodes", "chain_5"]
@@ -27,7 +27,7 @@ def original(shared: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pair(shared: Path) -> tuple[Any, MedusaHeads]:
-    model = load_backbone(str(shared / "models/stories260K"), dtype="float32", device="cpu").model
+    model = load_backbone(str(shared / "models/stories260K"), LoadOptions("float32", "cpu")).model
     return model, MedusaHeads.from_pretrained(shared / "models/stories260K-medusa5-original")
 
 

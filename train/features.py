@@ -25,9 +25,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from medusa.backbone import DTYPES, Backbone, differs
+from medusa.backbone import Backbone
+from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import free_bytes, read_json, readable, replacing, write_json
+from medusa.fingerprint import differs
+from medusa.loading import DTYPES
 from train.data import Counts, PackedDataset, positions_of
 
 if TYPE_CHECKING:
@@ -122,7 +125,7 @@ def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
 class Recorder:
     """Adds texts with their hidden states to a folder of features: what real use leaves for training."""
 
-    def __init__(self, folder: Path, known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, known: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
         """`known` is the backbone's fingerprint.
 
         Raises:
@@ -187,7 +190,7 @@ def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
         RequestError: they are another backbone's, or there are none.
     """
     held = read_json(folder / MANIFEST)
-    known = held.get("backbone") or {}
+    known = held.get("backbone") or Fingerprint()
     if held.get("hidden_size") != backbone.hidden_size or differs(backbone.model, known):
         raise RequestError(f"the features in {folder} are of another backbone, {known.get('name')}")
     features = Features(folder, row_length)
@@ -204,7 +207,7 @@ def _stored(manifest: dict[str, Any]) -> tuple[Any, ...]:
     return (_weights(manifest), *(manifest.get(key) for key in ("format", "version", "dtype", "hidden_size")))
 
 
-def manifest_of(known: dict[str, Any], hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def manifest_of(known: Fingerprint, hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """What every manifest says: the format, the backbone's fingerprint, and how its hidden states are stored."""
     return FORMAT | {"backbone": known, "dtype": str(dtype).removeprefix("torch."), "hidden_size": hidden_size}
 

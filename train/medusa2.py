@@ -32,9 +32,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from medusa.backbone import Backbone, fingerprint
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
+from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from train.config import AdapterConfig
 from train.data import PackedDataset

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from medusa import backbone as backbones
+from medusa.loading import LoadOptions, load_config, load_tokenizer
 from train.config import TrainConfig
 from train.data import Counts, Example, pack, read_examples, require_data, row_length
 
@@ -47,9 +47,9 @@ def preview(config: TrainConfig, count: int) -> Preview:
         RequestError: what training would refuse the data with.
     """
     require_data(config.data)
-    about: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    sizes = backbones.load_config(config.backbone, **about).get_text_config(decoder=True)
-    tokenizer = backbones.load_tokenizer(config.backbone, **about)
+    options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
+    sizes = load_config(config.backbone, options).get_text_config(decoder=True)
+    tokenizer = load_tokenizer(config.backbone, options)
     length = row_length(config.data, getattr(sizes, "max_position_embeddings", None))
     counts = Counts()
     shown: list[Example] = []

@@ -16,14 +16,15 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from medusa import backbone as backbones
-from medusa.backbone import Backbone, Loaded, fingerprint
+from medusa.backbone import Backbone
 from medusa.checkpoints.load import WEIGHTS, load_heads
-from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
+from medusa.config import GATED, ORIGINAL_HYDRA, Fingerprint, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
+from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.kinds import build
+from medusa.loading import Loaded, LoadOptions, load_backbone, load_config
 from train.architecture import choose, learning_rate
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.curves import PICTURE, draw_curves
@@ -57,10 +58,15 @@ def train(
     checkpoint = None if plan else _checkpoint(output, resume, overwrite)
     for data in filter(None, (None if _is_features(config) else config.data, config.eval_data)):
         require_data(data)
-    if config.quantization is not None:
-        backbones.quantized(config.quantization)
-    backbones.require_placement(config.dtype, config.device, config.attention)
-    sizes = backbones.load_config(config.backbone, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    options = LoadOptions(
+        dtype=config.dtype,
+        device=config.device,
+        attention=config.attention,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
+    )
+    sizes = load_config(config.backbone, options)
     if launched_alone():
         _say(
             "warning: accelerate launch --cpu starts one process, whatever --num_processes says; "
@@ -71,14 +77,7 @@ def train(
         raise RequestError("data.streaming has no end, so its hidden states cannot be kept; leave cache_features out")
     if config.data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
-    loaded = backbones.load_backbone(
-        config.backbone,
-        **placement(config.device, config.dtype, config.shard_backbone, sizes),
-        attention=config.attention,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
-    )
+    loaded = load_backbone(config.backbone, placement(options, config.shard_backbone, sizes))
     backbone = Backbone(loaded.model)
     if checkpoint is not None:
         _require_same_heads(checkpoint, config, loaded.model)
@@ -263,13 +262,9 @@ def _quality(trainer: Medusa2Trainer, rows: Rows) -> dict[str, float]:
 
 
 def _merge(config: TrainConfig, trainer: MedusaTrainer, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    base = backbones.load_backbone(
-        config.backbone,
-        dtype=str(trainer.backbone.dtype).removeprefix("torch."),
-        device="cpu",
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-    )
+    dtype = str(trainer.backbone.dtype).removeprefix("torch.")
+    options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
+    base = load_backbone(config.backbone, options)
     _say(f"merged backbone saved in {write_merged(base.model, tokenizer, trainer.heads, Path(config.output_dir))}")
 
 
@@ -363,7 +358,7 @@ def _require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrained
             )
 
 
-def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: dict[str, Any]) -> MedusaHeads:
+def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: Fingerprint) -> MedusaHeads:
     """The heads that a run goes on from."""
     heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config

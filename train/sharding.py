@@ -7,16 +7,17 @@ process: the loss reads the LM head's weights in chunks. Heads are trained besid
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from medusa.errors import RequestError
+from medusa.loading import LoadOptions
 
 
 def require_shardable(model: PreTrainedModel) -> None:
@@ -59,12 +60,13 @@ def local_device() -> str | None:
     return f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
 
 
-def placement(device: str | None, dtype: str | None, shard: bool, sizes: Any) -> dict[str, str | None]:
-    """Device and dtype to load a backbone with: one that is to be sharded is read into main memory first."""
-    device = local_device() if device in (None, "cuda") else device
+def placement(options: LoadOptions, shard: bool, sizes: PretrainedConfig) -> LoadOptions:
+    """`options` with the device and dtype of this process; a backbone to be sharded is read into main memory first."""
+    device = local_device() if options.device in (None, "cuda") else options.device
     if not shard or device is None:
-        return {"device": device, "dtype": dtype}
-    return {"device": "cpu", "dtype": dtype or str(sizes.dtype or torch.float32).removeprefix("torch.")}
+        return replace(options, device=device)
+    dtype = options.dtype or str(sizes.dtype or torch.float32).removeprefix("torch.")
+    return replace(options, device="cpu", dtype=dtype)
 
 
 def launched_alone() -> bool:

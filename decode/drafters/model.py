@@ -31,11 +31,12 @@ from decode.sampling import Target
 from decode.topology import Topology
 from decode.tree_check import require_tree_forward
 from decode.verify import Mask, Verifier, layer_kinds, path_masks
-from medusa.backbone import Backbone, load_config, require_tree_support
+from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import bytes_of
 from medusa.heads.sequential import State
+from medusa.loading import load_config
 from medusa.tree import Tree
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.draft import DrafterContext
-from medusa.backbone import Backbone, load_backbone
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import ASSETS
+from medusa.loading import LoadOptions, load_backbone
 
 
 def companion_path(name: str) -> str:
@@ -23,12 +24,9 @@ def load_companion(name: str, materials: DrafterContext, role: str = "draft mode
     Raises:
         RequestError: no such model, or one of another vocabulary or tokenizer."""
     backbone = Backbone(materials.model)
-    loaded = load_backbone(
-        companion_path(name),
-        dtype=str(backbone.dtype).removeprefix("torch."),
-        device=str(backbone.device),
-        trust_remote_code=materials.trust_remote_code,
-    )
+    dtype, device = str(backbone.dtype).removeprefix("torch."), str(backbone.device)
+    options = LoadOptions(dtype, device, trust_remote_code=materials.trust_remote_code)
+    loaded = load_backbone(companion_path(name), options)
     require_same_vocabulary(name, loaded.model.config, materials.model.config, role)
     require_same_tokenizer(name, loaded.tokenizer, materials.tokenizer, materials.name, role)
     return loaded.model

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.backbone import load_config
 from medusa.config import GATED, MedusaConfig
 from medusa.errors import RequestError
 from medusa.export import Export, Written, quoted
@@ -27,6 +26,7 @@ from medusa.files import write_json
 from medusa.heads.eagle import EPS, EagleHeads
 from medusa.heads.kinds import build
 from medusa.heads.rope import BASE
+from medusa.loading import load_config
 
 WEIGHTS, CONFIG, LAYER = "model.safetensors", "config.json", "layers.0."
 STEPS = 5  # where the file does not say

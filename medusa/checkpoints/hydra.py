@@ -10,7 +10,7 @@ first are one block there, saved under each of its names; here they are separate
 
 The file also holds copies of the backbone's embedding, which the original writes over the backbone's own. Here they are
 looked at and left out: a sample of `input_embed_fn.weight` goes into the heads' config, so that another backbone is
-told from theirs (`medusa.backbone.differs`).
+told from theirs (`medusa.fingerprint.differs`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.backbone import embedding_sample, load_config
-from medusa.config import MedusaConfig
+from medusa.config import Fingerprint, MedusaConfig
 from medusa.errors import RequestError
+from medusa.fingerprint import embedding_sample
 from medusa.heads.kinds import build
+from medusa.loading import load_config
 
 WEIGHTS = "hydra_lm_head.pt"
 ARCHITECTURES = ("mlp", "prefix-mlp")
@@ -70,7 +71,7 @@ def from_original(
     if lm_head is None:
         raise RequestError(f"{source} misses the tensor hydra_lm_head.0.weight; its heads are not complete")
     base = published.get("base_model_name_or_path")
-    backbone: dict[str, Any] = {"name": base}
+    backbone: Fingerprint = {"name": base}
     if EMBEDDING in tensors:
         backbone["embedding"] = embedding_sample(tensors[EMBEDDING])
     config = MedusaConfig(

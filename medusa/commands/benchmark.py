@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from decode.bench.compare import Comparison
     from decode.draft import DrafterFactory
     from decode.settings import Settings
-    from medusa.backbone import Loaded
+    from medusa.loading import Loaded, LoadOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -272,8 +272,8 @@ def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> li
     """The other ways to guess ahead that `model.generate` has."""
     from decode.bench.benchmark import Contender
     from decode.bench.methods import transformers_method
-    from medusa.backbone import load_backbone
     from medusa.files import ASSETS
+    from medusa.loading import load_backbone
 
     found = []
     if args.prompt_lookup:
@@ -286,12 +286,9 @@ def assisted(args: argparse.Namespace, loaded: Loaded, settings: Settings) -> li
     if args.draft_model:
         name = args.draft_model
         path = str(ASSETS / "draft") if name == "demo" else name
-        draft = load_backbone(
-            path,
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
-            device=str(loaded.model.device),
-            trust_remote_code=args.trust_remote_code,
-        ).model
+        dtype, device = str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device)
+        options = LoadOptions(dtype, device, trust_remote_code=args.trust_remote_code)
+        draft = load_backbone(path, options).model
         theirs, ours = (m.config.get_text_config(decoder=True).vocab_size for m in (draft, loaded.model))
         if theirs != ours:
             raise RequestError(

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
                 seeds = prompt_seeds(args.seed, range(start, start + len(batch)))
                 texts += [(result.input_ids, result.new_ids) for result in method(batch, seeds=seeds)]
         else:
-            texts = calibrate.own_texts(loaded.model, settings, common.bos_of(loaded))
+            texts = calibrate.own_texts(loaded.model, settings, loaded.bos_token_id)
         held_back = texts[3::4]  # every fourth
         found = calibrate.calibrate(
             loaded.model,

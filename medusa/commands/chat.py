@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     settings = common.with_amateur(args, loaded, settings)
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
     writer = Writer(loaded.model, tokenizer, source)
-    begin = [common.bos_of(loaded) or 0]
+    begin = [loaded.bos_token_id or 0]
     if args.web:
         _serve_page(args, writer, settings, begin)
     else:

@@ -13,14 +13,14 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from decode.draft import DrafterConfig, DrafterFactory
     from decode.drafters.dynamic_tree import Layout
     from decode.settings import Settings
     from decode.strategies.contrastive import Amateur, Contrast
-    from medusa.backbone import Loaded
     from medusa.heads.independent import MedusaHeads
+    from medusa.loading import Loaded, LoadOptions
     from medusa.records import Record
 
 
@@ -290,16 +290,17 @@ def prepare_machine(args: argparse.Namespace) -> None:
 
 
 def open_backbone(args: argparse.Namespace) -> Loaded:
-    from medusa.backbone import load_backbone
+    from medusa.loading import load_backbone
 
-    return load_backbone(
-        args.backbone,
-        dtype=args.dtype,
-        device=args.device,
-        attention=args.attention,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-    )
+    return load_backbone(args.backbone, load_options(args))
+
+
+def load_options(args: argparse.Namespace) -> LoadOptions:
+    """The options of `add_backbone` and `add_machine` that say how to load the backbone."""
+    from medusa.loading import LoadOptions
+
+    placed = {name: getattr(args, name, None) for name in ("dtype", "device", "attention")}
+    return LoadOptions(**placed, revision=args.revision, trust_remote_code=args.trust_remote_code)
 
 
 def open_for_text(
@@ -430,11 +431,10 @@ def check_models(args: argparse.Namespace, *plans: DrafterConfig) -> None:
     """See that all models and the tree fit before the backbone's weights are loaded: a quick no to a wrong request."""
     from decode.drafters.heads import require_drawable, require_sizes
     from decode.drafters.trained_heads import HeadsDrafterConfig
-    from medusa.backbone import load_config, require_placement
     from medusa.checkpoints.load import load_heads
+    from medusa.loading import load_config
 
-    require_placement(args.dtype, args.device, args.attention)
-    config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    config = load_config(args.backbone, load_options(args))
     for plan in plans:
         plan.check(config)
     if getattr(args, "amateur", None) is not None:
@@ -450,24 +450,24 @@ def check_models(args: argparse.Namespace, *plans: DrafterConfig) -> None:
             require_drawable(tree)
 
 
-def _check_amateur(args: argparse.Namespace, config: Any) -> None:
+def _check_amateur(args: argparse.Namespace, config: PretrainedConfig) -> None:
     """Raises:
     RequestError: it is no model, or its vocabulary or tokenizer is not that of the backbone, whose `config` this is."""
     from decode.drafters.small_model import companion_path, require_same_tokenizer, require_same_vocabulary
-    from medusa.backbone import load_config, load_tokenizer
+    from medusa.loading import LoadOptions, load_config, load_tokenizer
 
-    path, trusts = companion_path(args.amateur), args.trust_remote_code
-    require_same_vocabulary(args.amateur, load_config(path, trust_remote_code=trusts), config, "amateur")
-    theirs = load_tokenizer(path, trust_remote_code=trusts)
-    ours = load_tokenizer(args.backbone, revision=args.revision, trust_remote_code=trusts)
+    path, options = companion_path(args.amateur), LoadOptions(trust_remote_code=args.trust_remote_code)
+    require_same_vocabulary(args.amateur, load_config(path, options), config, "amateur")
+    theirs, ours = load_tokenizer(path, options), load_tokenizer(args.backbone, load_options(args))
     require_same_tokenizer(args.amateur, theirs, ours, args.backbone, "amateur")
 
 
 def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
     """Heads for `loaded`, checked against it; a backbone other than theirs gives a warning."""
     from decode.drafters.heads import require_sizes
-    from medusa.backbone import Backbone, differs
+    from medusa.backbone import Backbone
     from medusa.checkpoints.load import load_heads
+    from medusa.fingerprint import differs
 
     backbone = Backbone(loaded.model)
     heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head_weight.device)
@@ -483,12 +483,6 @@ def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
 def heads_folder(name: str) -> Path | None:
     """The folder of heads that is the user's own; none for shipped heads and those from the Hub."""
     return Path(name) if name != "demo" and Path(name).is_dir() else None
-
-
-def bos_of(loaded: Loaded) -> int | None:
-    """The token that texts begin with, as tokenizer or configuration know it."""
-    begin = getattr(loaded.tokenizer, "bos_token_id", None)
-    return loaded.model.config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 
 
 def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
@@ -519,7 +513,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     place: Path | None = None
     if found is None:
         with console(args).status("choosing a tree"):
-            texts = calibrate.own_texts(loaded.model, settings, bos_of(loaded))
+            texts = calibrate.own_texts(loaded.model, settings, loaded.bos_token_id)
             found = calibrate.calibrate(loaded.model, heads, texts, settings, args.batch_size, rounds=2)
         found.texts["source"] = "the backbone's own"
         place = calibrate.store(files, found)

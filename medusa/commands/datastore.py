@@ -56,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from decode.drafters.retrieval.datastore import build, require_output, tokenizer_fingerprint
-    from medusa.backbone import load_config, load_tokenizer
     from medusa.files import readable
+    from medusa.loading import load_config, load_tokenizer
 
     output = Path(args.output)
     require_output(output, args.overwrite)
     common.check_output(args.json)
     if args.max_bytes and not args.suffix:
         raise RequestError("--max-bytes is for files that --suffix names; give one, or leave it out")
-    config = load_config(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
-    tokenizer = load_tokenizer(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    options = common.load_options(args)
+    config, tokenizer = load_config(args.backbone, options), load_tokenizer(args.backbone, options)
     vocab_size = config.get_text_config(decoder=True).vocab_size
     about = {
         "backbone": args.backbone,

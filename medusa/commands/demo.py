@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from decode.bench.methods import Method
     from decode.results import Result
-    from medusa.backbone import Loaded
     from medusa.heads.independent import MedusaHeads
+    from medusa.loading import Loaded
 
 TEXTS, TEXT_TOKENS, TEMPERATURE = 384, 256, 0.7
 WRITING_SECONDS = 50  # at most; a slower machine trains on less text

@@ -43,16 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from medusa.backbone import DEMO as DEMO_BACKBONE
-    from medusa.backbone import DTYPES, require_placement
     from medusa.checkpoints.load import find_folder, load_heads
     from medusa.export import Export, writer
     from medusa.export.own import read_lm_head
     from medusa.files import replacing_folder, require_absent
+    from medusa.loading import DEMO as DEMO_BACKBONE
+    from medusa.loading import DTYPES, LoadOptions
 
     common.check_output(args.json)
     write = writer(args.to)
-    require_placement(args.dtype, None)
+    LoadOptions(dtype=args.dtype)
     facts = facts_of(args)
     source = find_folder(args.heads)
     output = Path(args.output)
@@ -117,9 +117,9 @@ def same_place(name: str, other: str) -> bool:
 def calibrations_of(source: Path) -> list[dict[str, Any]]:
     """Those kept beside the heads that were made with these very heads, and none of heads that lay there before."""
     from decode.bench.calibrate import FILE, fingerprint
-    from medusa.backbone import DTYPES
     from medusa.checkpoints.load import load_heads
     from medusa.files import read_json
+    from medusa.loading import DTYPES
 
     kept = read_json(source / FILE) if (source / FILE).is_file() else []
     # A calibration casts heads to the backbone's dtype first.

@@ -23,7 +23,7 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from decode.draft import DrafterFactory
     from decode.settings import Settings
-    from medusa.backbone import Loaded
+    from medusa.loading import Loaded
     from train.features import Recorder
 
 
@@ -115,7 +115,8 @@ def _recorder(
         RequestError: the folder holds something else, or another backbone's, or its disk is too small."""
     if args.record is None:
         return None
-    from medusa.backbone import Backbone, fingerprint
+    from medusa.backbone import Backbone
+    from medusa.fingerprint import fingerprint
     from train.features import Recorder
 
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, args.backbone, args.revision)

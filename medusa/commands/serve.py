@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     writer = Writer(loaded.model, tokenizer, source)
     engine = Engine(writer, args.batch_size)
     with common.warming_up(args):
-        engine.start(lambda: writer.warm_up([common.bos_of(loaded) or 0], settings))
+        engine.start(lambda: writer.warm_up([loaded.bos_token_id or 0], settings))
     service = Service(engine, args.name or args.backbone, settings, args.seed)
 
     def say_where() -> None:  # the one thing that must be seen, also with --quiet

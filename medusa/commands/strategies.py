@@ -13,7 +13,7 @@ from medusa.errors import RequestError
 
 if TYPE_CHECKING:
     from decode.settings import Settings
-    from medusa.backbone import Loaded
+    from medusa.loading import Loaded
 
 BEAMS = ("beam", "best-first-beam")
 STRATEGIES = ("greedy", "sample", *BEAMS)

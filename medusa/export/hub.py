@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medusa.backbone import DEMO
 from medusa.errors import RequestError
 from medusa.export import Export, Written
 from medusa.export.card import Facts
 from medusa.export.repository import why_no_code, write_repository
+from medusa.loading import DEMO
 
 NAME = "hub"
 

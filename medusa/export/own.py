@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from medusa.backbone import DEMO, load_backbone, load_config
 from medusa.checkpoints.stored import Stored
 from medusa.errors import RequestError
 from medusa.export import Export
 from medusa.heads.independent import MedusaHeads
+from medusa.loading import DEMO, LoadOptions, load_backbone, load_config
 
 FORMER_NAMES = ("embed_out.weight",)  # under which transformers still saves an LM head
 
@@ -48,7 +48,7 @@ def read_lm_head(name: str, revision: str | None = None, trust_remote_code: bool
     """
     folder = DEMO if name == "demo" else Path(name)
     if folder.is_dir() and not (folder / "adapter_config.json").is_file():
-        config = load_config(name, trust_remote_code=trust_remote_code)
+        config = load_config(name, LoadOptions(trust_remote_code=trust_remote_code))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         weight = _without_bias(model.get_output_embeddings(), name)
@@ -61,7 +61,8 @@ def read_lm_head(name: str, revision: str | None = None, trust_remote_code: bool
         for key in (*names, *(key.removeprefix(f"{model.base_model_prefix}.") for key in names), *FORMER_NAMES):
             if key in stored and stored[key].shape == weight.shape:
                 return stored[key]
-    model = load_backbone(name, device="cpu", revision=revision, trust_remote_code=trust_remote_code).model
+    options = LoadOptions(device="cpu", revision=revision, trust_remote_code=trust_remote_code)
+    model = load_backbone(name, options).model
     return _without_bias(model.get_output_embeddings(), name).detach()
 
 

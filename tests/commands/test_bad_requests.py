@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from medusa.__main__ import main
-from medusa.backbone import fingerprint
+from medusa.fingerprint import fingerprint
 from tests.commands.test_cli import Place, build
 from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.train.templates import GEMMA
@@ -47,7 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backbone's weights take minutes to load where they matter: these requests are refused before."""
-    monkeypatch.setattr("medusa.backbone.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.setattr("medusa.loading.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
 
 
 def generate(place: Place, *argv: Any, **changes: Any) -> tuple[Any, ...]:

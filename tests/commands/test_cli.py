@@ -23,10 +23,11 @@ from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.results import Result
 from decode.timers import STAGES
 from medusa.__main__ import COMMANDS, main
-from medusa.backbone import Backbone, load_backbone
+from medusa.backbone import Backbone
 from medusa.checkpoints.load import load_heads
 from medusa.commands import common
 from medusa.commands.datastore import PIECE
+from medusa.loading import load_backbone
 from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
 from train.features import shards
@@ -341,7 +342,7 @@ def test_ids_go_in_and_out_of_a_backbone_without_tokenizer(medusa: Any, place: P
 
 
 def test_heads_of_another_backbone_of_the_same_shape_give_a_warning(medusa: Any, place: Place, tmp_path: Path) -> None:
-    from medusa.backbone import fingerprint
+    from medusa.fingerprint import fingerprint
 
     heads = random_heads(tiny_model("llama"))
     heads.config.backbone = fingerprint(tiny_model("llama", seed=7), "org/other")

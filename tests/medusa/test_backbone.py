@@ -11,7 +11,9 @@ import torch
 from transformers import DynamicCache
 
 from medusa import RequestError
-from medusa.backbone import Backbone, differs, fingerprint, load_backbone, load_config, require_tree_support
+from medusa.backbone import Backbone, require_tree_support
+from medusa.fingerprint import differs, fingerprint
+from medusa.loading import LoadOptions, load_backbone, load_config
 from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_ids, tiny_model
 
 SPLITS = {family: family not in ("gemma2", "cohere", "llama4_text") for family in FAMILIES}
@@ -182,8 +184,8 @@ def test_loading(tmp_path: Any) -> None:
     assert loaded.tokenizer is None
     assert loaded.model.dtype == torch.float32
     assert torch.equal(loaded.model(IDS).logits, model(IDS).logits)
-    assert load_backbone(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16
-    assert load_backbone(str(tmp_path), attention="eager").model.config._attn_implementation == "eager"
+    assert load_backbone(str(tmp_path), LoadOptions("bfloat16")).model.dtype == torch.bfloat16
+    assert load_backbone(str(tmp_path), LoadOptions(attention="eager")).model.config._attn_implementation == "eager"
     assert load_config(str(tmp_path)).vocab_size == VOCAB
 
 
@@ -196,10 +198,10 @@ def test_attention_is_eager_by_default_where_there_is_no_sdpa(
     if chosen == "eager" and model._supports_sdpa:
         pytest.skip("this version of transformers runs it with sdpa")
     model.save_pretrained(tmp_path)
-    assert load_backbone(str(tmp_path), dtype=dtype).model.config._attn_implementation == chosen
+    assert load_backbone(str(tmp_path), LoadOptions(dtype)).model.config._attn_implementation == chosen
     if chosen == "eager":
         with pytest.raises(RequestError, match="does not support an attention implementation") as error:
-            load_backbone(str(tmp_path), dtype=dtype, attention="sdpa")
+            load_backbone(str(tmp_path), LoadOptions(dtype, attention="sdpa"))
         assert "\n" not in str(error.value)
 
 
@@ -211,7 +213,7 @@ def test_bad_requests_are_refused_in_one_line(tmp_path: Any, request_: dict) -> 
         pytest.skip("there is a GPU")
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(RequestError) as error:
-        load_backbone(str(tmp_path), **request_)
+        load_backbone(str(tmp_path), LoadOptions(**request_))
     assert next(iter(request_.values())) in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import save_heads
+from medusa.loading import load_backbone
 from tests.helpers import load_script, random_heads
 
 script = load_script("compare_drafters")

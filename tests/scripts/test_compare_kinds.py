@@ -12,9 +12,10 @@ import pytest
 from decode.bench import calibrate
 from decode.settings import Settings
 from medusa import Tree
-from medusa.backbone import Backbone, load_backbone
+from medusa.backbone import Backbone
 from medusa.checkpoints.load import save_heads
 from medusa.errors import RequestError
+from medusa.loading import load_backbone
 from tests.helpers import load_script, random_heads
 
 script = load_script("compare_kinds")

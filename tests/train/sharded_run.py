@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from medusa.backbone import Backbone, load_backbone
+from medusa.backbone import Backbone
+from medusa.loading import load_backbone
 from train import MedusaTrainer, run
 from train.config import load_config
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa.backbone import Backbone, fingerprint
+from medusa.backbone import Backbone
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
+from medusa.fingerprint import fingerprint
 from tests.helpers import HIDDEN, random_ids, tiny_model
 from train import features as features_module
 from train.config import parse_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from medusa.backbone import load_backbone
+from medusa.loading import LoadOptions, load_backbone
 from medusa.memory import peak_memory
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train.config import parse_config
@@ -29,8 +29,8 @@ def test_the_backbone_is_neither_changed_nor_copied_and_the_footprint_is_told(tm
     tiny_model("llama", intermediate_size=inner).save_pretrained(tmp_path / "backbone")
     rows = [json.dumps({"input_ids": random_ids(40, seed=seed)}) for seed in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    loaded = load_backbone(str(tmp_path / "backbone"), device="cpu")
-    monkeypatch.setattr("train.run.backbones.load_backbone", lambda *args, **kwargs: loaded)
+    loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
+    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: loaded)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in loaded.model.state_dict().items()}
     held = tensors_like((HIDDEN, inner))
     content = {

@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from decode.bench.methods import medusa_method, plain_method
 from decode.settings import Settings
 from medusa.__main__ import main
-from medusa.backbone import Backbone, differs, load_backbone, quantized
+from medusa.backbone import Backbone
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
+from medusa.fingerprint import differs
 from medusa.heads.inputs import HeadInputs
+from medusa.loading import LoadOptions, load_backbone, quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.config import AdapterConfig, HeadsConfig, parse_config
@@ -347,7 +349,7 @@ def test_adapter_and_heads_lie_side_by_side_and_decode_together(
 ) -> None:
     recipe(training={"max_steps": 30, "learning_rate": 2e-2}, adapter={"lm_loss": "text"})
     out = tmp_path / "out"
-    loaded = load_backbone(str(out / "adapter"), device="cpu")
+    loaded = load_backbone(str(out / "adapter"), LoadOptions(device="cpu"))
     heads, ids = load_heads(out), torch.tensor([random_ids(9)])
     trained = seen[0].backbone.model.eval()
     assert torch.equal(loaded.model(ids).logits, trained(ids).logits)
@@ -369,7 +371,7 @@ def test_adapter_and_heads_lie_side_by_side_and_decode_together(
 
 def test_merged_on_request(recipe: Any, seen: Any, tmp_path: Path) -> None:
     recipe(training={"max_steps": 10, "learning_rate": 2e-2}, adapter={"merge": True, "lm_loss": "text"})
-    merged = load_backbone(str(tmp_path / "out" / "merged"), device="cpu").model
+    merged = load_backbone(str(tmp_path / "out" / "merged"), LoadOptions(device="cpu")).model
     assert not hasattr(merged, "peft_config")
     ids = torch.tensor([random_ids(9)])
     # W + BA in one matrix instead of two products: float32 rounding of logits of order 10.
@@ -430,7 +432,7 @@ def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) 
     recipe(heads={"num": 2, "lm_head": "own"}, adapter={"lm_head": True})
     assert any("lm_head.lora_B" in name and tensor.any() for name, tensor in adapter_of(tmp_path / "out").items())
     ids = torch.tensor([random_ids(9)])
-    loaded = load_backbone(str(tmp_path / "out" / "adapter"), device="cpu").model
+    loaded = load_backbone(str(tmp_path / "out" / "adapter"), LoadOptions(device="cpu")).model
     assert torch.equal(loaded(ids).logits, seen[0].backbone.model.eval()(ids).logits)
     with pytest.raises(RequestError, match=r"adapter\.lm_head needs heads with LM heads of their own"):
         recipe("shared", heads={"num": 2, "lm_head": "shared"}, adapter={"lm_head": True})
@@ -476,11 +478,11 @@ def test_backbones_that_cannot_be_adapted_are_refused(recipe: Any, tmp_path: Pat
 
 
 def test_a_quantised_backbone_needs_bitsandbytes(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.backbone.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("medusa.loading.importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"quantization: 4bit needs bitsandbytes, which is not installed"):
         recipe(quantization="4bit")
     with pytest.raises(RequestError, match="quantization is '3bit'; choose 4bit or 8bit"):
         recipe(quantization="3bit")
-    monkeypatch.setattr("medusa.backbone.importlib.util.find_spec", lambda name: object())
-    assert quantized("4bit").load_in_4bit
-    assert quantized("8bit").load_in_8bit
+    monkeypatch.setattr("medusa.loading.importlib.util.find_spec", lambda name: object())
+    assert quantization_config("4bit").load_in_4bit
+    assert quantization_config("8bit").load_in_8bit

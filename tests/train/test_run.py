@@ -103,7 +103,7 @@ def test_counts_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.backbone.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
     with pytest.raises(RequestError, match=r"training\.max_steps or training\.max_minutes"):
         run(recipe(data_with={"streaming": True}, max_steps=-1))
 
@@ -117,7 +117,7 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.backbone.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
 
 
 CONVERSATION = {"messages": [{"role": "user", "content": "hi [bold]"}, {"role": "assistant", "content": "hello\nyou"}]}

@@ -17,9 +17,9 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
+from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
 from train.config import parse_config
 from train.resume import checkpoints
@@ -147,13 +147,14 @@ def test_every_process_has_its_gpu_and_a_sharded_backbone_starts_in_main_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = tiny_model("llama", dtype=torch.bfloat16).config
-    assert placement(None, None, False, sizes) == {"device": None, "dtype": None}
-    assert placement("cpu", "float32", True, sizes) == {"device": "cpu", "dtype": "float32"}
+    assert placement(LoadOptions(), False, sizes) == LoadOptions()
+    assert placement(LoadOptions("float32", "cpu"), True, sizes) == LoadOptions("float32", "cpu")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert placement(None, None, False, sizes) == {"device": "cuda:1", "dtype": None}
-    assert placement("cuda:0", None, False, sizes) == {"device": "cuda:0", "dtype": None}
-    assert placement("cuda", None, True, sizes) == {"device": "cpu", "dtype": "bfloat16"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert placement(LoadOptions(), False, sizes) == LoadOptions(device="cuda:1")
+    assert placement(LoadOptions(device="cuda:0"), False, sizes) == LoadOptions(device="cuda:0")
+    assert placement(LoadOptions(device="cuda"), True, sizes) == LoadOptions("bfloat16", "cpu")
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
@@ -174,12 +175,12 @@ def test_a_backbone_spread_over_devices_can_be_trained_on(
 ) -> None:
     """`device: auto`; here its second layer is on disk, as where memory is short."""
     plain = train(parse_config(recipe("plain"), "test"), quiet=True)
-    loaded = load_backbone(str(tmp_path / "backbone"), device="cpu")
+    loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
     here = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     places = dict.fromkeys(here, "cpu")
     loaded.model = dispatch_model(
         loaded.model, places | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path / "offload"
     )
-    monkeypatch.setattr("train.run.backbones.load_backbone", lambda *args, **kwargs: loaded)
+    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: loaded)
     spread = train(parse_config(recipe("spread"), "test"), quiet=True)
     assert spread["head1_loss"] == plain["head1_loss"]

@@ -17,9 +17,10 @@ from transformers import TrainerCallback
 from decode.bench.methods import medusa_method, plain_method
 from decode.results import tau
 from decode.settings import Settings
-from medusa.backbone import Backbone, differs, fingerprint
+from medusa.backbone import Backbone
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
+from medusa.fingerprint import differs, fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa.commands import common
-from medusa.commands.distill.engines import LocalEngine, ServerEngine, bos
+from medusa.commands.distill.engines import LocalEngine, ServerEngine, begin_with
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.errors import RequestError, RunError
@@ -29,7 +29,7 @@ from medusa.records import SETTINGS, Record, read_records
 
 if TYPE_CHECKING:
     from decode.settings import Settings
-    from medusa.backbone import Loaded
+    from medusa.loading import Loaded
 
 BYTES_PER_LINE = 100  # without its tokens
 BYTES_PER_TOKEN = 12  # in a line: an id, a comma, a space, and the token's text once more
@@ -215,17 +215,17 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalEngine:
 
 
 def _server_engine(args: argparse.Namespace, settings: Settings) -> ServerEngine:
-    from medusa.backbone import load_tokenizer
     from medusa.commands.distill.client import Server
+    from medusa.loading import load_tokenizer
 
     server = Server(args.server, args.model)
-    tokenizer = load_tokenizer(args.backbone, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(args.backbone, common.load_options(args))
     return ServerEngine(args, server, tokenizer, settings)
 
 
 def self_talk_prompts(loaded: Loaded, count: int) -> list[list[int]]:
     """`count` prompts of BOS alone."""
-    return [bos(loaded.tokenizer, loaded.model.config, loaded.name)] * count
+    return [begin_with(loaded.bos_token_id, loaded.name)] * count
 
 
 def write_own_text(

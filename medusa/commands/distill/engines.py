@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from decode.bench.methods import Method
-    from decode.results import Result, text_of
+    from decode.results import Result
     from decode.settings import Settings
-    from medusa.backbone import Loaded
+    from medusa.loading import Loaded
 
 HOPELESS = 16  # texts in a row that a server did not give: it is gone
 
@@ -36,7 +36,7 @@ class LocalEngine:
         self.tokenizer = loaded.tokenizer
 
     def begin(self) -> list[int]:
-        return bos(self.tokenizer, self.loaded.model.config, self.loaded.name)
+        return begin_with(self.loaded.bos_token_id, self.loaded.name)
 
     def check(self, tasks: list[Task]) -> None:
         """Raises:
@@ -112,6 +112,8 @@ class LocalEngine:
         return out
 
     def _line(self, task: Task, result: Result) -> dict[str, Any]:
+        from decode.results import text_of
+
         answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
         return _line_of_ids(task, result.input_ids, result.new_ids, answer, result.finish_reason)
 
@@ -133,12 +135,10 @@ class ServerEngine:
         server.sleep = self._stop.wait  # no thread waits for an attempt that nobody wants any more
 
     def begin(self) -> list[int]:
-        from medusa.backbone import load_config
+        from medusa.loading import bos_token_id, load_config
 
-        config = load_config(
-            self.args.backbone, revision=self.args.revision, trust_remote_code=self.args.trust_remote_code
-        )
-        return bos(self.tokenizer, config, self.args.backbone)
+        config = load_config(self.args.backbone, common.load_options(self.args))
+        return begin_with(bos_token_id(self.tokenizer, config), self.args.backbone)
 
     def check(self, tasks: list[Task]) -> None:
         """Raises:
@@ -261,15 +261,12 @@ def _line_of_ids(task: Task, prompt: list[int], new_ids: list[int], answer: str,
     return line if task.category is None else line | {"category": task.category}
 
 
-def bos(tokenizer: PreTrainedTokenizerBase | None, config: Any, name: str) -> list[int]:
+def begin_with(bos: int | None, name: str) -> list[int]:
     """The BOS token, from which a text begins where nothing is given.
 
     Raises:
-        RequestError: the backbone has none.
+        RequestError: the backbone `name` has none.
     """
-    begin = getattr(tokenizer, "bos_token_id", None)
-    if begin is None:
-        begin = config.get_text_config(decoder=True).bos_token_id
-    if begin is None:
+    if bos is None:
         raise RequestError(f"{name} has no BOS token to start from; give --self-talk-seeds FILE or --prompts FILE")
-    return [begin]
+    return [bos]

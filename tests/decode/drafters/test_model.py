@@ -21,8 +21,8 @@ from decode.settings import Settings
 from decode.timers import Timer
 from decode.verify import Verifier
 from medusa import Tree
-from medusa.backbone import load_backbone
 from medusa.errors import RequestError
+from medusa.loading import LoadOptions, load_backbone
 from tests.decode.drafters.test_drafters import draft_model
 from tests.helpers import VOCAB, random_ids, tiny_model
 
@@ -116,7 +116,7 @@ def test_a_drawn_sample_does_not_depend_on_the_batch(llama: Any) -> None:
 
 def test_ids_of_transformers_assisted_generation() -> None:
     """On the embedded backbone and its draft model."""
-    loaded = load_backbone("demo", dtype="float32")
+    loaded = load_backbone("demo", LoadOptions("float32"))
     plan, settings = DraftModelConfig("demo"), Settings(max_new_tokens=48)
     source = plan.source(DrafterContext(loaded.model, tokenizer=loaded.tokenizer))
     assert isinstance(source, DraftModel)

@@ -14,7 +14,7 @@ from decode.drafters.ngram import Index, NgramConfig, NgramDrafter
 from decode.drafters.tries import Trie, draft_of
 from decode.sequences import Sequences
 from decode.settings import Settings
-from medusa.backbone import load_backbone
+from medusa.loading import LoadOptions, load_backbone
 
 
 def searched(text: list[int], least: int, n: int, most: int) -> list[int]:
@@ -117,7 +117,7 @@ def test_tries_hold_every_continuation_once(seed: int) -> None:
 @pytest.mark.parametrize("tokens", [3, 10])
 def test_ids_of_transformers_prompt_lookup(tokens: int) -> None:
     """Both are greedy decoding; on the embedded backbone, on a text that repeats its prompt."""
-    loaded = load_backbone("demo", dtype="float32")
+    loaded = load_backbone("demo", LoadOptions("float32"))
     settings = Settings(max_new_tokens=60)
     text = "Tom had a red ball. Tom lost the red ball. Tell it again. Tom had a red ball."
     prompts = [loaded.tokenizer(text)["input_ids"]]

@@ -29,8 +29,8 @@ from decode.serve.chat_page import Page, PageConfig, Snapshot, Worker, marked, v
 from decode.serve.conversation import Conversation, Side, Writer
 from decode.serve.text_stream import Piece, TextStream
 from decode.settings import Settings
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import load_heads
+from medusa.loading import load_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = Settings(max_new_tokens=16)

@@ -13,9 +13,9 @@ from decode.results import Result, Run
 from decode.serve.conversation import Conversation, Side, Writer, race
 from decode.serve.text_stream import TextStream
 from decode.settings import Settings
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
+from medusa.loading import load_backbone
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=24)

@@ -27,9 +27,9 @@ from decode.serve.conversation import Writer
 from decode.serve.openai import ApiError, Engine, Event, Row, Service
 from decode.settings import Settings
 from medusa.__main__ import main
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import load_heads
 from medusa.commands.distill.client import Server, ServerError
+from medusa.loading import load_backbone
 from medusa.records import Record, prompt_ids
 from tests.train.templates import CHATML
 

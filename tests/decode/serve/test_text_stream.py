@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.results import text_of
 from decode.serve.text_stream import Piece, TextStream
-from medusa.backbone import load_tokenizer
+from medusa.loading import load_tokenizer
 
 TEXT = "Häuser, 猫 and 👩‍👩‍👧: a story. The end? No! The end. 🐙"
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode import generate
-from medusa.backbone import Backbone, differs
+from medusa.backbone import Backbone
 from medusa.checkpoints.hydra import WEIGHTS
 from medusa.checkpoints.load import CONFIG, load_heads, save_heads
 from medusa.errors import RequestError
+from medusa.fingerprint import differs
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from train.config import HeadsConfig

@@ -23,12 +23,12 @@ from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 from decode import generate, steps
 from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
-from medusa.backbone import DEMO as DEMO_BACKBONE
 from medusa.checkpoints.load import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
 from medusa.export import hub_generate
 from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.export.repository import CARD, CODE, GENERATE, REQUIREMENTS, push, write_repository
+from medusa.loading import DEMO as DEMO_BACKBONE
 from tests.helpers import (
     VOCAB,
     left_padded,

@@ -1,0 +1,59 @@
+"""Fingerprints: a few values of a backbone's weights, by which heads recognise the backbone they were trained on."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from medusa.config import Fingerprint
+
+SAMPLES = 64
+
+
+def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
+    """The fingerprint of a backbone: its name and 64 of its weights, at places that depend on the parameters' names.
+
+    The values tell fine-tuned relatives of one shape apart. A change of dtype hardly moves them; it would change a hash
+    of the bytes.
+    """
+    values = []
+    names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")
+    parameters = dict(model.named_parameters())
+    for index in range(min(SAMPLES, 8 * len(names))):
+        key = names[index * len(names) // SAMPLES if len(names) > SAMPLES else index % len(names)]
+        digest = hashlib.sha256(f"{key}/{index}".encode()).digest()
+        flat = parameters[key].detach().reshape(-1)
+        values.append(round(float(flat[int.from_bytes(digest[:8], "big") % flat.numel()]), 6))
+    return {
+        "name": name or model.config._name_or_path or None,
+        "revision": revision,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "architecture": type(model).__name__,
+        "weights": values,
+    }
+
+
+def embedding_sample(weight: Tensor) -> list[float]:
+    """64 values of an embedding matrix [V, H], at equal distances."""
+    flat = weight.detach().reshape(-1)
+    places = [index * (flat.numel() - 1) // (SAMPLES - 1) for index in range(SAMPLES)]
+    return [round(float(value), 6) for value in flat[places]]
+
+
+def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
+    """Whether `model` is visibly another backbone than the one whose fingerprint is `known`."""
+    if known.get("weights"):
+        expected, found = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
+    elif known.get("embedding"):
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor)
+        expected, found = torch.tensor(known["embedding"]), torch.tensor(embedding_sample(embedding))
+    else:
+        return False
+    if expected.shape != found.shape:
+        return True
+    # Rounding to bfloat16 moves a value by at most 0.4 %, and on average by half of that.
+    return bool((expected - found).abs().mean() > 0.005 * expected.abs().mean())

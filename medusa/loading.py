@@ -1,0 +1,192 @@
+"""Backbones from disk or the Hub, with their tokenizers: on which device, in which dtype, quantised or not."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from medusa.errors import RequestError, first_line
+from medusa.files import ASSETS, read_json
+
+DEMO = ASSETS / "backbone"
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTIONS = ("sdpa", "eager")
+QUANTIZATIONS = ("4bit", "8bit")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load a backbone.
+
+    Raises:
+        RequestError: a value that is not allowed, or a device that this machine does not have.
+    """
+
+    dtype: str | None = None
+    """One of DTYPES; by default float32 on a CPU and the checkpoint's own on a GPU."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps, or auto to spread the layers over all devices; by default a GPU if there is one."""
+    attention: str | None = None
+    """sdpa (default if the model offers it) or eager."""
+    revision: str | None = None
+    """A branch, tag or commit on the Hub."""
+    trust_remote_code: bool = False
+    """Run code that comes with the backbone."""
+    quantization: str | None = None
+    """4bit or 8bit, by bitsandbytes."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise RequestError(f"--dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.attention is not None and self.attention not in ATTENTIONS:
+            raise RequestError(f"--attention is {self.attention!r}; choose sdpa or eager, which take a tree mask")
+        if self.device is not None and self.device != "auto":
+            _require_device(self.device)
+        if self.quantization is not None:
+            _require_quantization(self.quantization)
+
+    @property
+    def hub(self) -> dict[str, str | bool | None]:
+        """The options for the Hub, as `from_pretrained` takes them."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+def _require_device(device: str) -> None:
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
+    count = torch.cuda.device_count()
+    if asked.type == "cuda" and (asked.index or 0) >= count:
+        raise RequestError(f"--device is {device!r}, and PyTorch sees {count} CUDA device(s); choose cpu")
+    if asked.type == "mps" and not torch.backends.mps.is_available():
+        raise RequestError(f"--device is {device!r} but PyTorch sees no Apple GPU; choose cpu")
+
+
+def _require_quantization(kind: str) -> None:
+    if kind not in QUANTIZATIONS:
+        raise RequestError(f"quantization is {kind!r}; choose 4bit or 8bit, or leave it out")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RequestError(
+            f"quantization: {kind} needs bitsandbytes, which is not installed; install it or leave this out"
+        )
+
+
+@dataclass
+class Loaded:
+    """A backbone from disk with its tokenizer (`None` if it comes with none)."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    revision: str | None = None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that texts of this backbone begin with; `None` if there is none."""
+        return bos_token_id(self.tokenizer, self.model.config)
+
+
+def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> int | None:
+    """The token that texts begin with: the tokenizer's, else the config's; `None` if both have none."""
+    begin = getattr(tokenizer, "bos_token_id", None)
+    return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
+
+
+def load_backbone(name_or_path: str, options: LoadOptions = LoadOptions()) -> Loaded:
+    """Load a backbone: `demo`, a local folder (also one of a peft adapter) or a Hub id.
+
+    Raises:
+        RequestError: no such model, or a damaged file.
+    """
+    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
+    dtype = DTYPES[options.dtype] if options.dtype else (torch.float32 if on_cpu else "auto")
+    placed: dict[str, object] = {"device_map": "auto"} if device == "auto" else {}
+    if options.quantization is not None:
+        settings = quantization_config(options.quantization)
+        placed = {"device_map": placed.get("device_map", {"": device}), "quantization_config": settings}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=options.attention,
+            output_loading_info=True,
+            **placed,
+            **options.hub,
+        )
+    except Exception as error:  # transformers raises some dozen types here; all mean that this is no backbone
+        raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
+    model, info = loaded
+    # transformers fills what a file lacks with random numbers and only warns.
+    lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
+    if lacking:
+        raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
+    model = model.eval() if placed else model.eval().to(device)
+    tokenizer = _tokenizer((path, model.config._name_or_path), options)
+    return Loaded(model, tokenizer, name_or_path, options.revision)
+
+
+def load_config(name_or_path: str, options: LoadOptions = LoadOptions()) -> PretrainedConfig:
+    """Load the backbone's configuration alone: a quick check before its weights are loaded.
+
+    Raises:
+        RequestError: no such model.
+    """
+    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file():
+        path = read_json(adapter).get("base_model_name_or_path") or path
+    try:
+        return AutoConfig.from_pretrained(path, **options.hub)
+    except Exception as error:  # see load_backbone
+        raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
+
+
+def load_tokenizer(name_or_path: str, options: LoadOptions = LoadOptions()) -> PreTrainedTokenizerBase | None:
+    """Load the backbone's tokenizer without its weights; `None` if it has none.
+
+    Raises:
+        RequestError: no such model, or a damaged tokenizer.
+    """
+    config = load_config(name_or_path, options)
+    return _tokenizer((str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path), options)
+
+
+def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the first place that has one: an adapter's folder often leaves it to its base model."""
+    for place in places:
+        try:
+            return AutoTokenizer.from_pretrained(place, **options.hub)
+        except Exception as error:  # tokenizers raise errors of many types
+            if any((Path(place) / name).is_file() for name in TOKENIZER_FILES):
+                raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error
+    return None  # such a backbone takes ids and gives ids
+
+
+def quantization_config(kind: str) -> BitsAndBytesConfig:
+    """transformers' settings for a backbone in 4 or 8 bits."""
+    if kind == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=True,
+    )
