@@ -23,10 +23,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from backbone_training import BackboneTrainer, Recipe, Rows, Teacher, encode, evaluate, train_tokenizer
 from decode.bench.benchmark import has_fast_bfloat16
-from medusa.backbone import load_backbone, load_tokenizer, require_placement
 from medusa.commands.common import positive
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
+from medusa.loading import LoadOptions, load_backbone, load_tokenizer
 from medusa.records import DOCUMENT_SEPARATOR, read_records
 from script_tools import markdown_table, run_script, script_parser
 
@@ -152,7 +152,7 @@ def open_model(
 ) -> PreTrainedModel:
     """Load the model of a local folder; refuse one with fewer tokens than the tokenizer."""
     require(Path(folder).is_dir(), f"no such folder: {folder}")
-    model = load_backbone(folder, dtype=dtype, device=args.device).model
+    model = load_backbone(folder, LoadOptions(dtype, args.device)).model
     pieces, known = len(tokenizer), model.config.vocab_size
     require(pieces <= known, f"the tokenizer has {pieces} pieces, and {folder} a vocabulary of {known}")
     return model
@@ -280,7 +280,7 @@ def write_model(
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require_placement(None, args.device)
+    LoadOptions(device=args.device)  # refuses a device that is not there
     if args.bf16 is None:
         args.bf16 = has_fast_bfloat16() if args.device == "cpu" else torch.cuda.is_bf16_supported()
     torch.set_num_threads(args.threads or torch.get_num_threads())
