@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rich.table import Table
 
 from decode.bench import benchmark
 from decode.bench import losslessness as evidence
+from decode.bench.machine import machine
 from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.draft import DrafterConfig, DrafterFactory
 from decode.drafters import parse
@@ -77,7 +78,7 @@ def main() -> None:
             own = argparse.Namespace(**vars(args) | {"backbone": backbone, "heads": heads, "compile": False})
             own.batch_size, own.stop_drafting, own.revision, own.trust_remote_code = 1, 0.0, None, False
             tables.append(compare(own, Path(folder) / str(number)))
-    common.write_results(args, {"machine": benchmark.machine(), "tables": tables})
+    common.write_results(args, {"machine": asdict(machine()), "tables": tables})
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -146,9 +147,9 @@ def measured(
     figures = benchmark.summarize(contenders, [record.category for record in records])
     kept = ("tau", "speedup", "speedup_vs_generate", "equal_to_plain")
     return {
-        name: {key: found[key] for key in kept}
-        | {"tokens_per_second": found["tokens_per_second"]["median"]}
-        | {"by_category": {kind: {k: of[k] for k in ("tau", "speedup")} for kind, of in found["by_category"].items()}}
+        name: {key: getattr(found, key) for key in kept}
+        | {"tokens_per_second": found.tokens_per_second.median}
+        | {"by_category": {kind: {"tau": of.tau, "speedup": of.speedup} for kind, of in found.by_category.items()}}
         for name, found in figures.items()
     }
 

@@ -16,6 +16,7 @@ import argparse
 import math
 import statistics
 import sys
+from dataclasses import asdict
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from decode.bench import benchmark, calibrate
+from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import regions as compiled
 from decode.drafters.dynamic_tree import Layout
@@ -120,7 +122,7 @@ def main() -> None:
     show(args, rows)
     about = {"backbone": args.backbone, "compile": args.compile, "prompts": len(prompts), "rounds": args.rounds}
     about["context"] = args.context
-    common.write_results(args, {"machine": benchmark.machine(), "settings": about, "rows": list(rows.values())})
+    common.write_results(args, {"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 
 def tree_for(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads) -> Layout:

@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from decode.bench.report.plots import INK, WIDTH
+from decode.bench.report.colors import INK
+from decode.bench.report.plots import WIDTH
 
 HEADS = 3
 TOKENS = ["root", "guess 1", "guess 2"]  # the token before the one that head k guesses

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from decode.bench import calibrate
-from decode.bench.benchmark import machine
 from decode.bench.chi2 import median_interval
+from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.results import tau
 from decode.settings import Settings
@@ -56,7 +57,7 @@ def main() -> None:
         common.console(args).print(rows[-1])
     show(args, rows)
     about = {"backbone": args.backbone, "heads": args.heads, "dtype": str(loaded.model.dtype).removeprefix("torch.")}
-    common.write_results(args, {"machine": machine(), "settings": settings.to_dict() | about, "rows": rows})
+    common.write_results(args, {"machine": asdict(machine()), "settings": settings.to_dict() | about, "rows": rows})
     sys.exit(any(row["interval"][1] < args.limit for row in rows))
 
 

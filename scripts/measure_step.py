@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import prefill as prefill_module
-from decode.bench.benchmark import machine
+from decode.bench.machine import machine
 from decode.cache import TreeCache
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
@@ -120,7 +120,7 @@ def main() -> None:
     about |= {"nodes": tree.num_nodes, "dtype": str(model.dtype).removeprefix("torch.")}
     outcome["prefill"] = first_forward
     show(outcome, f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)")
-    common.write_results(args, {"machine": machine(), "settings": about} | outcome)
+    common.write_results(args, {"machine": asdict(machine()), "settings": about} | outcome)
 
 
 def layers_and_hidden(text: str) -> tuple[int, int]:

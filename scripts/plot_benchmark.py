@@ -9,13 +9,14 @@ python scripts/plot_benchmark.py b.json docs/images/benchmark.png
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from decode.bench.report import plots as pictures
+from decode.bench.figures import BenchmarkResult
+from decode.bench.report import plots
+from decode.bench.report.colors import INK
+from medusa.files import read_json
 
 
 def main() -> None:
@@ -24,25 +25,25 @@ def main() -> None:
     parser.add_argument("picture", type=Path, help="PNG to write")
     args = parser.parse_args()
     args.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(json.loads(args.benchmark.read_text(encoding="utf-8"))).savefig(args.picture, dpi=150, bbox_inches="tight")
+    result = BenchmarkResult.from_json(read_json(args.benchmark), str(args.benchmark))
+    draw(result).savefig(args.picture, dpi=150, bbox_inches="tight")
 
 
-def draw(outcome: dict[str, Any]) -> Figure:
+def draw(result: BenchmarkResult) -> Figure:
     """Four panels, and the machine below."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     panels = figure.subplots(2, 2)
-    methods, medusa = outcome["methods"], outcome["methods"]["medusa"]
-    pictures.rates(panels[0, 0], methods)
-    pictures.speedups(panels[0, 1], methods)
-    pictures.depths(panels[1, 0], medusa)
-    pictures.stages(panels[1, 1], methods)
-    machine, settings = outcome["machine"], outcome["settings"]
+    plots.rates(panels[0, 0], result.methods)
+    plots.speedups(panels[0, 1], result.methods)
+    plots.depths(panels[1, 0], result.medusa)
+    plots.stages(panels[1, 1], {name: of.step_ms for name, of in result.methods.items() if of.step_ms})
+    machine, settings = result.machine, result.settings
     figure.supxlabel(
-        f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, temperature "
-        f"{settings['temperature']:g}, {settings['nodes']} nodes; {machine['gpu'] or machine['processor']}, "
-        f"{machine['threads']} thread(s), {machine['dtype']}, torch {machine['torch']}",
+        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature "
+        f"{settings.temperature:g}, {settings.nodes} nodes; {machine.device}, {machine.threads} thread(s), "
+        f"{machine.dtype}, torch {machine.torch}",
         fontsize=8,
-        color=pictures.INK["faint"],
+        color=INK["faint"],
     )
     return figure
 

@@ -618,12 +618,11 @@ def read(output: Path) -> dict[str, Any]:
 
 
 def run_stages(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any]:
-    from decode.bench.benchmark import machine
-    from medusa.commands.benchmark import commit
+    from decode.bench.machine import commit, machine
     from medusa.files import write_json
 
     outcome |= {
-        "machine": machine() | {"device": args.device},
+        "machine": vars(machine()) | {"device": args.device},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "quick": args.quick,
@@ -732,12 +731,15 @@ def curve_tables(figures: dict[str, Any]) -> list[Table]:
 
 
 def benchmark_tables(figures: dict[str, Any]) -> list[Table]:
+    from decode.bench.figures import BenchmarkResult
     from decode.bench.report.benchmark_page import speed_row
 
     found: list[Table] = []
     for way, outcome in figures.items():
         head = ["method", "tokens/s", "slowest", "fastest", "tau", "x plain", "95 %", "x generate", "95 %", "same text"]
-        rows = [speed_row(name, method, True) for name, method in outcome["methods"].items()]
+        rows = [
+            speed_row(name, method, True) for name, method in BenchmarkResult.from_json(outcome, way).methods.items()
+        ]
         title = f"Speed, {way}, {outcome['settings']['nodes']} nodes, {outcome['machine']['dtype']}"
         found.append((title, head, rows))
         if rows := [
@@ -831,39 +833,44 @@ def markdown(outcome: dict[str, Any]) -> str:
 
 def page(outcome: dict[str, Any]) -> Any:
     """The page of plots, the tables below them."""
+    from decode.bench.calibrate import Calibration
+    from decode.bench.figures import BenchmarkResult
     from decode.bench.report import plots as pictures
-    from decode.bench.report.html import Page
+    from decode.bench.report.page import ReportPage
 
-    made = Page("GPU battery")
-    made.text(headline(outcome), "faint")
+    made = ReportPage("sections.html.j2", "GPU battery")
     figures = {name: stage.get("figures", {}) for name, stage in outcome["stages"].items()}
     drawn = []
     if points := figures.get("curves", {}).get("points"):
         caption = "A forward over n tokens behind the context; above n = 1, what a tree costs."
         drawn.append((pictures.alone(forward_times, points, figures["curves"].get("compiled", [])), caption))
     if eager := figures.get("benchmark", {}).get("eager"):
-        methods = eager["methods"]
-        height = pictures.height_of(len(methods))
-        drawn += [
-            (pictures.alone(pictures.speedups, methods, height=height), "95 % of resamplings lie within the lines."),
-            (pictures.alone(pictures.depths, methods["medusa"]), "How deep guesses are accepted."),
-            (pictures.alone(pictures.stages, methods, height=3), "Where a step's time goes."),
-        ]
+        result = BenchmarkResult.from_json(eager, "eager")
+        height = pictures.height_of(len(result.methods))
+        caption = "95 % of resamplings lie within the lines."
+        drawn.append((pictures.alone(pictures.speedups, result.methods, height=height), caption))
+        drawn.append((pictures.alone(pictures.depths, result.medusa), "How deep guesses are accepted."))
+        timed = {name: of.step_ms for name, of in result.methods.items() if of.step_ms}
+        drawn.append((pictures.alone(pictures.stages, timed, height=3), "Where a step's time goes."))
     if sizes := {n: f for n, f in figures.get("batches", {}).items() if "error" not in f}:
         drawn.append((pictures.alone(batch_rates, sizes), "Tokens per second, all rows together."))
     if calibration := figures.get("heads", {}).get("calibration"):
-        drawn.append(
-            (pictures.alone(pictures.sizes_of_tree, calibration, "tokens_per_second"), "Speed by size of the tree.")
-        )
-    made.pictures(drawn)
-    for title, head, rows in tables(outcome):
-        made.heading(title)
-        made.table(head, rows, "words" if title in ("Stages", "Backbone", "Heads", "FSDP on one device") else "")
+        found = Calibration.from_dict(calibration)
+        drawn.append((pictures.alone(pictures.by_nodes, found, "tokens_per_second"), "Speed by size of the tree."))
+    made.content = {
+        "introduction": headline(outcome),
+        "pictures": [made.picture(*pair) for pair in drawn],
+        "sections": [
+            (title, head, rows, "words" if title in ("Stages", "Backbone", "Heads", "FSDP on one device") else "")
+            for title, head, rows in tables(outcome)
+        ],
+    }
     return made
 
 
 def forward_times(axes: Any, points: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> None:
-    from decode.bench.report.plots import INK, plain_frame
+    from decode.bench.report.colors import INK
+    from decode.bench.report.plots import plain_frame
 
     ways = [("eager_ms", "eager", "transformers", points), ("graph_ms", "CUDA graph", "medusa", points)]
     ways += [
@@ -880,7 +887,8 @@ def forward_times(axes: Any, points: list[dict[str, Any]], compiled: list[dict[s
 
 
 def batch_rates(axes: Any, sizes: dict[str, Any]) -> None:
-    from decode.bench.report.plots import INK, plain_frame
+    from decode.bench.report.colors import INK
+    from decode.bench.report.plots import plain_frame
 
     for name in ("plain", "transformers", "medusa"):
         values = [found["tokens_per_second"][name] for found in sizes.values()]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.bench.benchmark import machine
+from decode.bench.machine import machine
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import TOP, DynamicTree, Layout
 from decode.generation import medusa_session
@@ -401,7 +401,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
     """What a calibration depends on."""
     here = machine()
     return {
-        **{name: here[name] for name in ("processor", "gpu", "threads", "torch", "transformers")},
+        **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
         "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": getattr(model.config, "_attn_implementation", None),

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         from decode.bench.report.plots import calibration_plot
 
-        calibration_plot(found.to_dict()).savefig(args.plot, dpi=140, bbox_inches="tight")
+        calibration_plot(found).savefig(args.plot, dpi=140, bbox_inches="tight")
     common.write_results(args, found.to_dict() | {"measured_tau": measured, "kept_in": str(place)})
 
 

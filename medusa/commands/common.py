@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,6 +255,20 @@ def output_console(args: argparse.Namespace) -> Console:
     from rich.console import Console
 
     return Console(quiet=args.quiet)
+
+
+@contextlib.contextmanager
+def progress_bars(args: argparse.Namespace) -> Iterator[Callable[[str, int], Callable[..., None]]]:
+    """Progress bars on standard error: call with a title and a total; the result advances the bar, by 1 or by `n`."""
+    from rich.progress import Progress
+
+    with Progress(console=console(args), disable=args.quiet, transient=True) as progress:
+
+        def start(title: str, total: int) -> Callable[..., None]:
+            task = progress.add_task(title, total=total)
+            return lambda n=1: progress.advance(task, n)
+
+        yield start
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -578,7 +594,7 @@ def hint_at_bfloat16(args: argparse.Namespace, loaded: Loaded) -> None:
     """Say what a float32 run on a CPU with fast bfloat16 leaves on the table; small models gain nothing by it."""
     import torch
 
-    from decode.bench.benchmark import has_fast_bfloat16
+    from decode.bench.machine import has_fast_bfloat16
 
     model = loaded.model
     slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000

@@ -10,11 +10,13 @@ Four stages, each with the command that runs it alone. Takes under six minutes o
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa.commands import benchmark, common, distill
+from medusa.commands import common, distill
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from decode.bench.figures import BenchmarkResult
     from decode.bench.methods import Method
     from decode.results import Result
     from medusa.heads.independent import MedusaHeads
@@ -71,9 +74,9 @@ def run(args: argparse.Namespace) -> None:
     heads = fit(args, console, loaded, text, output)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     tell(args, console, loaded, heads, prompts[0])
-    outcome = measure(args, console, loaded, heads, prompts, [record.category for record in records], output)
-    finish(console, outcome, output)
-    common.write_results(args, outcome)
+    result = measure(args, console, loaded, heads, prompts, [record.category for record in records], output)
+    finish(console, result, output)
+    common.write_results(args, result.to_json())
 
 
 def stage(console: Console, number: int, title: str, command: str) -> None:
@@ -224,38 +227,50 @@ def measure(
     prompts: list[list[int]],
     categories: list[str | None],
     output: Path,
-) -> dict[str, Any]:
+) -> BenchmarkResult:
     """Stage 4: the speedup."""
+    from decode.bench.measure import BenchmarkJob, run_benchmark
+    from decode.bench.report.terminal import print_benchmark
     from decode.draft import DrafterContext
     from decode.drafters import drafter_factory
     from decode.settings import Settings
 
+    folder = output / "heads"
     stage(
         console,
         4,
         "The speedup, measured",
-        f"medusa benchmark --backbone demo --heads {output / 'heads'} --prompts {args.prompts}",
+        f"medusa benchmark --backbone demo --heads {folder} --prompts {args.prompts}",
     )
-    args.heads, args.batch_size = str(output / "heads"), 1
     source = drafter_factory("heads", DrafterContext(loaded.model, heads))
-    outcome = benchmark.measure(args, loaded, source, Settings(max_new_tokens=128), prompts, categories, rounds=3)
-    benchmark.show(args, outcome)
-    write_json(output / "benchmark.json", outcome)
-    return outcome
+    job = BenchmarkJob(
+        loaded,
+        source,
+        Settings(max_new_tokens=128),
+        prompts,
+        categories,
+        heads=str(folder),
+        tree=common.drafter_json(None, source)["tree"],
+        seed=args.seed,
+        command=shlex.join(["medusa", *args.words]),
+    )
+    with common.progress_bars(args) as start_progress:
+        result = run_benchmark(replace(job, start_progress=start_progress))
+    print_benchmark(console, result)
+    write_json(output / "benchmark.json", result.to_json())
+    return result
 
 
-def finish(console: Console, outcome: dict[str, Any], output: Path) -> None:
-    figures = outcome["methods"]["medusa"]
+def finish(console: Console, result: BenchmarkResult, output: Path) -> None:
+    figures = result.medusa
     equal = (
         "equal to plain decoding on every prompt"
-        if figures["equal_to_plain"] == 1
-        else (
-            f"equal to plain decoding on {figures['equal_to_plain']:.0%} of the prompts (see README on low precision)"
-        )
+        if figures.equal_to_plain == 1
+        else (f"equal to plain decoding on {figures.equal_to_plain:.0%} of the prompts (see README on low precision)")
     )
     console.print(
-        f"\n[bold green]{figures['speedup_vs_generate']:.2f} times as fast as model.generate[/bold green] "
-        f"({figures['speedup']:.2f} times our own plain loop), {figures['tau']:.2f} tokens a step, {equal}."
+        f"\n[bold green]{figures.speedup_vs_generate:.2f} times as fast as model.generate[/bold green] "
+        f"({figures.speedup:.2f} times our own plain loop), {figures.tau:.2f} tokens a step, {equal}."
     )
     console.print(f"Heads: {output / 'heads'}    Report: {output / 'benchmark.json'}")
     console.print('Next: [dim]medusa generate --backbone demo --heads demo --prompt "Once upon a time"[/dim]')

@@ -21,10 +21,10 @@ from medusa.commands import common
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
+    from decode.bench.report.html import Page
     from matplotlib.figure import Figure
 
     from decode.bench.losslessness import Case, Greedy
-    from decode.bench.report.html import Page
     from decode.draft import DrafterFactory
     from decode.settings import Settings
 
@@ -178,8 +178,9 @@ class TokenNames:
 
 def page(settings: dict[str, Any], greedy: Greedy, cases: list[Case], passed: bool, names: TokenNames) -> Page:
     """The report."""
-    from decode.bench import losslessness as evidence
     from decode.bench.report.html import Page
+
+    from decode.bench import losslessness as evidence
 
     who = f"the heads {settings['heads']}" if settings["heads"] else f"drafts by {settings['drafter']}"
     made = Page(f"Do {who} change what the backbone {settings['backbone']} says?")

@@ -925,13 +925,13 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
 
     asked = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
     asked += ("--rounds", "1", "--tree", "chain", *GENERATION)
-    monkeypatch.setattr("decode.bench.benchmark.has_fast_bfloat16", lambda: True)
+    monkeypatch.setattr("decode.bench.machine.has_fast_bfloat16", lambda: True)
     assert "bfloat16" not in medusa(*asked).err, "a tiny model"
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda self: 100_000_000)
     assert medusa(*asked).err.count("try --dtype bfloat16") == 1
     assert "hint" not in medusa(*asked, "--dtype", "bfloat16").err
     assert "hint" not in medusa(*asked, "--quiet").err
-    monkeypatch.setattr("decode.bench.benchmark.has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr("decode.bench.machine.has_fast_bfloat16", lambda: False)
     assert "hint" not in medusa(*asked).err
 
 

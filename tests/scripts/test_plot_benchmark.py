@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
+from decode.bench.figures import MethodFigures, Rate
+from tests.decode.bench.made_up import result_of
 from tests.helpers import load_script
 
 
 def test_the_figures_of_the_json_stand_in_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     module = load_script("plot_benchmark")
-    rate = {"median": 100.0, "min": 90.0, "max": 110.0}
-    method = {"tokens_per_second": rate, "speedup_vs_generate": 1.0, "tau": 1.0}
+    method = MethodFigures(Rate(100.0, 90.0, 110.0), 1.0, 10, 10, [], 1.0, 1.0, 1.0)
     step_ms = {"propose": 0.5, "verify": 2.0, "accept": 0.25, "compact": 0.25, "other": 0.25}
-    medusa = method | {"speedup_vs_generate": 1.75, "tau": 2.5, "accepted_by_depth": [0.8, 0.5], "step_ms": step_ms}
-    figure = module.draw(
-        {
-            "machine": {"gpu": None, "processor": "a machine", "threads": 1, "dtype": "float32", "torch": "2"},
-            "settings": {"prompts": 3, "max_new_tokens": 8, "temperature": 0.0, "tree": [[0], [1]], "nodes": 3},
-            "methods": {"plain": method, "transformers": method, "medusa": medusa},
-        }
-    )
+    medusa = replace(method, speedup_vs_generate=1.75, tau=2.5, accepted_by_depth=[0.8, 0.5], step_ms=step_ms)
+    figure = module.draw(result_of({"plain": method, "transformers": method, "medusa": medusa}))
     rates, speedups, depth, stages = figure.axes
     assert [bar.get_width() for bar in rates.patches] == [100.0] * 3
     assert [text.get_text() for text in speedups.texts] == ["1.00 x", "1.00 x", "1.75 x"]

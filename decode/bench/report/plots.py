@@ -1,28 +1,26 @@
-"""The pictures of benchmarks and calibrations: each function draws on matplotlib axes what a JSON says.
+"""The pictures of benchmarks and calibrations: each function draws on the axes of matplotlib.
 
-Colours are those that a page knows by name (`decode.bench.report.html.COLORS`), so that they follow its theme.
+All colours are those of `decode.bench.report.colors`, so that pictures follow the theme of a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
 
-from decode.bench.report.html import COLORS
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from decode.bench.calibrate import Calibration, Point
+from decode.bench.compare import Comparison
+from decode.bench.figures import AcceptedNode, Interval, MethodFigures, PositionFigures, TemperatureFigures
+from decode.bench.report.colors import INK
 
-WIDTH = 5.2  # inches: two beside each other on a desk, one on a phone, where 10 points can still be read
-INK = {name: light for name, (light, _) in COLORS.items()}
+WIDTH = 5.2  # inches: two next to each other on a desktop, one on a phone, where 10 points can still be read
 STAGE_INK = ("medusa", "amber", "violet", "blue", "plain")
 
 
-def alone(draw: Callable[..., None], *data: Any, height: float = 2.6, label: str | None = None) -> Figure:
-    """A figure of one picture, labelled with its name."""
-    from matplotlib.figure import Figure
-
+def alone(draw: Callable[..., None], *data: object, height: float = 2.6, label: str | None = None) -> Figure:
+    """A figure of one picture, labelled with the name of its function unless a label is given."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     figure.set_label(label or draw.__name__)
     draw(figure.subplots(), *data)
@@ -30,50 +28,48 @@ def alone(draw: Callable[..., None], *data: Any, height: float = 2.6, label: str
 
 
 def height_of(bars: int) -> float:
-    """Inches for so many horizontal bars."""
+    """Inches for a number of horizontal bars."""
     return 0.9 + 0.42 * bars
 
 
 def plain_frame(axes: Axes) -> None:
+    """Remove the lines at the top and at the right."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def speedups(axes: Axes, methods: dict[str, Any]) -> None:
-    """Speedup over `model.generate`, with its interval where there is one."""
-    names = list(methods)
-    values = [methods[name]["speedup_vs_generate"] for name in names]
-    bars(axes, names, values, [methods[name].get("speedup_vs_generate_interval") for name in names], "{:.2f} x")
+def speedups(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
+    """Speedup over `model.generate`, with its interval."""
+    spans = [figures.speedup_vs_generate_interval for figures in methods.values()]
+    bars(axes, list(methods), [figures.speedup_vs_generate for figures in methods.values()], spans, "{:.2f} x")
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
     axes.set_title("times model.generate")
 
 
-def rates(axes: Axes, methods: dict[str, Any]) -> None:
-    """Tokens per second: the median round, from the slowest to the fastest."""
-    names = list(methods)
-    found = [methods[name]["tokens_per_second"] for name in names]
-    bars(axes, names, [rate["median"] for rate in found], [[rate["min"], rate["max"]] for rate in found], "{:.0f}")
+def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
+    """Tokens per second: the median round, with the range from the slowest round to the fastest."""
+    found = [figures.tokens_per_second for figures in methods.values()]
+    bars(axes, list(methods), [rate.median for rate in found], [(rate.min, rate.max) for rate in found], "{:.0f}")
     axes.set_title("tokens per second")
 
 
-def categories(axes: Axes, by_category: dict[str, Any]) -> None:
-    """Speedup of the heads over `model.generate`, by kind of prompt."""
-    names = list(by_category)
-    values = [by_category[name]["speedup_vs_generate"] for name in names]
-    spans = [by_category[name]["speedup_vs_generate_interval"] for name in names]
-    bars(axes, names, values, spans, "{:.2f} x", ["medusa"] * len(names))
+def categories(axes: Axes, by_category: Mapping[str, MethodFigures]) -> None:
+    """Speedup of the drafter over `model.generate`, by kind of prompt."""
+    values = [figures.speedup_vs_generate for figures in by_category.values()]
+    spans = [figures.speedup_vs_generate_interval for figures in by_category.values()]
+    bars(axes, list(by_category), values, spans, "{:.2f} x", ["medusa"] * len(by_category))
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
     axes.set_title("heads, times model.generate")
 
 
 def bars(
     axes: Axes,
-    names: list[str],
-    values: list[float],
-    spans: list[list[float] | None],
+    names: Sequence[str],
+    values: Sequence[float],
+    spans: Sequence[Interval | None],
     form: str,
-    colors: list[str] | None = None,
+    colors: Sequence[str] | None = None,
 ) -> None:
-    """Horizontal bars with a span each, and the value in words behind it."""
+    """Horizontal bars, each with its interval and its value as text."""
     inks = colors or [name if name in INK else "blue" for name in names]
     axes.barh(names, values, color=[INK[ink] for ink in inks], height=0.62)
     ends = [max([value, *(span or [])]) for value, span in zip(values, spans, strict=True)]
@@ -87,28 +83,27 @@ def bars(
     plain_frame(axes)
 
 
-def depths(axes: Axes, medusa: dict[str, Any]) -> None:
-    """How deep guesses are accepted."""
-    shares = medusa["accepted_by_depth"]
+def depths(axes: Axes, medusa: MethodFigures) -> None:
+    """Fraction of steps that accept guesses down to each depth."""
+    shares = medusa.accepted_by_depth
     places = range(1, len(shares) + 1)
     axes.bar(places, shares, color=INK["medusa"], width=0.7)
     for place, share in zip(places, shares, strict=True):
         axes.annotate(f"{share:.0%}", (place, share), (0, 3), textcoords="offset points", ha="center")
-    axes.set(title=f"steps that accept so deep (tau {medusa['tau']:.2f})", ylim=(0, 1.1), xticks=list(places))
+    axes.set(title=f"steps that accept so deep (tau {medusa.tau:.2f})", ylim=(0, 1.1), xticks=list(places))
     axes.set_xlabel("depth in the tree")
     axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
     plain_frame(axes)
 
 
-def stages(axes: Axes, methods: dict[str, Any]) -> None:
-    """Milliseconds of a step by stage, for each method whose loop is ours."""
-    timed = [name for name in methods if "step_ms" in methods[name]]
-    left = dict.fromkeys(timed, 0.0)
-    for stage, ink in zip(methods[timed[0]]["step_ms"], STAGE_INK, strict=True):
-        values = [methods[name]["step_ms"][stage] for name in timed]
-        label = f"{stage} {methods['medusa']['step_ms'][stage]:.2f} ms"
-        axes.barh(timed, values, left=list(left.values()), color=INK[ink], label=label, height=0.55)
-        left = {name: left[name] + value for name, value in zip(timed, values, strict=True)}
+def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
+    """Milliseconds of a step by stage, for each method; `times`: by method and stage."""
+    left = dict.fromkeys(times, 0.0)
+    for stage, ink in zip(next(iter(times.values())), STAGE_INK, strict=True):
+        values = [of_step[stage] for of_step in times.values()]
+        label = f"{stage} {times['medusa'][stage]:.2f} ms"
+        axes.barh(list(times), values, left=list(left.values()), color=INK[ink], label=label, height=0.55)
+        left = {name: left[name] + value for name, value in zip(times, values, strict=True)}
     for place, total in enumerate(left.values()):
         axes.annotate(f"{total:.2f}", (total, place), (5, 0), textcoords="offset points", va="center")
     axes.set(title="milliseconds of a step", xlim=(0, 1.15 * max([*left.values(), 1e-9])))
@@ -118,18 +113,19 @@ def stages(axes: Axes, methods: dict[str, Any]) -> None:
     plain_frame(axes)
 
 
-def positions(axes: Axes, bins: list[dict[str, float]]) -> None:
+def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
     """tau along the text."""
-    axes.plot([part["start"] for part in bins], [part["tau"] for part in bins], color=INK["medusa"], marker="o", ms=4)
+    taus = [part.tau for part in stretches]
+    axes.plot([part.start for part in stretches], taus, color=INK["medusa"], marker="o", ms=4)
     axes.set(title="tau along the text", xlabel="new tokens before the step")
-    axes.set_ylim(0, 1.15 * max(part["tau"] for part in bins))
+    axes.set_ylim(0, 1.15 * max(taus))
     plain_frame(axes)
 
 
-def tree(axes: Axes, accepted: list[dict[str, Any]]) -> None:
-    """The nodes with the share of steps that accept each: from left to right by depth, labelled by rank."""
+def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
+    """The nodes with the share of steps that accept each, from left to right by depth, labelled by rank."""
     leaves: dict[tuple[int, ...], float] = {}
-    nodes: dict[tuple[int, ...], float] = {(): 1.0} | {tuple(node["path"]): node["share"] for node in accepted}
+    nodes: dict[tuple[int, ...], float] = {(): 1.0} | {tuple(node.path): node.share for node in accepted}
     rows = iter(range(len(nodes)))
 
     def place(node: tuple[int, ...]) -> float:
@@ -158,68 +154,65 @@ def tree(axes: Axes, accepted: list[dict[str, Any]]) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def tree_height(accepted: list[dict[str, Any]]) -> float:
+def tree_height(accepted: Sequence[AcceptedNode]) -> float:
     """Inches for the leaves of a tree."""
-    paths = [node["path"] for node in accepted]
-    inner = {tuple(path[:-1]) for path in paths}
-    leaves = sum(tuple(path) not in inner for path in paths)
-    return 1.2 + leaves * (0.36 if len(paths) < 24 else 0.12)
+    inner = {tuple(node.path[:-1]) for node in accepted}
+    leaves = sum(tuple(node.path) not in inner for node in accepted)
+    return 1.2 + leaves * (0.36 if len(accepted) < 24 else 0.12)
 
 
-def temperatures(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
     """tau against temperature, with its interval."""
-    at = [row["temperature"] for row in rows]
-    spanned = [row for row in rows if row["tau_interval"]]
-    for row in spanned:
-        axes.plot([row["temperature"]] * 2, row["tau_interval"], color=INK["ink"], linewidth=1.4, marker="_", ms=7)
-    axes.plot(at, [row["tau"] for row in rows], color=INK["medusa"], marker="o", ms=5)
+    at = [row.temperature for row in rows]
+    for row in rows:
+        if row.tau_interval:
+            axes.plot([row.temperature] * 2, row.tau_interval, color=INK["ink"], linewidth=1.4, marker="_", ms=7)
+    axes.plot(at, [row.tau for row in rows], color=INK["medusa"], marker="o", ms=5)
     axes.set(title="tau against temperature", xlabel="temperature", xticks=at)
-    axes.set_ylim(0, 1.15 * max(row["tau"] for row in rows))
+    axes.set_ylim(0, 1.15 * max(row.tau for row in rows))
     plain_frame(axes)
 
 
-def sizes_of_tree(axes: Axes, calibration: dict[str, Any], figure: str) -> None:
-    """`figure` of a calibration's points, tau, step_ms or tokens_per_second, against the number of nodes."""
-    titles = {"tau": "foretold tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
-    points, best = calibration["points"], calibration["points"][calibration["chosen"]]
+CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
+"""Titles of the figures of a calibration."""
 
-    def value(point: dict[str, Any]) -> float:
-        return 1000 * point["tau"] / point["step_ms"] if figure == "tokens_per_second" else point[figure]
+
+def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
+    """One of the figures of `CALIBRATED` against the number of nodes."""
+    points, best = calibration.points, calibration.points[calibration.chosen]
+
+    def value(point: Point) -> float:
+        return float(getattr(point, figure))
 
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
-        if mine := [point for point in points if bool(point.get("dynamic")) == dynamic]:
-            sizes = [point["nodes"] for point in mine]
+        if mine := [point for point in points if point.dynamic == dynamic]:
+            sizes = [point.nodes for point in mine]
             axes.plot(sizes, [value(p) for p in mine], marker="o", markersize=4, color=INK[ink], label=label)
-    axes.plot(best["nodes"], value(best), "o", markersize=11, fillstyle="none", color=INK["bad"], label="chosen")
-    axes.set(title=titles[figure], xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(map(value, points))))
+    axes.plot(best.nodes, value(best), "o", markersize=11, fillstyle="none", color=INK["bad"], label="chosen")
+    axes.set(title=CALIBRATED[figure], xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(map(value, points))))
     axes.legend(frameon=False, loc="lower right")
-    nodes = sorted({point["nodes"] for point in points})
+    nodes = sorted({point.nodes for point in points})
     shown = [count for i, count in enumerate(nodes) if i == 0 or count >= 1.3 * nodes[i - 1]]
     axes.set_xticks(shown, [str(count) for count in shown])
     axes.minorticks_off()
     plain_frame(axes)
 
 
-def calibration_plot(calibration: dict[str, Any]) -> Figure:
-    """Foretold tau, time of a step and speed, in one picture."""
-    from matplotlib.figure import Figure
-
+def calibration_plot(calibration: Calibration) -> Figure:
+    """Predicted tau, time of a step and speed in one picture."""
     figure = Figure(figsize=(11, 3), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), CALIBRATED, strict=True):
-        sizes_of_tree(axes, calibration, name)
+        by_nodes(axes, calibration, name)
     return figure
 
 
-CALIBRATED = ("tau", "step_ms", "tokens_per_second")
-
-
-def changes(axes: Axes, comparison: dict[str, Any]) -> None:
-    """Later over earlier, with intervals: what lies right of the line is higher now."""
-    names = [change["label"] for change in comparison["changes"]]
-    for place, change in enumerate(comparison["changes"]):
-        if change["ratio_interval"]:
-            axes.plot(change["ratio_interval"], [place, place], color=INK["ink"], linewidth=1.4, marker="|", ms=7)
-        axes.plot([change["ratio"]], [place], "o", color=INK["medusa"], ms=6)
+def changes(axes: Axes, comparison: Comparison) -> None:
+    """Later figures over earlier ones, with intervals: right of the line, the figure has become higher."""
+    names = [change.label for change in comparison.changes]
+    for place, change in enumerate(comparison.changes):
+        if change.ratio_interval:
+            axes.plot(change.ratio_interval, [place, place], color=INK["ink"], linewidth=1.4, marker="|", ms=7)
+        axes.plot([change.ratio], [place], "o", color=INK["medusa"], ms=6)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(names)), names)
     axes.set(title="later over earlier", ylim=(len(names) - 0.5, -0.5))

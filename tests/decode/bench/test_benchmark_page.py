@@ -15,77 +15,32 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
-from decode.bench.compare import compare, interval_in_words
+from decode.bench.compare import Comparison, compare, interval_in_words
+from decode.bench.figures import BenchmarkResult
 from decode.bench.report.benchmark_page import page
-from decode.bench.report.html import COLORS
-from decode.timers import StageTimer
-from tests.decode.bench.test_benchmark import Contender, Fake, run_rounds, summarize
+from decode.bench.report.colors import COLORS
+from tests.decode.bench.made_up import outcome
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
-def outcome(seconds: list[float], **settings: Any) -> dict[str, Any]:
-    """All that a page can show, from methods whose times are made up."""
-    clocks = StageTimer(), StageTimer()
-    them = [
-        Contender("plain", Fake("p", [1.0, 1.1]), clocks[0]),
-        Contender("transformers", Fake("t", [1.3, 1.2])),
-        Contender("medusa", Fake("m", [1.0, *seconds], 3), clocks[1]),
-    ]
-    run_rounds(them, [[[index]] for index in range(8)], rounds=2)
-    for clock in clocks:
-        clock.seconds = {"propose": 0.1, "verify": 0.7, "accept": 0.05, "compact": 0.02, "other": 0.03}
-    methods = summarize(them, ["narration", "dialogue"] * 4)
-    points = [{"nodes": n, "tau": 1 + n / 8, "step_ms": 3 + n / 4, "dynamic": n == 8} for n in (1, 4, 8)]
-    methods["medusa"] |= {
-        "accepted_by_node": [
-            {"path": path, "share": share} for path, share in (([0], 0.9), ([0, 0], 0.8), ([1], 0.05), ([2], 0.004))
-        ],
-        "calibration": {"points": points, "chosen": 2, "texts": {"texts": 32}},
-    }
-    names = ("tau", "tau_interval", "speedup_vs_generate", "speedup_vs_generate_interval")
-    return {
-        "machine": {
-            **{"processor": "a processor", "gpu": None, "threads": 1, "system": "Linux", "python": "3.11"},
-            **{"torch": "2.13", "transformers": "5.23", "dtype": "float32", "medusa": "0.1.0"},
-            "memory": {"backbone": 22_000_000, "heads": 4_000_000, "peak": {"process": 600_000_000}},
-        },
-        "settings": {
-            **{"max_new_tokens": 12, "temperature": 0.0, "acceptance": "greedy", "stop": [], "backbone": "demo"},
-            **{"heads": "<b>heads</b>", "tree": [[0], [1], [0, 0]], "prompts": 8, "nodes": 4, "rounds": 2},
-            "prompts_sha256": "x",
-            **{"batch_size": 1, "date": "2026-01-02", "commit": "abc", "command": "medusa benchmark --x 'a b'"},
-        }
-        | settings,
-        "methods": methods,
-        "temperatures": [{"temperature": t} | {n: methods["medusa"][n] for n in names} for t in (0.0, 1.0)],
-        "lossy": [
-            {
-                **{"acceptance": "typical", "lossless": False, "temperature": 1.0, "tau": 3.25},
-                **{"speedup_vs_generate": 2.125, "log_likelihood": -1.375},
-            }
-        ],
-    }
-
-
 @pytest.fixture(scope="module")
 def both() -> tuple[dict[str, Any], str]:
-    """A run compared with an earlier one, and its page."""
+    """The JSON of a run compared with an earlier one, and its page."""
     then, now = outcome([0.8, 0.9, 0.7]), outcome([0.4, 0.6, 0.5], tree=[[0], [0, 0], [1]])
-    now["comparisons"] = [compare(then, now, ("old.json", "this run")).to_dict()]
-    return now, written(now)
+    comparison = compare(then, now, ("old.json", "this run"))
+    content = now.to_json() | {"comparisons": [comparison.to_json()]}
+    return json.loads(json.dumps(content)), written(now, comparison)
 
 
-def written(content: dict[str, Any]) -> str:
+def written(result: BenchmarkResult | None, *comparisons: Comparison) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.html"
-        page(content).save(path)
+        page(result, list(comparisons)).save(path)
         return path.read_text(encoding="utf-8")
 
 
-class HeadsCache(HTMLParser):
+class TablesAndPictures(HTMLParser):
     """The rows of all tables, and the texts of all pictures."""
 
     def __init__(self, html: str) -> None:
@@ -114,7 +69,7 @@ class HeadsCache(HTMLParser):
 
 def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
     """Every table's rows, and the numbers in the pictures."""
-    seen = HeadsCache(html)
+    seen = TablesAndPictures(html)
     methods = content["methods"]
     medusa = methods["medusa"]
     for name, figures in methods.items():
@@ -156,7 +111,7 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
 def test_the_figures_of_the_page_are_the_jsons(both: tuple[dict[str, Any], str]) -> None:
     content, html = both
     assert_figures_are_the_jsons(html, content)
-    assert "medusa benchmark --x &#x27;a b&#x27;" in html
+    assert "medusa benchmark --x &#39;a b&#39;" in html
 
 
 def test_the_check_sees_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:
@@ -179,17 +134,16 @@ def test_the_page_is_whole_without_a_network(both: tuple[dict[str, Any], str]) -
 
 
 def test_one_prompt_and_one_round_have_no_interval_and_a_page() -> None:
-    content = outcome([0.5])
-    for figures in content["methods"].values():
-        for name in ("speedup_interval", "speedup_vs_generate_interval", "tau_interval"):
-            figures[name] = None
-    content["methods"]["medusa"]["accepted_by_depth"] = []
-    assert "a single measurement" in written(content)
+    result = outcome([0.5])
+    for figures in result.methods.values():
+        figures.speedup_interval = figures.speedup_vs_generate_interval = figures.tau_interval = None
+    result.medusa.accepted_by_depth = []
+    assert "a single measurement" in written(result)
 
 
 def test_files_alone_are_compared_on_a_page_too() -> None:
     then = outcome([0.8, 0.9, 0.7])
-    html = written({"comparisons": [compare(then, then, ("a.json", "b.json")).to_dict()]})
+    html = written(None, compare(then, then, ("a.json", "b.json")))
     assert "b.json against a.json" in html
     assert "Machine and settings are the same." in html
 

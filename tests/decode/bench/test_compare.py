@@ -7,26 +7,24 @@ from typing import Any
 
 import pytest
 
+from decode.bench.benchmark import run_rounds, summarize
 from decode.bench.compare import compare
+from decode.bench.figures import BenchmarkResult
 from medusa import RequestError
-from tests.decode.bench.test_benchmark import Fake, contenders, run_rounds, summarize
+from tests.decode.bench.made_up import Fake, contenders, result_of
 
 NAMES = ("a.json", "b.json")
 
 
-def benchmark(seconds: list[float], prompts: int = 12, length: int = 3, **settings: Any) -> dict[str, Any]:
+def benchmark(seconds: list[float], prompts: int = 12, length: int = 3, **settings: Any) -> BenchmarkResult:
     """A benchmark whose heads need `seconds[prompt]`, and plain decoding 1 s."""
     times = [seconds[index % len(seconds)] for index in range(prompts)]
     them = contenders(Fake("p", [1.0]), Fake("t", [2.0]), Fake("m", [1.0, *times], length))
     run_rounds(them, [[[index]] for index in range(prompts)], rounds=1)
-    return {
-        "machine": {"processor": "a machine", "torch": "2.13"},
-        "settings": {"prompts": prompts, "prompts_sha256": "x", "tree": [[0]], "command": "c", "date": "d"} | settings,
-        "methods": summarize(them, [None] * prompts),
-    }
+    return result_of(summarize(them, [None] * prompts), **{"prompts": prompts, "tree": [[0]]} | settings)
 
 
-def change(earlier: dict[str, Any], later: dict[str, Any], figure: str = "speedup") -> Any:
+def change(earlier: BenchmarkResult, later: BenchmarkResult, figure: str = "speedup") -> Any:
     (found,) = (c for c in compare(earlier, later, NAMES).changes if (c.method, c.figure) == ("medusa", figure))
     return found
 
@@ -63,19 +61,19 @@ def test_tau_is_compared_too() -> None:
 def test_other_machines_and_settings_are_named() -> None:
     run = benchmark([0.5])
     other = benchmark([0.5], tree=[[0], [1]], temperature=1.0, command="another", date="today")
-    other["machine"]["processor"] = "another"
+    other.machine.processor = "another"
     comparison = compare(run, other, NAMES)
     assert not comparison.same_machine
     assert comparison.differences == [
-        ("processor", "a machine", "another"),
+        ("processor", "a processor", "another"),
+        ("temperature", "0.0", "1.0"),
         ("tree", "2 nodes", "3 nodes"),
-        ("temperature", "None", "1.0"),
     ]
 
 
 def test_a_new_torch_is_the_same_machine() -> None:
     run, other = benchmark([0.5]), benchmark([0.5])
-    other["machine"]["torch"] = "2.14"
+    other.machine.torch = "2.14"
     comparison = compare(run, other, NAMES)
     assert comparison.same_machine
     assert comparison.differences == [("torch", "2.13", "2.14")]
@@ -86,13 +84,11 @@ def test_other_prompts_are_refused() -> None:
         compare(benchmark([0.5]), benchmark([0.5], prompts_sha256="y"), NAMES)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [([], "b.json is no benchmark"), ({"machine": {}, "settings": {}, "methods": {}}, "run it again")],
-)
-def test_what_cannot_be_compared_is_refused(content: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        compare(benchmark([0.5]), content, NAMES)
+def test_a_run_without_figures_of_its_prompts_is_refused() -> None:
+    early = benchmark([0.5])
+    early.settings.prompts_sha256 = None
+    with pytest.raises(RequestError, match=r"b.json holds no figures of its prompts"):
+        compare(benchmark([0.5]), early, NAMES)
 
 
 def test_a_single_measurement_gives_no_verdict() -> None:

@@ -1,0 +1,237 @@
+"""The figures of a benchmark, and their JSON as `medusa benchmark --json` writes it (docs/measuring.md).
+
+`to_json` gives the names and values of that file, and `from_json` reads it. Files of earlier versions lack some of the
+names: their fields have defaults here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+from decode.bench.calibrate import Calibration
+from decode.bench.machine import Machine
+from medusa.errors import RequestError
+
+Interval = tuple[float, float]
+"""The bounds between which 95 % of resampled figures lie (`decode.bench.intervals`)."""
+
+
+@dataclass
+class Rate:
+    """Tokens per second over the rounds of a run."""
+
+    median: float
+    min: float
+    max: float
+
+
+@dataclass
+class PromptFigures:
+    """What one method did with one prompt."""
+
+    batch: int
+    """Index of the batch that the prompt was decoded in."""
+    new_tokens: int
+    steps: int
+    uncut_tokens: int
+    """Tokens of all steps before any cut; tau is their number divided by `steps`."""
+    seconds: list[float]
+    """Decoding time in each round."""
+
+
+@dataclass
+class PositionFigures:
+    """tau of the steps that begin in one stretch of the text."""
+
+    start: int
+    """First position of the stretch, counted in new tokens."""
+    tau: float
+    steps: int
+
+
+@dataclass
+class AcceptedNode:
+    """How often one node of the tree was accepted."""
+
+    path: list[int]
+    """Rank of the guess of each head, from the root down."""
+    share: float
+    """Fraction of all steps."""
+
+
+@dataclass
+class MethodFigures:
+    """The figures of one method, over all prompts or over one category of them."""
+
+    tokens_per_second: Rate
+    tau: float
+    steps: int
+    new_tokens: int
+    accepted_by_depth: list[float]
+    """Fraction of steps that accepted a node of depth d + 1."""
+    speedup: float
+    """Tokens per second, divided by those of our own plain loop."""
+    speedup_vs_generate: float
+    """Tokens per second, divided by those of `model.generate`."""
+    equal_to_plain: float
+    """Fraction of prompts with the same text as plain decoding."""
+    tau_interval: Interval | None = None
+    speedup_interval: Interval | None = None
+    speedup_vs_generate_interval: Interval | None = None
+    tau_by_position: list[PositionFigures] | None = None
+    prompts: list[PromptFigures] | None = None
+    step_ms: dict[str, float] | None = None
+    """Milliseconds of a step by stage, for the loops that are ours."""
+    by_category: dict[str, MethodFigures] | None = None
+    accepted_by_node: list[AcceptedNode] | None = None
+    """Only measured for a report."""
+    calibration: Calibration | None = None
+    """The calibration that holds in the situation of the run; only looked up for a report."""
+
+    def to_json(self) -> dict[str, object]:
+        """The figures by name. Names of what was not measured are left out."""
+        content = asdict(self)
+        if self.by_category is not None:
+            content["by_category"] = {name: part.to_json() for name, part in self.by_category.items()}
+        optional = ["tau_by_position", "prompts", "step_ms", "by_category", "accepted_by_node"]
+        if self.accepted_by_node is None:
+            optional.append("calibration")
+        return {name: value for name, value in content.items() if value is not None or name not in optional}
+
+
+@dataclass
+class MemoryFigures:
+    """Bytes of weights, and peak memory by place (`medusa.memory.peak_memory`)."""
+
+    backbone: int
+    heads: int
+    peak: dict[str, int]
+
+
+@dataclass
+class BenchmarkMachine(Machine):
+    """The machine of a benchmark, with the dtype that was measured and the memory that it took."""
+
+    dtype: str
+    memory: MemoryFigures | None = None
+    medusa: str | None = None
+    """Version of this package."""
+
+
+@dataclass
+class RunSettings:
+    """What was measured, on which prompts, and how."""
+
+    max_new_tokens: int
+    temperature: float
+    acceptance: str
+    generation: dict[str, object]
+    """The other entries of `Settings.to_dict()`. In the JSON they stand among the fields of this class."""
+    backbone: str
+    heads: str | None
+    prompts: int
+    """Number of prompts."""
+    rounds: int
+    batch_size: int
+    drafter: str = "heads"
+    tree: object = None
+    """The paths of the tree; a dynamic tree is described by its options."""
+    nodes: int | None = None
+    prompts_sha256: str | None = None
+    """Hash of the prompts' ids: runs with equal hashes can be paired."""
+    seed: int = 0
+    command: str = ""
+    date: str = ""
+    commit: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """All settings by name."""
+        content = asdict(self)
+        return content.pop("generation") | content
+
+
+def _with_generation(content: object) -> object:
+    """Move the entries that are no fields of `RunSettings` into its field `generation`."""
+    if not isinstance(content, dict):
+        return content
+    own = {field.name for field in fields(RunSettings)}
+    rest = {name: value for name, value in content.items() if name not in own}
+    return {name: value for name, value in content.items() if name in own} | {"generation": rest}
+
+
+@dataclass
+class TemperatureFigures:
+    """Lossless decoding with heads at one temperature."""
+
+    temperature: float
+    tau: float
+    tau_interval: Interval | None
+    speedup_vs_generate: float
+    speedup_vs_generate_interval: Interval | None
+
+
+@dataclass
+class LossyFigures:
+    """One acceptance rule at one temperature, with the likelihood of its texts."""
+
+    acceptance: str
+    lossless: bool
+    temperature: float
+    tau: float
+    speedup_vs_generate: float
+    log_likelihood: float
+    """Mean log-likelihood in nats of a written token under the backbone."""
+
+
+@dataclass
+class BenchmarkResult:
+    """One run of `medusa benchmark`."""
+
+    machine: BenchmarkMachine
+    settings: Annotated[RunSettings, BeforeValidator(_with_generation)]
+    methods: dict[str, MethodFigures]
+    """By name; `plain`, `transformers` and `medusa` are always among them."""
+    temperatures: list[TemperatureFigures] | None = None
+    lossy: list[LossyFigures] | None = None
+
+    @property
+    def medusa(self) -> MethodFigures:
+        """The figures of the drafter under test."""
+        return self.methods["medusa"]
+
+    def to_json(self) -> dict[str, object]:
+        """The content of the JSON file."""
+        content: dict[str, object] = {
+            "machine": asdict(self.machine),
+            "settings": self.settings.to_json(),
+            "methods": {name: figures.to_json() for name, figures in self.methods.items()},
+        }
+        if self.temperatures is not None:
+            content["temperatures"] = [asdict(row) for row in self.temperatures]
+        if self.lossy is not None:
+            content["lossy"] = [asdict(row) for row in self.lossy]
+        return content
+
+    @classmethod
+    def from_json(cls, content: object, name: str) -> BenchmarkResult:
+        """Read the content of a JSON file that messages call `name`.
+
+        Raises:
+            RequestError: the content is not that of a benchmark."""
+        try:
+            return TypeAdapter(cls).validate_python(content)
+        except ValidationError:
+            raise RequestError(f"{name} is no benchmark; give a file that medusa benchmark --json wrote") from None
+
+    def require_prompts(self, name: str) -> list[PromptFigures]:
+        """The figures of each prompt, which comparing needs.
+
+        Raises:
+            RequestError: an earlier version wrote the file `name`, without these figures."""
+        found = self.methods["medusa"].prompts if "medusa" in self.methods else None
+        if found is None or self.settings.prompts_sha256 is None:
+            raise RequestError(f"{name} holds no figures of its prompts: an earlier version wrote it; run it again")
+        return found

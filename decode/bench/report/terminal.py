@@ -1,0 +1,87 @@
+"""Benchmarks as tables on the terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from decode.bench.compare import Comparison, interval_in_words
+from decode.bench.figures import BenchmarkResult
+from decode.request import is_lossy
+
+
+def print_benchmark(console: Console, result: BenchmarkResult) -> None:
+    """Print the figures of a benchmark."""
+    settings, machine, medusa = result.settings, result.machine, result.medusa
+    console.print(methods_table(result))
+    if medusa.speedup_vs_generate_interval:
+        low, high = medusa.speedup_vs_generate_interval
+        console.print(f"95 % interval of the speedup over generate: {low:.2f} to {high:.2f}")
+    for category, figures in (medusa.by_category or {}).items():
+        console.print(f"  {category}: tau {figures.tau:.2f}, {figures.speedup:.2f} x plain")
+    for row in result.temperatures or []:
+        console.print(f"  temperature {row.temperature:g}: tau {row.tau:.2f}, {row.speedup_vs_generate:.2f} x generate")
+    for rule in result.lossy or []:
+        console.print(
+            f"  {rule.acceptance}{'' if rule.lossless else ' (lossy)'}, temperature {rule.temperature:g}: tau "
+            f"{rule.tau:.2f}, {rule.speedup_vs_generate:.2f} x generate, {rule.log_likelihood:.2f} nats a token"
+        )
+    stages = medusa.step_ms or {}
+    total = sum(stages.values()) or 1.0
+    shares = ", ".join(f"{stage} {value / total:.0%}" for stage, value in stages.items())
+    console.print(f"a step takes {total:.2f} ms: {shares}")
+    console.print(
+        f"{machine.device}, {machine.threads} thread(s), {machine.dtype}, torch {machine.torch}, "
+        f"transformers {machine.transformers}"
+    )
+    if is_lossy(settings.acceptance):
+        console.print(f"acceptance '{settings.acceptance}' is lossy: the text is not the backbone's own")
+
+
+def methods_table(result: BenchmarkResult) -> Table:
+    """A line for each method."""
+    settings = result.settings
+    table = Table(
+        title=f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature "
+        f"{settings.temperature:g}, {settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"):
+        figure = name != "method"
+        table.add_column(name, justify="right" if figure else "left", no_wrap=True, min_width=figure * len(name))
+    for name, figures in result.methods.items():
+        rate = figures.tokens_per_second
+        table.add_row(
+            name,
+            f"{rate.median:.0f}",
+            f"{rate.min:.0f}-{rate.max:.0f}",
+            f"{figures.tau:.2f}" if figures.steps else "",
+            f"{figures.speedup:.2f}",
+            f"{figures.speedup_vs_generate:.2f}",
+            f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)",
+        )
+    return table
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print what changed between two runs."""
+    console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "then", "now", "now / then", "95 %", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for change in comparison.changes:
+        table.add_row(
+            change.label,
+            f"{change.earlier:.2f}",
+            f"{change.later:.2f}",
+            f"{change.ratio:.3f}",
+            interval_in_words(change.ratio_interval),
+            change.verdict,
+        )
+    console.print(table)
+    for what, then, now in comparison.differences:
+        console.print(f"  {what}: {then} -> {now}", highlight=False)
+    if not comparison.same_machine:
+        console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
