@@ -6,7 +6,7 @@ Shapes: B rows a step, T tokens a row, V vocabulary, K tokens kept of a teacher'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,25 +65,26 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> 
     return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=context, **roles)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[list[int]]:
-    """The token ids of every document, BOS first."""
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[Tensor]:
+    """The token ids of every document [T], BOS first."""
     bos = tokenizer.bos_token_id
-    encoded = tokenizer(list(documents), verbose=False)["input_ids"]  # verbose would warn about long documents
-    return [ids if ids[:1] == [bos] else [bos, *ids] for ids in encoded]
+    for start in range(0, len(documents), 1000):  # verbose would warn about documents longer than the context
+        for ids in tokenizer(list(documents[start : start + 1000]), verbose=False)["input_ids"]:
+            yield torch.tensor(ids if ids[:1] == [bos] else [bos, *ids], dtype=torch.int32)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
     """Documents laid end to end and cut into rows [T]; the incomplete row at the end is dropped."""
 
-    def __init__(self, encoded: Sequence[Sequence[int]], length: int) -> None:
-        stream = torch.tensor([token for ids in encoded for token in ids])
+    def __init__(self, encoded: Iterable[Tensor], length: int) -> None:
+        stream = torch.cat(list(encoded))
         self.tokens = stream[: len(stream) // length * length].view(-1, length)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"rows": torch.tensor(index), "input_ids": self.tokens[index]}
+        return {"rows": torch.tensor(index), "input_ids": self.tokens[index].long()}
 
 
 class Teacher:
@@ -245,8 +246,8 @@ def evaluate(
     nats, tokens, agreements = 0.0, 0, 0
     for ids in encode(tokenizer, documents):
         for begin, end, first in windows(len(ids), model.config.max_position_embeddings):
-            inputs = torch.tensor([ids[begin : end - 1]], device=model.device)
-            targets = torch.tensor(ids[first:end], device=model.device)
+            inputs = ids[None, begin : end - 1].long().to(model.device)
+            targets = ids[first:end].long().to(model.device)
             scored = slice(first - begin - 1, None)
             logits = model(input_ids=inputs, use_cache=False).logits[0, scored].float()
             nats += F.cross_entropy(logits, targets, reduction="sum").item()

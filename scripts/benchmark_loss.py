@@ -1,12 +1,12 @@
-"""Peak memory and CPU time of the loss: all logits at once, and in chunks.
+"""Measure peak memory and time of the loss: all logits at once, and in chunks.
 
     python scripts/benchmark_loss.py --output docs/results/loss_memory.json
     python scripts/benchmark_loss.py --device cuda --hidden-size 4096 --positions 2048 8192
 
-Every variant is a process of its own, with one thread. Memory is the most that a loss and its backward held beyond what
-was there before it (on a CPU the kernel's high-water mark of resident memory, on a GPU what tensors took), gradients of
-the heads included; time is the least of three passes', CPU time on a CPU and wall time, in bfloat16, on a GPU. Heads
-have one square block, so that nearly all of both is the loss. Liger's kernels take part on a GPU where they are there.
+Every variant runs in a process of its own, with one thread. Memory is the most that a loss and its backward pass hold
+beyond what was there before: resident memory on a CPU (Linux), tensors on a GPU, gradients of the heads included. Time
+is the shortest of three passes: CPU time in float32 on a CPU, wall time in bfloat16 on a GPU. Heads have one square
+block, so that the loss is nearly all of both. Liger's kernels take part on a GPU if they are installed.
 """
 
 from __future__ import annotations
@@ -17,132 +17,128 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+
+import torch
+
+from decode.timers import stopwatch
+from medusa.config import MedusaConfig
+from medusa.files import write_json
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
+from script_tools import PeakMemory, markdown_table, run_script, script_parser
+from train.loss import Teacher, Weighting, head_losses
 
 PASSES = 3
 
 
 @dataclass(frozen=True)
 class Variant:
+    """One way to compute the loss of `positions` positions, on heads of these sizes."""
+
     backend: str
     lm_head: str
     objective: str
     positions: int
+    heads: int = 4
+    hidden_size: int = 256
+    vocab_size: int = 128_000
+    device: str = "cpu"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument(
-        "--positions", type=int, nargs="+", default=[512, 2048], help="the plain version: the first only"
+def measure(variant: Variant) -> dict[str, float]:
+    """Peak memory in MB and seconds of one loss and its backward pass."""
+    torch.manual_seed(0)
+    device, positions = variant.device, variant.positions
+    hidden_size, vocab_size = variant.hidden_size, variant.vocab_size
+    options = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+    config = MedusaConfig(hidden_size, vocab_size, variant.heads, block="square", lm_head=variant.lm_head)
+    heads = MedusaHeads(config).to(**options)
+    lm_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, **options).requires_grad_(False)
+    heads.start_from(lm_head.weight)
+    hidden = torch.randn(positions + variant.heads, hidden_size, **options)
+    inputs, labels = (
+        HeadInputs(hidden[:positions]),
+        torch.randint(vocab_size, (variant.heads, positions), device=device),
     )
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=128_000)
-    parser.add_argument("--lm-heads", nargs="+", choices=("shared", "own"), default=["shared", "own"])
-    parser.add_argument("--objectives", nargs="+", choices=("labels", "distill"), default=["labels", "distill"])
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="where the figures go (JSON)")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # one variant, in this process
-    args = parser.parse_args()
-    if args.only:
-        print(json.dumps(measure(Variant(**json.loads(args.only)), args)))
-        return
-    variants = [
-        Variant(backend, lm_head, objective, positions)
+    teacher = None
+    if variant.objective == "distill":
+        teacher = Teacher(hidden, torch.arange(positions, device=device), lm_head)
+    clock = stopwatch(torch.device(device))
+    peak, seconds = 0, []
+    for _ in range(PASSES):
+        heads.zero_grad(set_to_none=True)
+        memory, start = PeakMemory(device), clock()
+        head_losses(heads, inputs, labels, lm_head, Weighting(), teacher, variant.backend).objective.sum().backward()
+        seconds.append(clock() - start)
+        peak = max(peak, memory.grown())
+    return {"peak_mb": round(peak / 1e6, 1), "seconds": round(min(seconds), 4)}
+
+
+def measure_alone(variant: Variant) -> dict[str, float]:
+    """The figures of one variant, from a process that does nothing else."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    command = [sys.executable, __file__, "--only", json.dumps(asdict(variant))]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | threads)
+    return json.loads(out.stdout)
+
+
+def variants_of(args: argparse.Namespace) -> list[Variant]:
+    """All combinations; the plain version only with the first number of positions."""
+    with_liger = args.device != "cpu" and find_spec("liger_kernel") is not None
+    return [
+        Variant(backend, lm_head, objective, positions, args.heads, args.hidden_size, args.vocab_size, args.device)
         for lm_head in args.lm_heads
         for objective in args.objectives
         for backend in ("plain", "chunked", "liger")
         for positions in args.positions
         if backend != "plain" or positions == args.positions[0]
-        if backend != "liger" or (args.device != "cpu" and objective == "labels" and find_spec("liger_kernel"))
+        if backend != "liger" or (with_liger and objective == "labels")
     ]
-    rows = []
-    print("| LM head | objective | positions | version | peak MB | of plain | s | of plain |")
-    print("|---" * 8 + "|")
-    for variant in variants:
-        rows.append(row := alone(variant))
-        plain = next(r for r in rows if (r["lm_head"], r["objective"]) == (row["lm_head"], row["objective"]))
-        share = "", ""
-        if row["positions"] == plain["positions"]:
-            share = f"1/{plain['peak_mb'] / row['peak_mb']:.1f}", f"{row['seconds'] / plain['seconds']:.2f}"
-        cells = row["lm_head"], row["objective"], row["positions"], row["backend"], round(row["peak_mb"]), share[0]
-        print("|", " | ".join(map(str, (*cells, f"{row['seconds']:.1f}", share[1]))), "|", flush=True)
+
+
+def compared(row: dict[str, object], rows: Sequence[dict[str, object]]) -> list[object]:
+    """A row of the table; the plain version's figures are the measure for the same positions."""
+    plain = next(other for other in rows if all(other[key] == row[key] for key in ("lm_head", "objective")))
+    memory = time = ""
+    if row["positions"] == plain["positions"]:
+        memory = f"1/{plain['peak_mb'] / row['peak_mb']:.1f}"
+        time = f"{row['seconds'] / plain['seconds']:.2f}"
+    about = [row[key] for key in ("lm_head", "objective", "positions", "backend")]
+    return [*about, round(row["peak_mb"]), memory, f"{row['seconds']:.1f}", time]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--heads", type=int, default=4)
+    positions_help = "taught positions; the plain version gets the first number only"
+    parser.add_argument("--positions", type=int, nargs="+", default=[512, 2048], help=positions_help)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=128_000)
+    parser.add_argument("--lm-heads", nargs="+", choices=("shared", "own"), default=["shared", "own"])
+    parser.add_argument("--objectives", nargs="+", choices=("labels", "distill"), default=["labels", "distill"])
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures (JSON)")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # one variant, in this process
+    args = parser.parse_args(argv)
+    if args.only:
+        torch.set_num_threads(1)
+        print(json.dumps(measure(Variant(**json.loads(args.only)))))
+        return
+    rows = [asdict(variant) | measure_alone(variant) for variant in variants_of(args)]
+    head = ["LM head", "objective", "positions", "version", "peak MB", "of plain", "s", "of plain"]
+    print(markdown_table(head, [compared(row, rows) for row in rows]))
     if args.output:
-        sizes = {name: getattr(args, name) for name in ("heads", "hidden_size", "vocab_size")}
-        about = {**sizes, "device": args.device, "dtype": "float32" if args.device == "cpu" else "bfloat16"}
-        about |= {"threads": 1, "machine": platform.processor() or platform.machine()}
-        args.output.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def alone(variant: Variant) -> dict[str, Any]:
-    """The figures of one variant, from a process that does nothing else."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [sys.executable, *sys.argv, "--only", json.dumps(vars(variant))]
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, **threads})
-    return json.loads(out.stdout)
-
-
-def measure(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from medusa.config import MedusaConfig
-    from medusa.heads.independent import MedusaHeads
-    from train.loss import Teacher, Weighting, head_losses
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    num_heads, positions, hidden_size, vocab_size = args.heads, variant.positions, args.hidden_size, args.vocab_size
-    config = MedusaConfig(hidden_size, vocab_size, num_heads, block="square", lm_head=variant.lm_head)
-    on_cpu = args.device == "cpu"
-    torch.set_default_device(args.device)
-    torch.set_default_dtype(torch.float32 if on_cpu else torch.bfloat16)
-    heads = MedusaHeads(config)
-    lm_head = torch.nn.Linear(hidden_size, vocab_size, bias=False).requires_grad_(False)
-    heads.start_from(lm_head.weight)
-    hidden = torch.randn(positions + num_heads, hidden_size)
-    labels = torch.randint(0, vocab_size, (num_heads, positions))
-    teacher = Teacher(hidden, torch.arange(positions), lm_head) if variant.objective == "distill" else None
-    clock = time.process_time if on_cpu else waiting_clock
-    peak, seconds = 0.0, []
-    for _ in range(PASSES):
-        heads.zero_grad(set_to_none=True)
-        before = reset_peak(on_cpu)
-        start = clock()
-        figures = head_losses(heads, hidden[:positions], labels, lm_head, Weighting(), teacher, variant.backend)
-        figures.objective.sum().backward()
-        seconds.append(clock() - start)
-        peak = max(peak, (resident("VmHWM") if on_cpu else torch.cuda.max_memory_allocated() / 1e6) - before)
-    return {**vars(variant), "peak_mb": round(peak, 1), "seconds": round(min(seconds), 4)}
-
-
-def waiting_clock() -> float:
-    """Wall time when the GPU has done all that it was asked."""
-    import torch
-
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def reset_peak(on_cpu: bool) -> float:
-    """Make the high-water mark start here (resident memory: Linux only); returns MB held now."""
-    if not on_cpu:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 1e6
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return resident("VmRSS")
-
-
-def resident(field: str) -> float:
-    """MB (10^6 bytes), as the kernel counts them."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
+        common = ("heads", "hidden_size", "vocab_size", "device")
+        about = {name: getattr(args, name) for name in common} | {"threads": 1}
+        about |= {"dtype": "float32" if args.device == "cpu" else "bfloat16"}
+        about |= {"machine": platform.processor() or platform.machine()}
+        rows = [{name: value for name, value in row.items() if name not in common} for row in rows]
+        write_json(args.output, {"settings": about, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

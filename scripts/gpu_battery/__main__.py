@@ -1,0 +1,77 @@
+"""Everything that wants a GPU, in three calls of under nine minutes each, without a network.
+
+    python -m scripts.gpu_battery --call 1 --output runs/battery     curves, losses, sharding
+    python -m scripts.gpu_battery --call 2 --output runs/battery     backbone, heads
+    python -m scripts.gpu_battery --call 3 --output runs/battery     benchmark, verify, kinds
+    python -m scripts.gpu_battery --stage curves --output runs/battery     one stage again
+    python -m scripts.gpu_battery --rehearse --output runs/rehearsal     every stage at toy size, on a CPU
+    python -m scripts.gpu_battery --report --output runs/battery     only write report.md again
+
+Run it from the root of the repository; nothing has to be installed but the packages' dependencies. Every figure is
+written to figures.jsonl when it is made, with the clocks and the power of the GPU. report.md is one page of tables.
+Every stage is a process with a time limit, so that a stage that fails or hangs costs no other stage its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from decode.bench.benchmark import machine
+from medusa.commands.benchmark import commit
+from medusa.errors import RequestError
+from script_tools import run_script, script_parser
+from scripts.gpu_battery.processes import run_stage
+from scripts.gpu_battery.report import write_report
+from scripts.gpu_battery.run import append
+from scripts.gpu_battery.stages import STAGES
+
+REHEARSAL_FACTOR = 5  # for a slow or busy CPU
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = script_parser(__doc__)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="keep figures, models and logs here")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--call", type=int, choices=(1, 2, 3), help="run the stages of this call")
+    what.add_argument("--stage", nargs="+", choices=STAGES, help="run these stages")
+    what.add_argument("--rehearse", action="store_true", help="run all stages at toy size on the CPU")
+    what.add_argument("--report", action="store_true", help="run nothing, write report.md")
+    parser.add_argument("--toy", action="store_true", help="with --stage: at toy size, on the CPU")
+    parser.add_argument("--device", default="cuda", help="the GPU (default: %(default)s)")
+    args = parser.parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    status = 0 if args.report else run_stages(args)
+    print(write_report(args.output))
+    return status
+
+
+def run_stages(args: argparse.Namespace) -> int:
+    """Run the stages asked for, one after the other; returns 1 if one of them was not finished.
+
+    Raises:
+        RequestError: there is no GPU."""
+    toy = args.rehearse or args.toy
+    if not toy and not torch.cuda.is_available():
+        raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
+    names = args.stage or [name for name, stage in STAGES.items() if args.rehearse or stage.call == args.call]
+    about = machine() | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
+    append(args.output, {"stage": "machine", "event": "start", "toy": toy} | about)
+    factor = REHEARSAL_FACTOR if toy else 1
+    end, finished = time.monotonic(), True
+    for name in names:
+        end += factor * STAGES[name].seconds  # what earlier stages left over is added
+        print(f"{name} ...", end=" ", flush=True)
+        outcome = run_stage(name, args.output, toy, "cpu" if toy else args.device, end - time.monotonic())
+        print(f"{outcome['status']}, {outcome['seconds']} s", outcome.get("error", ""), flush=True)
+        finished &= outcome["status"] == "done"
+    return 0 if finished else 1
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,155 @@
+"""The first call: T(n) of models with random weights, the losses, and a model that FSDP2 shards over one device."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmark_loss import Variant, measure
+from decode.bench.methods import Method, medusa_method, plain_method
+from decode.settings import Settings
+from medusa import MedusaConfig, MedusaHeads, Tree
+from medusa.tree import load_tree
+from scripts.gpu_battery.run import Run
+from train.sharding import blocks
+
+SKIPPED = 4  # steps before those that are timed
+PROFILED = 4  # steps
+NUM_HEADS = 4
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+ATTENTION = ("attention", "fmha", "flash", "cudnn", "sdpa")  # parts of the names of attention kernels
+
+
+def curves(run: Run) -> None:
+    """Time T(n): a step over n nodes by context length and batch, compiled and eager, without and with grouped queries.
+
+    The heads are random, so a step writes about one token, and the cache has another length in every step.
+    """
+    scale = run.scale
+    for compile, context, batch in itertools.product((True, False), scale.contexts, scale.batches):
+        for model_name, nodes in itertools.product(scale.kv_heads, scale.nodes):
+            about = {"model": model_name, "how": "compiled" if compile else "eager"}
+            about |= {"context": context, "batch": batch, "nodes": nodes}
+            if compile and run.seconds_left < run.seconds / 3:  # the eager figures need the rest
+                continue
+            with run.attempt(**about):
+                model, heads = random_model(run, model_name), random_heads(run)
+                settings = Settings(max_new_tokens=SKIPPED + scale.steps, ignore_eos=True, compile=compile)
+                tree = tree_of(nodes)
+                method = (
+                    plain_method(model, settings) if nodes == 1 else medusa_method(model, heads, settings, tree=tree)
+                )
+                prompts = torch.randint(scale.curve_shape["vocab_size"], (batch, context)).tolist()
+                start = time.monotonic()
+                method(prompts)
+                first = round(time.monotonic() - start, 1)
+                run.keep(
+                    **about, ms=step_ms(method, prompts), first_seconds=first, **profile_steps(run, method, prompts)
+                )
+
+
+_MODELS: dict[str, LlamaForCausalLM] = {}
+
+
+def random_model(run: Run, name: str) -> LlamaForCausalLM:
+    """Return the random Llama with this name's number of KV heads. Each model is made once."""
+    if name not in _MODELS:
+        shape = run.scale.curve_shape | {"num_key_value_heads": run.scale.kv_heads[name]}
+        config = LlamaConfig(**shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None)
+        with torch.device(run.device):
+            _MODELS[name] = LlamaForCausalLM._from_config(config, dtype=run.dtype).eval()
+        run.keep(model=name, parameters=_MODELS[name].num_parameters(), dtype=str(run.dtype))
+    return _MODELS[name]
+
+
+def random_heads(run: Run) -> MedusaHeads:
+    """Make heads with random weights."""
+    shape = run.scale.curve_shape
+    config = MedusaConfig(shape["hidden_size"], shape["vocab_size"], NUM_HEADS, block="mlp", lm_head="shared")
+    heads = MedusaHeads(config)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return heads.to(run.device, run.dtype).eval()
+
+
+def tree_of(nodes: int) -> Tree:
+    """The first nodes of the tree that the paper published for Vicuna-7B, level by level."""
+    paths = sorted(load_tree("mc_sim_7b_63", 5).clip(NUM_HEADS).rank_paths, key=lambda path: (len(path), path))
+    return Tree.from_paths(paths[: nodes - 1])
+
+
+def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> float:
+    """Milliseconds of a step: the median. A step ends when its tokens are on the host."""
+    times: list[float] = []
+    method(prompts, lambda row, ids: times.append(time.perf_counter()) if row == 0 else None)
+    return 1000 * statistics.median(b - a for a, b in itertools.pairwise(times[SKIPPED - 1 :]))
+
+
+def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
+    """Count the kernels launched and the waits for the device in a step, and name the attention kernel that ran most.
+
+    On a CPU, launches and waits are those of PyTorch's operations."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.on_gpu else [])]
+    profiler, steps = profile(activities=activities), itertools.count(1)
+
+    def on_step(row: int, ids: list[int]) -> None:
+        step = next(steps) if row == 0 else 0
+        if step == SKIPPED:
+            profiler.start()
+        elif step == SKIPPED + PROFILED:
+            run.synchronize()
+            profiler.stop()
+
+    method(prompts, on_step)
+    events = profiler.key_averages()
+    launches = [event for event in events if event.key in LAUNCHES or (not run.on_gpu and "aten::" in event.key)]
+    kernels = [event for event in events if any(part in event.key.lower() for part in ATTENTION)]
+    busiest = max(kernels, key=lambda event: (event.self_device_time_total, event.self_cpu_time_total), default=None)
+    return {
+        "launches": sum(event.count for event in launches) / PROFILED,
+        "waits": sum(event.count for event in events if event.key in WAITS) / PROFILED,
+        "attention": busiest.key[:60] if busiest else None,
+    }
+
+
+def losses(run: Run) -> None:
+    """Measure memory and time of the loss: all logits at once, in chunks, and by Liger's kernels if installed."""
+    backends = ["plain", "chunked", *(["liger"] if run.on_gpu and find_spec("liger_kernel") else [])]
+    for positions, lm_head, backend in itertools.product(run.scale.loss_positions, ("shared", "own"), backends):
+        about = {"backend": backend, "lm_head": lm_head, "positions": positions}
+        with run.attempt(**about):
+            variant = Variant(**about, objective="labels", **run.scale.losses, device=run.device)
+            run.keep(**about, **measure(variant))
+
+
+def sharding(run: Run) -> None:
+    """Compare logits before and after FSDP2 shards the model over the one process."""
+    model = random_model(run, next(iter(run.scale.kv_heads))).requires_grad_(False)
+    ids = torch.randint(run.scale.curve_shape["vocab_size"], (2, 64), device=run.device)
+    with torch.no_grad():
+        expected = model(ids).logits
+    if run.on_gpu:
+        torch.cuda.set_device(torch.device(run.device).index or 0)
+    dist.init_process_group("nccl" if run.on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, sharded = init_device_mesh(torch.device(run.device).type, (1,)), blocks(model)
+        for block in sharded:
+            fully_shard(block, mesh=mesh)
+        with torch.no_grad():
+            difference = float((model(ids).logits - expected).abs().max())
+    finally:
+        dist.destroy_process_group()
+    run.keep(blocks=len(sharded), largest_difference=difference)
+    if difference:
+        raise RuntimeError(f"logits of the sharded model differ by {difference:g}")

@@ -1,0 +1,75 @@
+"""A stage in a process of its own, which is ended with all its children at the stage's limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from medusa.memory import peak_memory
+from scripts.gpu_battery.run import Figure, Run, append, read_figures
+from scripts.gpu_battery.scale import FULL, TOY
+from scripts.gpu_battery.stages import STAGES
+
+
+def run_stage(name: str, output: Path, toy: bool, device: str, seconds: float) -> Figure:
+    """Run a stage and keep how it ended: done, failed, cut off or skipped."""
+    append(output, {"stage": name, "event": "start"})
+    lacking = [needed for needed in STAGES[name].needs if not is_done(output, needed)]
+    start = time.monotonic()
+    if lacking:
+        outcome: Figure = {"status": "skipped", "error": f"needs {lacking[0]}"}
+    else:
+        outcome = watch(name, output, toy, device, seconds)
+    outcome = {"seconds": round(time.monotonic() - start)} | outcome
+    append(output, {"stage": name, "event": "end"} | outcome)
+    return outcome
+
+
+def is_done(output: Path, name: str) -> bool:
+    """Whether the last run of a stage was finished."""
+    return any(figure.get("status") == "done" for figure in read_figures(output).get(name, ()))
+
+
+def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Figure:
+    """Start the stage's process and wait for it."""
+    # A forked process need not import anything again, but CUDA cannot be used in one.
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    log = output / "logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    process = context.Process(target=in_process, args=(name, output, toy, device, seconds, log))
+    process.start()
+    process.join(seconds)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return {"status": "cut off", "error": f"not finished after {seconds:.0f} s"}
+    if process.exitcode:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        return {"status": "failed", "error": lines[-1].strip() if lines else f"exit status {process.exitcode}"}
+    return {"status": "done"}
+
+
+def in_process(name: str, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
+    """The body of the stage's process; its output goes to the log."""
+    os.setpgid(0, 0)  # a group of its own, so that its children can be ended with it
+    with log.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"XDG_CACHE_HOME": str(output.absolute() / "cache")}  # calibrations and compiled code of this run
+    run = Run(name, output, TOY if toy else FULL, device, seconds)
+    if toy:
+        torch.set_num_threads(1)
+        torch._dynamo.config.disable = True  # compiled steps run as they are written: the compiler is not rehearsed
+    try:
+        STAGES[name].run(run)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    run.keep(peak_memory_mb={place: size // 10**6 for place, size in peak_memory().items()})

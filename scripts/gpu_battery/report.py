@@ -1,0 +1,77 @@
+"""The report: one page of tables, from the figures that were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa.files import write_text
+from script_tools import markdown_table
+from scripts.gpu_battery.run import Figure, read_figures
+from scripts.gpu_battery.stages import STAGES
+
+REPORT = "report.md"
+ALL = ("stage", "event")  # in every figure: no columns
+
+
+def write_report(output: Path) -> Path:
+    """Write report.md and return its path."""
+    figures = read_figures(output)
+    parts = ["# GPU battery", headline(figures.get("machine", [{}])[-1]), stage_table(figures)]
+    for name in STAGES:
+        shown = [figure for figure in figures.get(name, ()) if "event" not in figure]
+        if shown:
+            parts += [f"## {name}", (STAGES[name].run.__doc__ or "").split("\n")[0]]
+            parts += [curve_table(shown)] if name == "curves" else [table(shown)]
+    write_text(output / REPORT, "\n\n".join(parts) + "\n")
+    return output / REPORT
+
+
+def headline(about: Figure) -> str:
+    """What was measured on."""
+    toy = "Toy sizes on a CPU: these figures only show that every stage runs. " if about.get("toy") else ""
+    return (
+        f"{toy}{about.get('gpu') or about.get('processor')}, torch {about.get('torch')}, transformers "
+        f"{about.get('transformers')}; {about.get('date')}, commit {about.get('commit')}."
+    )
+
+
+def stage_table(figures: dict[str, list[Figure]]) -> str:
+    """How each stage ended; a stage without an end was interrupted."""
+    ends = {name: figures[name][-1] for name in STAGES if name in figures}
+    rows = [
+        [name, end.get("status", "interrupted"), end.get("seconds", ""), end.get("error", "")]
+        for name, end in ends.items()
+    ]
+    return markdown_table(["stage", "status", "seconds", "error"], rows)
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Figures as rows, with a column for everything that any of them has."""
+    columns = list(dict.fromkeys(key for figure in figures for key in figure if key not in ALL))
+    return markdown_table(
+        [name.replace("_", " ") for name in columns],
+        [[cell(figure.get(name)) for name in columns] for figure in figures],
+    )
+
+
+def curve_table(figures: Sequence[Figure]) -> str:
+    """Milliseconds of a step, and how many plain steps it costs."""
+    keys = ("model", "how", "context", "batch")
+    plain = {tuple(f[key] for key in keys): f["ms"] for f in figures if f.get("nodes") == 1 and "ms" in f}
+    timed = [figure for figure in figures if "nodes" in figure]
+    for figure in timed:
+        one = plain.get(tuple(figure[key] for key in keys))
+        if one and "ms" in figure:
+            figure["T(n)/T(1)"] = figure["ms"] / one
+    rest = [figure for figure in figures if "nodes" not in figure]
+    return "\n\n".join([table(timed), table(rest)])
+
+
+def cell(value: object) -> str:
+    """A figure for people."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(inner)}" for name, inner in value.items())
+    return "" if value is None else str(value)

@@ -1,0 +1,95 @@
+"""The third call: the trained backbone with its heads, beside plain decoding and `model.generate`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
+from decode.results import tau
+from decode.settings import Settings
+from medusa.backbone import load_backbone
+from medusa.checkpoints.load import load_heads
+from scripts.gpu_battery.run import Figure, Run
+
+Texts = list[list[int]]
+
+
+def benchmark(run: Run) -> None:
+    """Measure tau and tokens per second with the first heads, beside plain decoding and `generate`."""
+    bench = Bench(run)
+    first = run.scale.kinds[0]
+    for compile in (True, False):
+        settings = bench.settings(compile)
+        how = "compiled" if compile else "eager"
+        bench.measure(f"plain, {how}", plain_method(bench.model, settings))
+        for name in run.scale.trees:
+            bench.measure_heads(f"{first}, {name}, {how}", first, name, settings)
+    eager = bench.settings(False)
+    static = {"cache_implementation": "static"}
+    for name, options in {"compiled": static, "eager": {}, "static cache": static | {"disable_compile": True}}.items():
+        bench.measure(f"generate, {name}", transformers_method(bench.model, eager, **options))
+
+
+def kinds(run: Run) -> None:
+    """Measure tau and tokens per second with heads of each kind, in compiled steps."""
+    bench = Bench(run)
+    settings = bench.settings(True)
+    bench.measure("plain, compiled", plain_method(bench.model, settings))
+    for tree in run.scale.trees:
+        for kind in run.scale.kinds:
+            bench.measure_heads(f"{kind}, {tree}, compiled", kind, tree, settings)
+
+
+class Bench:
+    """Decodes the same prompts by one method after another."""
+
+    def __init__(self, run: Run) -> None:
+        dtype = str(run.dtype).removeprefix("torch.")
+        self.run = run
+        self.model = load_backbone(str(run.backbone), dtype=dtype, device=run.device).model
+        lines = run.prompts.read_text(encoding="utf-8").splitlines()
+        self.prompts: Texts = [json.loads(line)["input_ids"] for line in lines]
+        self.plain: tuple[float, Texts] | None = None
+        """Speed and texts of the first method, plain decoding."""
+
+    def settings(self, compile: bool) -> Settings:
+        return Settings(max_new_tokens=self.run.scale.new_tokens, ignore_eos=True, compile=compile)
+
+    def measure_heads(self, name: str, kind: str, tree: str, settings: Settings) -> None:
+        """Measure heads of this kind on one of the scale's trees."""
+        with self.run.attempt(method=name):
+            heads = load_heads(self.run.heads(kind)).to(self.run.device, self.model.dtype)
+            chosen = self.run.scale.trees[tree]
+            self.measure(name, medusa_method(self.model, heads, settings, tree=chosen))
+
+    def measure(self, name: str, method: Method) -> None:
+        """Decode all prompts in several rounds, after one prompt that warms up, and keep the figures."""
+        with self.run.attempt(method=name):
+            start = time.monotonic()
+            method(self.prompts[:1])
+            figure: Figure = {"method": name, "first_seconds": round(time.monotonic() - start, 1)}
+            rates = []
+            for _ in range(self.run.scale.rounds):
+                results = [result for prompt in self.prompts for result in method([prompt])]
+                rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
+            speed, texts = statistics.median(rates), [result.new_ids for result in results]
+            self.plain = self.plain or (speed, texts)
+            equal = sum(a == b for a, b in zip(texts, self.plain[1], strict=True))
+            figure |= {"tokens_per_second": speed, "slowest": min(rates), "fastest": max(rates), "tau": tau(results)}
+            self.run.keep(**figure, speedup=speed / self.plain[0], equal_texts=f"{equal} of {len(texts)}")
+
+
+def verify(run: Run) -> None:
+    """Collect evidence for equality in float32 and bfloat16: greedy texts, and draws against the backbone."""
+    for dtype in ("float32", "bfloat16"):
+        argv = ["--backbone", run.backbone, "--heads", run.heads(run.scale.kinds[0]), "--prompts", run.prompts]
+        argv += ["--tree", next(iter(run.scale.trees.values())), "--max-new-tokens", run.scale.new_tokens]
+        argv += ["--draws", run.scale.draws, "--sampled-prompts", 2, "--dtype", dtype, "--device", run.device]
+        argv += ["--report", run.output / f"verify_{dtype}.html", "--overwrite", "--quiet"]
+        with run.attempt(dtype=dtype):
+            found = run.medusa("verify", *argv, result=f"verify_{dtype}")
+            greedy = found["greedy"]
+            texts = f"{greedy['equal']} of {greedy['prompts']}"
+            run.keep(dtype=dtype, passed=found["passed"], equal_texts=texts, rounding_ties=greedy["rounding_ties"])

@@ -1,0 +1,91 @@
+"""The second call: a backbone trained on the Python sources of this machine, and heads of every kind for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sysconfig
+import time
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+import make_backbone
+from medusa.records import DOCUMENT_SEPARATOR
+from script_tools import write_jsonl
+from scripts.gpu_battery.run import Run
+
+SHORTEST = 500  # characters of a source that is used
+PROMPT = 400  # characters of a source that a prompt is cut from
+
+
+def backbone(run: Run) -> None:
+    """Train a backbone, and write prompts from sources that it has not seen."""
+    texts = python_sources(run.scale.source_bytes)
+    held_out, seen = texts[::20], [text for index, text in enumerate(texts) if index % 20]
+    for name, part in (("train", seen), ("eval", held_out[:20])):
+        (run.output / f"{name}.txt").write_text(f"\n{DOCUMENT_SEPARATOR}\n".join(part) + "\n", encoding="utf-8")
+    argv = ["--data", run.output / "train.txt", "--eval", run.output / "eval.txt", "--output", run.backbone]
+    argv += ["--overwrite", "--data-licence", "various", "--device", run.device, *run.scale.backbone.split()]
+    start = time.monotonic()
+    make_backbone.main(list(map(str, argv)))
+    size = (run.backbone / "model.safetensors").stat().st_size / 1e6
+    run.keep(seconds=round(time.monotonic() - start), source_mb=sum(map(len, seen)) / 1e6, megabytes=size)
+    openings = itertools.islice(itertools.cycle(text[:PROMPT] for text in seen), run.scale.texts)
+    write_tokens(run, run.output / "openings.jsonl", list(openings))
+    write_tokens(run, run.prompts, [text[:PROMPT] for text in held_out[: run.scale.prompts]])
+
+
+def write_tokens(run: Run, path: Path, texts: list[str]) -> None:
+    """Write prompts of equal length: the first tokens of each text."""
+    encoded = AutoTokenizer.from_pretrained(run.backbone)(texts)["input_ids"]
+    write_jsonl(path, ({"input_ids": ids[: run.scale.prompt_tokens]} for ids in encoded))
+
+
+def python_sources(limit: int) -> list[str]:
+    """Read Python files of this machine, in a fixed order that mixes packages, up to `limit` characters.
+
+    Raises:
+        RuntimeError: there are too few."""
+    folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
+    random.Random(0).shuffle(files)
+    texts, taken = [], 0
+    for path in files:
+        if taken >= limit:
+            break
+        text = path.read_text(encoding="utf-8", errors="ignore").replace(DOCUMENT_SEPARATOR, "").strip()
+        text = text[: min(20_000, limit // 100)]
+        if len(text) > SHORTEST:
+            texts.append(text)
+            taken += len(text)
+    if len(texts) < 40:
+        raise RuntimeError(f"this machine has only {len(texts)} Python sources; that is too little to train on")
+    return texts
+
+
+def heads(run: Run) -> None:
+    """Let the backbone write its own text, then train heads of each kind on that text."""
+    own = run.output / "own.jsonl"
+    where = ["--device", run.device, "--dtype", str(run.dtype).removeprefix("torch."), "--quiet", "--overwrite"]
+    argv = ["--backbone", run.backbone, "--prompts", run.output / "openings.jsonl", "--output", own, *where]
+    argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 128, "--temperature", 0.3, "--ignore-eos"]
+    start = time.monotonic()
+    run.medusa("distill", *argv)
+    run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
+    for number, kind in enumerate(run.scale.kinds):
+        training = run.scale.other_heads if number else run.scale.first_heads
+        config = {
+            "backbone": str(run.backbone),
+            "data": {"path": str(own), "sequence_length": 256},
+            "output_dir": str(run.heads(kind)),
+            "heads": {"num": 4, "kind": kind},
+            "device": run.device,
+            "training": training | {"save_strategy": "no", "logging_steps": 50, "bf16": run.on_gpu},
+        }
+        recipe = run.output / f"{kind}.yaml"
+        recipe.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+        with run.attempt(kind=kind):
+            result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
+            run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"))
