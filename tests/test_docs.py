@@ -45,7 +45,7 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
     "pip install -c constraints.txt -e .": ".ci/run, by the Makefile",
     "python scripts/check_wheel.py": "tests/test_release.py",
     "mkdocs build --strict": "tests/test_site.py",
-    "python scripts/run_gpu_battery.py --output runs/battery --quick": "tests/scripts/test_run_gpu_battery.py",
+    "python -m scripts.gpu_battery --rehearse --output runs/rehearsal": "tests/scripts/test_gpu_battery.py",
 }
 SMALLER = {
     "generate": ["--max-new-tokens", "16"],
@@ -140,6 +140,8 @@ def test_every_shell_command_parses(command: Command, monkeypatch: pytest.Monkey
             build_parser(parsed.training_script_args[0]).parse_args(parsed.training_script_args)
         case ["python" | "python3", script, *rest] if script.startswith("scripts/"):
             parse_of_script(ROOT / script, rest, monkeypatch)
+        case ["python", "-m", "scripts.gpu_battery", *rest]:
+            parse_of_script(ROOT / "scripts" / "gpu_battery" / "__main__.py", rest, monkeypatch)
         case ["make", *targets]:
             rules = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert all(re.search(rf"^{target}:", rules, re.MULTILINE) for target in targets)

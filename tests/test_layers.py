@@ -14,7 +14,7 @@ FORBIDDEN = {
     "medusa": {"train", "decode", "scripts", "tests"},
     "train": {"decode", "scripts", "tests"},
     "decode": {"train", "scripts", "tests"},
-    "scripts": {"scripts", "tests"},
+    "scripts": {"tests"},
 }
 
 

@@ -4,7 +4,7 @@
     python -m scripts.gpu_battery --call 2 --output runs/battery     backbone, heads
     python -m scripts.gpu_battery --call 3 --output runs/battery     benchmark, verify, kinds
     python -m scripts.gpu_battery --stage curves --output runs/battery     one stage again
-    python -m scripts.gpu_battery --rehearse --output runs/rehearsal     every stage at toy size, on a CPU
+    python -m scripts.gpu_battery --rehearse --output runs/rehearsal     every stage at toy size, on any CPU
     python -m scripts.gpu_battery --report --output runs/battery     only write report.md again
 
 Run it from the root of the repository; nothing has to be installed but the packages' dependencies. Every figure is
@@ -37,12 +37,11 @@ REHEARSAL_FACTOR = 5  # for a slow or busy CPU
 def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="keep figures, models and logs here")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--call", type=int, choices=(1, 2, 3), help="run the stages of this call")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--call", type=int, choices=(1, 2, 3), help="run the stages of this call (default: all calls)")
     what.add_argument("--stage", nargs="+", choices=STAGES, help="run these stages")
-    what.add_argument("--rehearse", action="store_true", help="run all stages at toy size on the CPU")
-    what.add_argument("--report", action="store_true", help="run nothing, write report.md")
-    parser.add_argument("--toy", action="store_true", help="with --stage: at toy size, on the CPU")
+    what.add_argument("--report", action="store_true", help="run nothing, only write report.md")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU, to see that every stage runs")
     parser.add_argument("--device", default="cuda", help="the GPU (default: %(default)s)")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -56,10 +55,10 @@ def run_stages(args: argparse.Namespace) -> int:
 
     Raises:
         RequestError: there is no GPU."""
-    toy = args.rehearse or args.toy
+    toy = args.rehearse
     if not toy and not torch.cuda.is_available():
         raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
-    names = args.stage or [name for name, stage in STAGES.items() if args.rehearse or stage.call == args.call]
+    names = args.stage or [name for name, stage in STAGES.items() if args.call in (None, stage.call)]
     about = machine() | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
     append(args.output, {"stage": "machine", "event": "start", "toy": toy} | about)
     factor = REHEARSAL_FACTOR if toy else 1

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark_loss import Variant, measure
 from decode.bench.methods import Method, medusa_method, plain_method
+from decode.compiled.regions import Regions
 from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.tree import load_tree
@@ -26,7 +27,7 @@ from train.sharding import blocks
 SKIPPED = 4  # steps before those that are timed
 PROFILED = 4  # steps
 NUM_HEADS = 4
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 ATTENTION = ("attention", "fmha", "flash", "cudnn", "sdpa")  # parts of the names of attention kernels
 
@@ -37,26 +38,28 @@ def curves(run: Run) -> None:
     The heads are random, so a step writes about one token, and the cache has another length in every step.
     """
     scale = run.scale
-    for compile, context, batch in itertools.product((True, False), scale.contexts, scale.batches):
-        for model_name, nodes in itertools.product(scale.kv_heads, scale.nodes):
-            about = {"model": model_name, "how": "compiled" if compile else "eager"}
-            about |= {"context": context, "batch": batch, "nodes": nodes}
-            if compile and run.seconds_left < run.seconds / 3:  # the eager figures need the rest
-                continue
+    for how, context, batch in itertools.product(("compiled", "eager"), scale.contexts, scale.batches):
+        for model, nodes in itertools.product(scale.kv_heads, scale.nodes):
+            if how == "compiled" and run.seconds_left < run.seconds / 3:
+                continue  # the eager figures need the rest of the time
+            about = {"model": model, "how": how, "context": context, "batch": batch, "nodes": nodes}
             with run.attempt(**about):
-                model, heads = random_model(run, model_name), random_heads(run)
-                settings = Settings(max_new_tokens=SKIPPED + scale.steps, ignore_eos=True, compile=compile)
-                tree = tree_of(nodes)
-                method = (
-                    plain_method(model, settings) if nodes == 1 else medusa_method(model, heads, settings, tree=tree)
-                )
+                method = random_method(run, model, nodes, compile=how == "compiled")
                 prompts = torch.randint(scale.curve_shape["vocab_size"], (batch, context)).tolist()
                 start = time.monotonic()
                 method(prompts)
-                first = round(time.monotonic() - start, 1)
-                run.keep(
-                    **about, ms=step_ms(method, prompts), first_seconds=first, **profile_steps(run, method, prompts)
-                )
+                about["first_seconds"] = round(time.monotonic() - start, 1)
+                run.keep(**about, ms=step_ms(method, prompts), **profile_steps(run, method, prompts))
+            free_memory(run, model)
+
+
+def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Method:
+    """Decoding by a random model: plainly if there is one node, else with random heads."""
+    model = random_model(run, model_name)
+    settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, compile=compile)
+    if nodes == 1:
+        return plain_method(model, settings)
+    return medusa_method(model, random_heads(run), settings, tree=tree_of(nodes))
 
 
 _MODELS: dict[str, LlamaForCausalLM] = {}
@@ -71,6 +74,13 @@ def random_model(run: Run, name: str) -> LlamaForCausalLM:
             _MODELS[name] = LlamaForCausalLM._from_config(config, dtype=run.dtype).eval()
         run.keep(model=name, parameters=_MODELS[name].num_parameters(), dtype=str(run.dtype))
     return _MODELS[name]
+
+
+def free_memory(run: Run, model_name: str) -> None:
+    """Give back the caches that compiled steps keep on the model."""
+    Regions.of(random_model(run, model_name)).clear()
+    if run.on_gpu:
+        torch.cuda.empty_cache()
 
 
 def random_heads(run: Run) -> MedusaHeads:
@@ -97,9 +107,9 @@ def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Count the kernels launched and the waits for the device in a step, and name the attention kernel that ran most.
+    """Count the kernels that a step launches and its waits for the device; name the attention kernel that ran longest.
 
-    On a CPU, launches and waits are those of PyTorch's operations."""
+    On a CPU, PyTorch's operations count as launches."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.on_gpu else [])]
     profiler, steps = profile(activities=activities), itertools.count(1)
 
@@ -108,10 +118,11 @@ def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) ->
         if step == SKIPPED:
             profiler.start()
         elif step == SKIPPED + PROFILED:
-            run.synchronize()
             profiler.stop()
 
     method(prompts, on_step)
+    if next(steps) <= SKIPPED + PROFILED:
+        return {}  # the text ended before enough steps
     events = profiler.key_averages()
     launches = [event for event in events if event.key in LAUNCHES or (not run.on_gpu and "aten::" in event.key)]
     kernels = [event for event in events if any(part in event.key.lower() for part in ATTENTION)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 
 from medusa.memory import peak_memory
 from scripts.gpu_battery.run import Figure, Run, append, read_figures
@@ -55,21 +58,33 @@ def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Fi
     return {"status": "done"}
 
 
+def require_figures(figures: Sequence[Figure]) -> None:
+    """Raises:
+    RuntimeError: every figure of the stage is an error."""
+    errors = [str(figure["error"]) for figure in figures if "error" in figure]
+    if len(errors) == sum("event" not in figure for figure in figures):
+        raise RuntimeError(errors[0] if errors else "the stage kept no figure")
+
+
 def in_process(name: str, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
     """The body of the stage's process; its output goes to the log."""
     os.setpgid(0, 0)  # a group of its own, so that its children can be ended with it
     with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"XDG_CACHE_HOME": str(output.absolute() / "cache")}  # calibrations and compiled code of this run
+    transformers.set_seed(0)
     run = Run(name, output, TOY if toy else FULL, device, seconds)
     if toy:
         torch.set_num_threads(1)
-        torch._dynamo.config.disable = True  # compiled steps run as they are written: the compiler is not rehearsed
+        torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler
     try:
         STAGES[name].run(run)
+        require_figures(read_figures(output)[name])
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    run.keep(peak_memory_mb={place: size // 10**6 for place, size in peak_memory().items()})
+    peak = {place: size // 10**6 for place, size in peak_memory().items()}
+    append(output, {"stage": name, "event": "memory", "peak_mb": peak})

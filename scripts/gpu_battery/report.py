@@ -38,12 +38,12 @@ def headline(about: Figure) -> str:
 
 def stage_table(figures: dict[str, list[Figure]]) -> str:
     """How each stage ended; a stage without an end was interrupted."""
-    ends = {name: figures[name][-1] for name in STAGES if name in figures}
-    rows = [
-        [name, end.get("status", "interrupted"), end.get("seconds", ""), end.get("error", "")]
-        for name, end in ends.items()
-    ]
-    return markdown_table(["stage", "status", "seconds", "error"], rows)
+    rows = []
+    for name in (name for name in STAGES if name in figures):
+        events = {figure["event"]: figure for figure in figures[name] if "event" in figure}
+        end, memory = events.get("end", {"status": "interrupted"}), events.get("memory", {})
+        rows.append([name, end["status"], cell(end.get("seconds")), cell(memory.get("peak_mb")), end.get("error", "")])
+    return markdown_table(["stage", "status", "seconds", "peak MB", "error"], rows)
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -65,7 +65,7 @@ def curve_table(figures: Sequence[Figure]) -> str:
         if one and "ms" in figure:
             figure["T(n)/T(1)"] = figure["ms"] / one
     rest = [figure for figure in figures if "nodes" not in figure]
-    return "\n\n".join([table(timed), table(rest)])
+    return "\n\n".join(table(part) for part in (timed, rest) if part)
 
 
 def cell(value: object) -> str:

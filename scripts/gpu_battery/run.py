@@ -111,23 +111,22 @@ class Run:
         """Run a `medusa` command in this process; returns the JSON that it wrote, if `result` names the file.
 
         Raises:
-            RuntimeError: its exit status is not 0."""
+            RuntimeError: its exit status is not 0, and it wrote no JSON."""
         from medusa.__main__ import main
 
         argv = [*command.split(), *map(str, more)]
         place = self.output / "json" / f"{result}.json"
         if result:
             place.parent.mkdir(exist_ok=True)
+            place.unlink(missing_ok=True)
             argv += ["--json", str(place)]
         print("$ medusa", *argv, flush=True)
-        if status := main(argv):
+        status = main(argv)
+        if place.is_file():
+            return json.loads(place.read_text(encoding="utf-8"))
+        if status:
             raise RuntimeError(f"medusa {argv[0]} ended with status {status}; see the log")
-        return json.loads(place.read_text(encoding="utf-8")) if result else {}
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+        return {}
 
 
 @dataclass(frozen=True)

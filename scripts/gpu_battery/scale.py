@@ -46,13 +46,13 @@ class Scale:
 
 FULL = Scale(
     curve_shape={
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 24,
+        "hidden_size": 4096,  # layers as in Llama-2-7B, fewer of them: two billion parameters
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 32,
         "vocab_size": 32_000,
     },
-    kv_heads={"GQA": 8, "MHA": 24},
+    kv_heads={"GQA": 8, "MHA": 32},
     contexts=(2000, 500, 8000),
     batches=(1, 4, 16),
     nodes=(64, 1, 16),
@@ -84,7 +84,7 @@ TOY = Scale(
     contexts=(20,),
     batches=(1, 2),
     nodes=(8, 1),
-    steps=3,
+    steps=16,
     losses={"heads": 2, "hidden_size": 32, "vocab_size": 1000},
     loss_positions=(64,),
     backbone="--hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --intermediate-size 64 --vocab-size 400 "
@@ -93,7 +93,7 @@ TOY = Scale(
     texts=12,
     first_heads={"max_steps": 10, "per_device_train_batch_size": 4},
     other_heads={"max_steps": 3, "per_device_train_batch_size": 4},
-    kinds=("medusa", "eagle"),
+    kinds=tuple(KINDS),
     prompt_tokens=12,
     prompts=2,
     new_tokens=12,

@@ -9,8 +9,8 @@ import time
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
 from decode.results import tau
 from decode.settings import Settings
-from medusa.backbone import load_backbone
 from medusa.checkpoints.load import load_heads
+from medusa.loading import LoadOptions, load_backbone
 from scripts.gpu_battery.run import Figure, Run
 
 Texts = list[list[int]]
@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, run: Run) -> None:
         dtype = str(run.dtype).removeprefix("torch.")
         self.run = run
-        self.model = load_backbone(str(run.backbone), dtype=dtype, device=run.device).model
+        self.model = load_backbone(str(run.backbone), LoadOptions(dtype, run.device)).model
         lines = run.prompts.read_text(encoding="utf-8").splitlines()
         self.prompts: Texts = [json.loads(line)["input_ids"] for line in lines]
         self.plain: tuple[float, Texts] | None = None
@@ -78,11 +78,14 @@ class Bench:
             self.plain = self.plain or (speed, texts)
             equal = sum(a == b for a, b in zip(texts, self.plain[1], strict=True))
             figure |= {"tokens_per_second": speed, "slowest": min(rates), "fastest": max(rates), "tau": tau(results)}
+            if steps := sum(len(result.step_lengths) for result in results):
+                figure["ms_per_step"] = 1000 * sum(result.seconds for result in results) / steps
             self.run.keep(**figure, speedup=speed / self.plain[0], equal_texts=f"{equal} of {len(texts)}")
 
 
 def verify(run: Run) -> None:
     """Collect evidence for equality in float32 and bfloat16: greedy texts, and draws against the backbone."""
+    passed = []
     for dtype in ("float32", "bfloat16"):
         argv = ["--backbone", run.backbone, "--heads", run.heads(run.scale.kinds[0]), "--prompts", run.prompts]
         argv += ["--tree", next(iter(run.scale.trees.values())), "--max-new-tokens", run.scale.new_tokens]
@@ -93,3 +96,6 @@ def verify(run: Run) -> None:
             greedy = found["greedy"]
             texts = f"{greedy['equal']} of {greedy['prompts']}"
             run.keep(dtype=dtype, passed=found["passed"], equal_texts=texts, rounding_ties=greedy["rounding_ties"])
+            passed.append(found["passed"])
+    if not all(passed):
+        raise RuntimeError("there is evidence against equality; see the pages verify_*.html")
