@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from backbone_training import BackboneTrainer, Recipe, Rows, Teacher, encode, evaluate, train_tokenizer
-from decode.bench.benchmark import has_fast_bfloat16
+from decode.bench.machine import has_fast_bfloat16
 from medusa.commands.common import positive
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text

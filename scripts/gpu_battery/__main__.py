@@ -18,12 +18,12 @@ import argparse
 import datetime
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from decode.bench.benchmark import machine
-from medusa.commands.benchmark import commit
+from decode.bench.machine import commit, machine
 from medusa.errors import RequestError
 from script_tools import run_script, script_parser
 from scripts.gpu_battery.processes import run_stage
@@ -59,7 +59,10 @@ def run_stages(args: argparse.Namespace) -> int:
     if not toy and not torch.cuda.is_available():
         raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
     names = args.stage or [name for name, stage in STAGES.items() if args.call in (None, stage.call)]
-    about = machine() | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
+    about = asdict(machine()) | {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+    }
     append(args.output, {"stage": "machine", "event": "start", "toy": toy} | about)
     factor = REHEARSAL_FACTOR if toy else 1
     end, finished = time.monotonic(), True
