@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from medusa.commandline import OneLineParser, exit_status
 
@@ -44,6 +46,15 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
     """
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def plain_table(title: str, head: Sequence[str], words: int = 1) -> Table:
+    """A table for the terminal without a frame. The first `words` columns hold words, which may wrap, except names."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, name in enumerate(head):
+        is_figure = index >= words
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure or index == 0)
+    return table
 
 
 class PeakMemory:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import string
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import tiny_models
 from decode.draft import Draft, Frontier
 from decode.generation import unpadded
 from decode.loop import Session, Step
@@ -23,22 +21,8 @@ from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
 from medusa.heads.kinds import build
 
-
-def load_script(name: str) -> Any:
-    """A script as a module; scripts are no package."""
-    path = Path(__file__).resolve().parents[1] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-# The tiny random models of all architectures, which the table in docs/architectures.md is made with.
-architectures = load_script("check_architectures")
-COMMON, VOCAB, HIDDEN, REFUSED = (getattr(architectures, n) for n in ("COMMON", "VOCAB", "HIDDEN", "REFUSED"))
+COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
+HIDDEN: int = COMMON["hidden_size"]
 LETTERS = (string.ascii_letters + string.digits)[:VOCAB]
 FAMILIES: dict[str, str] = {
     # One for each way in which they differ; for tests that try them all.
@@ -62,7 +46,7 @@ FAMILIES: dict[str, str] = {
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A random model, small enough for thousands of forwards; `family` as in FAMILIES or in docs/architectures.md."""
-    return architectures.tiny_model(FAMILIES.get(family, family), seed, dtype, **overrides)
+    return tiny_models.tiny_model(FAMILIES.get(family, family), seed, dtype, **overrides)
 
 
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:

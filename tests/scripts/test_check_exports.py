@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import check_exports as script
 from medusa.checkpoints.load import save_heads
-from tests.helpers import load_script, random_heads, tiny_model
+from tests.helpers import random_heads, tiny_model
 
-script = load_script("check_exports")
 INSTALLED = {"vllm": "vllm", "vllm-eagle3": "vllm", "modelopt": "modelopt"}  # medusa-llm is never beside this package
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import compare_drafters as script
 from medusa.checkpoints.load import save_heads
 from medusa.loading import load_backbone
-from tests.helpers import load_script, random_heads
-
-script = load_script("compare_drafters")
+from tests.helpers import random_heads
 
 
 def test_all_kinds_of_rows_on_the_embedded_backbone(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import compare_kinds as script
 from decode.bench import calibrate
 from decode.settings import Settings
 from medusa import Tree
@@ -16,9 +17,7 @@ from medusa.backbone import Backbone
 from medusa.checkpoints.load import save_heads
 from medusa.errors import RequestError
 from medusa.loading import load_backbone
-from tests.helpers import load_script, random_heads
-
-script = load_script("compare_kinds")
+from tests.helpers import random_heads
 
 
 def test_two_kinds_on_the_embedded_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

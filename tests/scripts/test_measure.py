@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import load_script
-
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [name, *arguments, "--threads", "1", "--json", str(file)])
-    module = load_script(name)
+    module = importlib.import_module(name)
     with contextlib.suppress(SystemExit):  # of measure_batches, which says by it whether speculation lost
         module.main()
     return json.loads(file.read_text())
@@ -37,7 +36,7 @@ def test_scripted_acceptance_on_a_random_llama(dtype: str, monkeypatch: pytest.M
 
 
 def test_the_random_llama_counts() -> None:
-    module = load_script("measure_step")
+    module = importlib.import_module("measure_step")
     model = module.counting_llama(3, 64)
     with torch.no_grad():
         ids = torch.randint(module.VOCAB, (1, 50))
@@ -46,7 +45,7 @@ def test_the_random_llama_counts() -> None:
 
 @pytest.mark.slow
 def test_batches_in_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = load_script("measure_batches")
+    module = importlib.import_module("measure_batches")
     monkeypatch.setattr(module.calibrate, "SIZES", (1, 4))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\nOne day, a girl\nThe dog\n")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import load_script
+import plant_faults
 
-plant_faults = load_script("plant_faults")
 ROOT = Path(__file__).resolve().parents[2]
 
 

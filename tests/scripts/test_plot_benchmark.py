@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
 from decode.bench.figures import MethodFigures, Rate
 from tests.decode.bench.made_up import result_of
-from tests.helpers import load_script
 
 
 def test_the_figures_of_the_json_stand_in_the_picture(tmp_path: Path) -> None:
-    module = load_script("plot_benchmark")
+    module = importlib.import_module("plot_benchmark")
     method = MethodFigures(Rate(100.0, 90.0, 110.0), 1.0, 10, 10, [], 1.0, 1.0, 1.0)
     step_ms = {"propose": 0.5, "verify": 2.0, "accept": 0.25, "compact": 0.25, "other": 0.25}
     medusa = replace(method, speedup_vs_generate=1.75, tau=2.5, accepted_by_depth=[0.8, 0.5], step_ms=step_ms)

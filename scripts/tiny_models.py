@@ -1,0 +1,34 @@
+"""Tiny random models of many architectures, for check_architectures.py and the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+TABLE = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
+COMMON: dict[str, Any] = TABLE["common"]
+SUPPORTED: dict[str, dict[str, Any]] = TABLE["supported"]
+REFUSED: dict[str, dict[str, Any]] = TABLE["refused"]
+VOCAB: int = COMMON["vocab_size"]
+
+
+def tiny_model(
+    name: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    **overrides: Any,
+) -> Any:
+    """Make a random model of the architecture `name`, small enough for thousands of forwards."""
+    settings = COMMON | (SUPPORTED | REFUSED)[name] | overrides
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name.split(",")[0], **settings)
+    maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = maker.from_config(config, dtype=dtype, attn_implementation=attn_implementation).eval()
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the default implementation does not take float64
+    return model
