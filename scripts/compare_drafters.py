@@ -28,7 +28,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from decode.bench import benchmark
-from decode.bench import losslessness as evidence
+from decode.bench.losslessness.cases import p_values, passes, rules_for
+from decode.bench.losslessness.experiment import Experiment
 from decode.bench.machine import machine
 from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.draft import DrafterConfig, DrafterFactory
@@ -179,10 +180,10 @@ def verified(args: argparse.Namespace, loaded: Loaded, entry: Entry, records: li
     for number, record in enumerate(records[: args.sampled_prompts]):
         prompt = prompt_ids(record, loaded.tokenizer)
         sampling = Settings(temperature=1.0)
-        experiment = evidence.Experiment(loaded.model, None, None, prompt, sampling, generator, entry.source)
-        rules = [rule for rule in evidence.rules_for(entry.source) if rule.acceptance == "rejection"]
+        experiment = Experiment(loaded.model, entry.source, prompt, sampling, generator)
+        rules = [rule for rule in rules_for(entry.source) if rule.acceptance == "rejection"]
         cases += [experiment.run(rule, number, args.draws) for rule in rules]
-    return {"smallest_p_value": min(evidence.p_values(cases)), "draws_pass": evidence.passes(cases)}
+    return {"smallest_p_value": min(p_values(cases)), "draws_pass": passes(cases)}
 
 
 def show(args: argparse.Namespace, table: dict[str, Any]) -> None:

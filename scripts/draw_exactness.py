@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from decode.bench.losslessness import RULES, Experiment
+from decode.bench.losslessness.cases import RULES
+from decode.bench.losslessness.experiment import Experiment
+from decode.bench.report.colors import INK
+from decode.bench.report.verify_page import TokenNames, draw
+from decode.drafters.trained_heads import TrainedHeads
 from decode.request import resolve_tree
 from decode.settings import Settings
 from medusa.checkpoints.load import load_heads
-from medusa.commands.verify import INK, TokenNames, draw
 from medusa.loading import load_backbone
 
 PROMPTS = Path(__file__).parents[1] / "medusa" / "assets" / "prompts.jsonl"
@@ -41,9 +44,9 @@ def draw_residual() -> Figure:
     both, at = torch.minimum(p, q), range(len(words))
     figure = Figure(figsize=(8, 3))
     axes = figure.subplots()
-    axes.bar(at, both, color=INK["topk"], label=f"min(p, q): accepted, {float(both.sum()):.2f} in all")
-    axes.bar(at, p - both, bottom=both, color=INK["sample"], label="max(0, p - q): residual, drawn after a rejection")
-    axes.bar(at, q - both, bottom=both, fill=False, edgecolor=INK["draft"], ls="--", label="q - p: drafted, rejected")
+    axes.bar(at, both, color=INK["medusa"], label=f"min(p, q): accepted, {float(both.sum()):.2f} in all")
+    axes.bar(at, p - both, bottom=both, color=INK["violet"], label="max(0, p - q): residual, drawn after a rejection")
+    axes.bar(at, q - both, bottom=both, fill=False, edgecolor=INK["amber"], ls="--", label="q - p: drafted, rejected")
     axes.set_xticks(list(at), words)
     axes.set_ylabel("probability")
     axes.legend(frameon=False)
@@ -58,8 +61,8 @@ def draw_experiment(line: int, draws: int) -> Figure:
     record = json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[line - 1])
     prompt = loaded.tokenizer(record["prompt"]).input_ids
     generator = torch.Generator().manual_seed(0)
-    tree = resolve_tree(None, heads)
-    experiment = Experiment(loaded.model, heads, tree, prompt, Settings(temperature=1.0), generator)
+    source = TrainedHeads(heads, resolve_tree(None, heads))
+    experiment = Experiment(loaded.model, source, prompt, Settings(temperature=1.0), generator)
     return draw([experiment.run(rule, 0, draws) for rule in RULES[:2]], TokenNames(loaded.tokenizer))
 
 

@@ -1,4 +1,4 @@
-"""Is a sample from a distribution? Figures for counts of n independent draws beside the probabilities they should have.
+"""Tests whether a sample comes from a distribution: counts of independent draws against their probabilities.
 
 Shapes: V outcomes.
 """
@@ -12,41 +12,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Expected draws in a cell; smaller ones are pooled. The usual 5 is for p-values of a few percent: at 1e-6 the law is
-# then too optimistic by a factor of 6 to 20, with 20 by 2 to 4 (simulated, 3 to 40 cells).
-LEAST = 20.0
+# Expected draws in a cell; smaller cells are pooled. The usual 5 is for p-values of a few percent. At 1e-6 the
+# chi-square law is then too optimistic by a factor of 6 to 20, with 20 by 2 to 4 (simulated, 3 to 40 cells).
+MIN_EXPECTED = 20.0
 
 
-class Comparison(NamedTuple):
-    """Counts against probabilities."""
+class GoodnessOfFit(NamedTuple):
+    """How far counts are from probabilities."""
 
     draws: int
     total_variation: float
     """Half the sum of |frequency - p|."""
     expected_total_variation: float
-    """What a true sample of this size shows on average (each frequency taken as normal)."""
+    """The mean total variation of a true sample of this size, with each frequency taken as normal."""
     std_of_difference: float
     """Root of the mean square of frequency - p over all outcomes."""
     expected_std: float
-    """What a true sample of this size shows: the root of mean(p (1 - p)) / n."""
+    """The same for a true sample of this size: the root of mean(p (1 - p)) / n."""
     chi2: float
     degrees_of_freedom: int
     p_value: float
-    """Chance that a true sample looks worse; 0 where an outcome was drawn that cannot be."""
+    """Probability that a true sample looks worse; 0 if an outcome of probability 0 was drawn."""
     impossible: int
-    """Draws of outcomes with p = 0."""
+    """Draws of outcomes of probability 0."""
 
 
-def compare(counts: Tensor, p: Tensor) -> Comparison:
-    """counts [V] and probabilities [V] (of sum 1) -> how far they are apart, by Pearson's chi-square test."""
+def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
+    """Compare counts [V] with probabilities [V] that sum to 1, by Pearson's chi-square test."""
     counts, p = counts.flatten().double(), p.flatten().double()
     n = float(counts.sum())
     if n == 0:
-        return Comparison(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 0)
+        return GoodnessOfFit(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 0)
     difference, variance = counts / n - p, p * (1 - p) / n
     statistic, degrees = _chi2(counts, n * p)
     impossible = int(counts[p == 0].sum())
-    return Comparison(
+    return GoodnessOfFit(
         draws=int(n),
         total_variation=float(difference.abs().sum()) / 2,
         expected_total_variation=float((2 * variance / torch.pi).sqrt().sum()) / 2,
@@ -60,11 +60,11 @@ def compare(counts: Tensor, p: Tensor) -> Comparison:
 
 
 def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom, with all cells that expect fewer than LEAST in one."""
-    large = expected >= LEAST
-    cells = [observed[large], observed[~large].sum()[None]], [expected[large], expected[~large].sum()[None]]
-    seen, wanted = torch.cat(cells[0]), torch.cat(cells[1])
-    if len(wanted) > 1 and wanted[-1] < LEAST:  # the rest is small even together: it joins the smallest of the others
+    """Pearson's statistic and its degrees of freedom, with all cells below MIN_EXPECTED pooled into one."""
+    large = expected >= MIN_EXPECTED
+    seen = torch.cat([observed[large], observed[~large].sum()[None]])
+    wanted = torch.cat([expected[large], expected[~large].sum()[None]])
+    if len(wanted) > 1 and wanted[-1] < MIN_EXPECTED:  # the pool is too small itself: it joins the smallest other cell
         smallest = int(wanted[:-1].argmin())
         seen[smallest] += seen[-1]
         wanted[smallest] += wanted[-1]
@@ -73,8 +73,8 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
     return statistic, len(wanted) - 1
 
 
-def together(parts: list[Comparison]) -> Comparison:
-    """Independent comparisons as one: statistics add up, distances are means weighted by draws."""
+def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
+    """Independent tests as one: their statistics add up, and distances become means weighted by draws."""
     draws = sum(part.draws for part in parts)
     statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
     impossible = sum(part.impossible for part in parts)
@@ -82,7 +82,7 @@ def together(parts: list[Comparison]) -> Comparison:
     def mean(name: str) -> float:
         return sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1)
 
-    return Comparison(
+    return GoodnessOfFit(
         draws,
         mean("total_variation"),
         mean("expected_total_variation"),
@@ -96,15 +96,16 @@ def together(parts: list[Comparison]) -> Comparison:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Bounds between which the median of what `values` are drawn from lies, whatever their distribution.
+    """An interval for the median of the distribution that `values` are drawn from, whatever the distribution.
 
-    Two of the sorted values, as far inside as a binomial law allows (6 values: the smallest and the greatest).
+    The bounds are two of the sorted values, as close together as a binomial law allows. With six values they are the
+    smallest and the largest.
 
     Raises:
-        ValueError: too few values for any bound.
+        ValueError: there are too few values for any bound.
     """
     ordered, count = sorted(values), len(values)
-    outside, beyond = 0, 0.0  # how many values may be left out at each end, and the chance that the median is there
+    outside, beyond = 0, 0.0  # values left out at each end, and the chance that the median is among them
     while beyond + math.comb(count, outside) / 2**count <= (1 - confidence) / 2:
         beyond += math.comb(count, outside) / 2**count
         outside += 1

@@ -23,7 +23,7 @@ from transformers import (
 
 import decode.accept
 from decode.accept import Acceptance, accept_sampled, accept_walk, typical
-from decode.bench.chi2 import Comparison, compare
+from decode.bench.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.sampling import RowDraws, SharedDraws, cumulative, draw_distinct, invert
@@ -130,9 +130,9 @@ def by_walk(draft: Draft, target: Any, noise: Any) -> Acceptance:
 TAKE: dict[str, Take] = {"topk": by_walk, "sample": accept_sampled}
 
 
-def outcome(form: str, processors: str, take: Take | None = None, seed: int = 0) -> Comparison:
+def outcome(form: str, processors: str, take: Take | None = None, seed: int = 0) -> GoodnessOfFit:
     language = Language(seed, PROCESSORS[processors])
-    return compare(texts_written(language, form, take or TAKE[form], seed), language.joint())
+    return goodness_of_fit(texts_written(language, form, take or TAKE[form], seed), language.joint())
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -229,8 +229,8 @@ def test_a_skipped_warper_is_found(form: str) -> None:
     """The target that is walked lacks the temperature that the text should have."""
     plain, warped = Language(0, []), Language(0, [TemperatureLogitsWarper(0.9)])
     counts = texts_written(plain, form, TAKE[form], 0)
-    assert compare(counts, warped.joint()).p_value < FALSE_ALARM / 1000
-    assert compare(counts, plain.joint()).p_value > FALSE_ALARM
+    assert goodness_of_fit(counts, warped.joint()).p_value < FALSE_ALARM / 1000
+    assert goodness_of_fit(counts, plain.joint()).p_value > FALSE_ALARM
 
 
 @pytest.mark.parametrize("form", TAKE)
@@ -240,8 +240,8 @@ def test_typical_sampled_is_a_sample_of_the_truncated_target_and_of_nothing_else
     p = language.scores.softmax(-1)
     language.scores = language.scores.masked_fill(~typical(p, 0.3, 0.6), -torch.inf)
     counts = texts_written(language, form, TAKE[form], 0)
-    assert compare(counts, language.joint()).p_value > FALSE_ALARM
-    assert compare(counts, whole).p_value < FALSE_ALARM / 1000
+    assert goodness_of_fit(counts, language.joint()).p_value > FALSE_ALARM
+    assert goodness_of_fit(counts, whole).p_value < FALSE_ALARM / 1000
 
 
 def test_sampled_drafts_of_few_words_run_dry_without_harm() -> None:
@@ -249,7 +249,7 @@ def test_sampled_drafts_of_few_words_run_dry_without_harm() -> None:
     language = Language(4, [])
     few = language.q.scatter(-1, language.q.topk(4, largest=False).indices, 0)
     language.q = few / few.sum(-1, keepdim=True)
-    assert compare(texts_written(language, "sample", accept_sampled, 0), language.joint()).p_value > FALSE_ALARM
+    assert goodness_of_fit(texts_written(language, "sample", accept_sampled, 0), language.joint()).p_value > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rest", [1e-5, 1e-7, 2e-9, 1e-12])
@@ -264,11 +264,11 @@ def test_a_head_that_is_sure_and_wrong_does_no_harm(rest: float) -> None:
     accepted = accept_sampled(draft, lambda rows, nodes: (p.log(), rows * 0), noise)
     drafted = draft.ids.gather(1, accepted.path[:, 1:2].clamp_min(0))[:, 0]
     tokens = torch.where(accepted.length > 1, drafted, accepted.next_root)
-    assert compare(tokens.bincount(minlength=WORDS), p[0]).p_value > FALSE_ALARM
+    assert goodness_of_fit(tokens.bincount(minlength=WORDS), p[0]).p_value > FALSE_ALARM
     second = draft.ids[draft.ids[:, 1] == 2, 2]
     if rest > decode.sampling.LEAST_LEFT:
         law = torch.cat([others[:2], torch.zeros(1), others[2:]])
-        assert compare(second.bincount(minlength=WORDS), law).p_value > FALSE_ALARM
+        assert goodness_of_fit(second.bincount(minlength=WORDS), law).p_value > FALSE_ALARM
     else:
         assert (second == 2).all()
 
@@ -301,7 +301,7 @@ def test_draws_without_replacement_have_their_law() -> None:
         law = torch.zeros(5, 5, 5).double()
         for a, b, c in [(a, b, c) for a in range(5) for b in range(5) for c in range(5) if len({a, b, c}) == 3]:
             law[a, b, c] = p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b])
-        assert compare(counts, law / law.sum()).p_value > FALSE_ALARM
+        assert goodness_of_fit(counts, law / law.sum()).p_value > FALSE_ALARM
 
 
 def test_no_word_of_probability_zero_is_ever_drawn() -> None:
@@ -323,11 +323,11 @@ def test_both_kinds_of_draws_have_one_law() -> None:
     for draws in (SharedDraws(generator), RowDraws([generator] * rows)):
         tokens = draws.tokens(torch.arange(rows), p, index)
         for which in range(2):
-            assert compare(tokens[index == which].bincount(minlength=4), p[which]).p_value > FALSE_ALARM
+            assert goodness_of_fit(tokens[index == which].bincount(minlength=4), p[which]).p_value > FALSE_ALARM
         uniform = draws.uniform(torch.arange(rows))
         assert uniform.dtype == torch.float64
         cells = (uniform * 8).long().bincount(minlength=8)
-        assert compare(cells, torch.full((8,), 1 / 8)).p_value > FALSE_ALARM
+        assert goodness_of_fit(cells, torch.full((8,), 1 / 8)).p_value > FALSE_ALARM
 
 
 def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:

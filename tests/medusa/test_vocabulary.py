@@ -15,9 +15,11 @@ from torch import Tensor, nn
 import decode.compiled.regions
 from decode import generate
 from decode.bench.calibrate import record
-from decode.bench.losslessness import Experiment, Rule, passes
+from decode.bench.losslessness.cases import Rule, passes
+from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
 from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import heads_drafter
 from decode.request import prepare
 from decode.sampling import Target
@@ -232,7 +234,7 @@ def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
             parameter.mul_(0.3)
     generator = torch.Generator().manual_seed(0)
     settings = Settings(temperature=1.0)
-    made = Experiment(model, some, Tree.top_k([12, 2]), random_ids(5), settings, generator)
+    made = Experiment(model, TrainedHeads(some, Tree.top_k([12, 2])), random_ids(5), settings, generator)
     assert passes([made.run(Rule("rejection", draft), 0, 20_000) for draft in ("topk", "sample")])
 
 

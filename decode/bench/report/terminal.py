@@ -1,4 +1,4 @@
-"""Benchmarks as tables on the terminal."""
+"""Benchmarks and verifications as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rich.table import Table
 
 from decode.bench.compare import Comparison, interval_in_words
 from decode.bench.figures import BenchmarkResult
+from decode.bench.losslessness.cases import figures_table
+from decode.bench.losslessness.run import Outcome
 from decode.request import is_lossy
 
 
@@ -85,3 +87,22 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print(f"  {what}: {then} -> {now}", highlight=False)
     if not comparison.same_machine:
         console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
+
+
+def print_verification(console: Console, outcome: Outcome, full: bool, report: str) -> None:
+    """Print the outcome of `medusa verify`. `full`: the targets differ, so the table names them."""
+    console.print(f"greedy: {outcome.greedy.in_words(outcome.settings.dtype)}")
+    head, rows = figures_table(outcome.cases)
+    narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
+    title = f"{outcome.draws:,} draws by each rule"
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
+    for column in narrow:
+        table.add_column(head[column], no_wrap=True)
+    for row in rows:
+        style = {"DIFFERS": "red", "passed": ""}.get(row[head.index("verdict")], "dim")
+        table.add_row(*(row[column] for column in narrow), style=style)
+    console.print(table)
+    verdict = "passed" if outcome.passed else "FAILED: evidence against equality"
+    console.print(f"[bold]{verdict}[/]; report: {report}")

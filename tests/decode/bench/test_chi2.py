@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decode.bench.chi2 import LEAST, compare, median_interval
+from decode.bench.chi2 import MIN_EXPECTED, goodness_of_fit, median_interval
 
 
 def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
@@ -18,8 +18,8 @@ def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
 def test_the_p_value_is_scipys(seed: int) -> None:
     p = torch.randn(40, generator=torch.Generator().manual_seed(seed)).double().softmax(-1)
     counts = sample(p, 40_000, seed)
-    assert float(p.min()) * 40_000 > LEAST
-    ours, theirs = compare(counts, p), stats.chisquare(counts.numpy(), (40_000 * p).numpy())
+    assert float(p.min()) * 40_000 > MIN_EXPECTED
+    ours, theirs = goodness_of_fit(counts, p), stats.chisquare(counts.numpy(), (40_000 * p).numpy())
     assert ours.chi2 == pytest.approx(theirs.statistic)
     assert ours.p_value == pytest.approx(theirs.pvalue)
     assert ours.degrees_of_freedom == 39
@@ -28,23 +28,23 @@ def test_the_p_value_is_scipys(seed: int) -> None:
 def test_small_cells_are_pooled() -> None:
     """Expected 8000, 1940, 30, 18, 12: the last two make a cell of 30; of 1000 draws they join the smallest other."""
     p = torch.tensor([0.8, 0.194, 0.003, 0.0018, 0.0012]).double()
-    ours = compare(torch.tensor([7900, 2000, 40, 60, 0]), p)
+    ours = goodness_of_fit(torch.tensor([7900, 2000, 40, 60, 0]), p)
     assert ours.degrees_of_freedom == 3
     assert ours.chi2 == pytest.approx(100**2 / 8000 + 60**2 / 1940 + 10**2 / 30 + 30**2 / 30)
-    ours = compare(torch.tensor([790, 200, 10, 0, 0]), p)
+    ours = goodness_of_fit(torch.tensor([790, 200, 10, 0, 0]), p)
     assert ours.degrees_of_freedom == 1
     assert ours.chi2 == pytest.approx(10**2 / 800 + 10**2 / 200)
 
 
 def test_a_draw_of_what_cannot_be_fails_at_once() -> None:
-    ours = compare(torch.tensor([500_000, 499_999, 1]), torch.tensor([0.5, 0.5, 0.0]))
+    ours = goodness_of_fit(torch.tensor([500_000, 499_999, 1]), torch.tensor([0.5, 0.5, 0.0]))
     assert (ours.impossible, ours.p_value) == (1, 0.0)
 
 
 def test_distances_of_true_samples_are_as_foretold() -> None:
     """Means over 200 samples; 5 % is far beyond their own scatter, and far below the factor of a wrong formula."""
     p = torch.randn(300, generator=torch.Generator().manual_seed(0)).mul(2).double().softmax(-1)
-    found = [compare(sample(p, 50_000, seed), p) for seed in range(200)]
+    found = [goodness_of_fit(sample(p, 50_000, seed), p) for seed in range(200)]
     mean = torch.tensor([[c.total_variation, c.std_of_difference**2] for c in found]).double().mean(0)
     assert float(mean[0]) == pytest.approx(found[0].expected_total_variation, rel=0.05)
     assert float(mean[1]) ** 0.5 == pytest.approx(found[0].expected_std, rel=0.05)
@@ -53,18 +53,19 @@ def test_distances_of_true_samples_are_as_foretold() -> None:
 def test_p_values_of_true_samples_are_even() -> None:
     """Kolmogorov-Smirnov at 1e-4: no excess of small ones, of which the false-alarm rate is made."""
     p = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.03, 0.02]).double()
-    values = [compare(sample(p, 5_000, seed), p).p_value for seed in range(500)]
+    values = [goodness_of_fit(sample(p, 5_000, seed), p).p_value for seed in range(500)]
     assert stats.kstest(values, "uniform").pvalue > 1e-4
 
 
 def test_one_outcome_or_no_draw_says_nothing() -> None:
-    assert compare(torch.tensor([7]), torch.tensor([1.0])).p_value == 1.0
-    assert compare(torch.tensor([0, 0]), torch.tensor([0.5, 0.5])).p_value == 1.0
+    assert goodness_of_fit(torch.tensor([7]), torch.tensor([1.0])).p_value == 1.0
+    assert goodness_of_fit(torch.tensor([0, 0]), torch.tensor([0.5, 0.5])).p_value == 1.0
 
 
 def test_tiny_p_values_do_not_vanish_into_noise() -> None:
-    assert compare(torch.tensor([5_200, 4_800]), torch.tensor([0.5, 0.5])).p_value == pytest.approx(6.33e-5, rel=1e-2)
-    assert compare(torch.tensor([6_000, 4_000]), torch.tensor([0.5, 0.5])).p_value < 1e-80
+    fair = torch.tensor([0.5, 0.5])
+    assert goodness_of_fit(torch.tensor([5_200, 4_800]), fair).p_value == pytest.approx(6.33e-5, rel=1e-2)
+    assert goodness_of_fit(torch.tensor([6_000, 4_000]), fair).p_value < 1e-80
 
 
 def test_the_interval_of_a_median_by_hand() -> None:

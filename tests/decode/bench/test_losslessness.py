@@ -1,4 +1,4 @@
-"""decode/bench/losslessness.py: what passes where all is well, and what is found where it is not."""
+"""decode/bench/losslessness: what passes where all is well, and what is found where it is not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 
 import decode.accept
 import decode.verify
-from decode.bench import losslessness as evidence
-from decode.bench.losslessness import RULES, Case, Experiment, Rule, compare_greedy, narrowed, passes, tie_bound
+from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, threshold
+from decode.bench.losslessness.experiment import Experiment, narrowed
+from decode.bench.losslessness.greedy import compare_greedy, tie_bound
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.trained_heads import TrainedHeads
 from decode.results import Result
 from decode.settings import Settings
 from medusa import Tree
@@ -28,7 +30,8 @@ PROMPT = random_ids(7, seed=3)
 def experiment(model: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> Experiment:
     tree = Tree.from_paths([[0], [1], [4], [0, 0], [0, 2], [1, 0], [0, 0, 0]])
     options = Settings(**({"temperature": 1.0} | settings))
-    return Experiment(model, random_heads(model, 3), tree, PROMPT, options, torch.Generator().manual_seed(0))
+    source = TrainedHeads(random_heads(model, 3), tree)
+    return Experiment(model, source, PROMPT, options, torch.Generator().manual_seed(0))
 
 
 def cases_of(model: Any, rules: Sequence[Rule] = RULES, **settings: Any) -> list[Case]:
@@ -67,7 +70,7 @@ def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
             parameter.mul_(0.3)  # or next to nothing would be accepted
     for tree in (Tree.top_k([12, 2]), DynamicTree.over_heads(20, 3)):
         generator = torch.Generator().manual_seed(0)
-        made = Experiment(model, heads, tree, PROMPT, Settings(temperature=1.0), generator)
+        made = Experiment(model, TrainedHeads(heads, tree), PROMPT, Settings(temperature=1.0), generator)
         cases = [made.run(rule, 0, DRAWS) for rule in RULES[:3]]
         assert passes(cases)
         assert [case.joint.p_value < 1e-12 for case in cases] == [not rule.is_judged for rule in RULES[:3]]
@@ -113,7 +116,7 @@ def test_a_fault_in_the_production_code_fails(model: Any, fault: str, monkeypatc
 
 def test_a_warper_that_the_tree_forgets_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = experiment(model, temperature=0.8)
-    monkeypatch.setattr(made.session.target, "processors", [lambda ids, scores: scores])
+    monkeypatch.setattr(made.context.session.target, "processors", [lambda ids, scores: scores])
     assert not passes([made.run(RULES[0], 0, DRAWS)])
 
 
@@ -132,7 +135,7 @@ def test_prompts_up_to_the_last_one_that_leaves_room(family: str) -> None:
 
     def made(length: int) -> Experiment:
         prompt, generator = random_ids(length), torch.Generator().manual_seed(0)
-        return Experiment(short, random_heads(short, 3), tree, prompt, options, generator)
+        return Experiment(short, TrainedHeads(random_heads(short, 3), tree), prompt, options, generator)
 
     assert passes([made(30).run(rule, 0, DRAWS) for rule in RULES[:2]])
     with pytest.raises(RequestError, match="may have 30"):
@@ -141,14 +144,14 @@ def test_prompts_up_to_the_last_one_that_leaves_room(family: str) -> None:
 
 def test_the_false_alarm_rate_is_shared_out(model: Any) -> None:
     cases = cases_of(model)
-    assert evidence.threshold(cases) == pytest.approx(evidence.FALSE_ALARM / 4 / 6)  # three rules, two tests each
+    assert threshold(cases) == pytest.approx(FALSE_ALARM / 4 / 6)  # three rules, two tests each
     one = cases[0]
-    one.first = one.first._replace(p_value=evidence.threshold(cases) / 2)
+    one.first = one.first._replace(p_value=threshold(cases) / 2)
     assert not passes(cases)
 
 
 def test_the_json_has_the_interfaces_names(model: Any) -> None:
-    lines = [line for case in cases_of(model, RULES[:2]) for line in case.to_dict()]
+    lines = [line for case in cases_of(model, RULES[:2]) for line in case.to_json()]
     names = {"prompt", "temperature", "top_p", "tokens", "draft", "acceptance", "total_variation", "std_of_difference"}
     assert all(names | {"chi2_p_value", "expected_std"} <= set(line) for line in lines)
     assert [line["draft"] for line in lines] == ["topk", "topk", "sample", "sample"]
@@ -211,7 +214,7 @@ def test_a_wrong_token_is_reported_with_both_gaps(model: Any) -> None:
 
 def test_a_text_that_ends_early_is_no_rounding(model: Any) -> None:
     greedy = compare_greedy(model, methods(model)[0], liar(model, lambda ids: ids[:7]), [PROMPT])
-    (found,) = greedy.to_dict()["divergences"]
+    (found,) = greedy.to_json()["divergences"]
     assert (found["position"], found["medusa_token"], found["gap"], found["is_rounding"]) == (7, None, None, False)
     assert not greedy.passed
 
@@ -239,14 +242,8 @@ def test_bounds_by_dtype() -> None:
 
 
 def test_the_tree_of_a_case_is_the_users(model: Any) -> None:
-    made = Experiment(
-        model,
-        random_heads(model),
-        load_tree("chain:1", 3),
-        PROMPT,
-        Settings(temperature=1.0),
-        torch.Generator().manual_seed(0),
-    )
+    source = TrainedHeads(random_heads(model), load_tree("chain:1", 3))
+    made = Experiment(model, source, PROMPT, Settings(temperature=1.0), torch.Generator().manual_seed(0))
     cases = [made.run(rule, 0, DRAWS) for rule in RULES[:2]]
     assert passes(cases)
     assert all(case.mean_accepted < 1 for case in cases)

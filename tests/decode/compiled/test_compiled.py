@@ -23,7 +23,7 @@ from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogits
 
 import decode.compiled.regions
 from decode import generate
-from decode.bench.chi2 import compare
+from decode.bench.chi2 import goodness_of_fit
 from decode.compiled.regions import FixedCache, Regions, Sampler, _has_compiler
 from decode.draft import Draft
 from decode.drafters.dynamic_tree import DynamicTree
@@ -232,12 +232,12 @@ def test_samples_follow_the_target(truncation: Truncation | None) -> None:
     for (node, token), index in places.items():
         table[node, token] = index
     counts = table[end, accepted.next_root].bincount(minlength=len(exact))
-    assert compare(counts, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value > FALSE_ALARM
+    assert goodness_of_fit(counts, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value > FALSE_ALARM
     # A walk that reads one number twice is found out.
     broken = sampler.accept(draft, logits.expand(rows, -1, -1), u[:, :1].expand_as(u), torch.full((rows,), 10))
     ends = broken.path.gather(1, broken.length[:, None] - 1)[:, 0]
     wrong = table[ends, broken.next_root].bincount(minlength=len(exact))
-    assert compare(wrong, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value < FALSE_ALARM
+    assert goodness_of_fit(wrong, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value < FALSE_ALARM
 
 
 RULES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from decode import generate, steps
-from decode.bench.losslessness import RULES, Experiment, passes
+from decode.bench.losslessness.cases import RULES, passes
+from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import plain_method
 from decode.draft import Draft, DrafterContext, Frontier, SideBranch
 from decode.drafters import drafter_factory
@@ -269,13 +270,13 @@ def test_a_mix_with_heads_and_prompt_lookup(llama: Any, options: dict) -> None:
 
 def test_who_asks_again_gets_the_same_answer(llama: Any) -> None:
     source = drafter_factory("lookahead:window=4", DrafterContext(llama))
-    made = Experiment(llama, None, None, PROMPTS[0], Settings(temperature=1.0), torch.Generator(), source)
-    first, second = (made.drafter.propose(made.frontier) for _ in range(2))
+    made = Experiment(llama, source, PROMPTS[0], Settings(temperature=1.0), torch.Generator())
+    first, second = (made.context.drafter.propose(made.context.frontier) for _ in range(2))
     with torch.inference_mode():
-        made.verified([[]])
-        Verifier(made.session.backbone, made.session.cache)(second)
-        made.session.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
-    third = made.drafter.propose(made.frontier)
+        made.context.verified([[]])
+        Verifier(made.context.session.backbone, made.context.session.cache)(second)
+        made.context.session.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
+    third = made.context.drafter.propose(made.context.frontier)
     assert first.ids.tolist() == second.ids.tolist() == third.ids.tolist()
     assert first.side_branches[0].ids.tolist() == third.side_branches[0].ids.tolist()
 
@@ -285,13 +286,13 @@ def test_who_asks_again_gets_the_same_answer(llama: Any) -> None:
 
 def experiment(model: Any) -> Experiment:
     source, settings = drafter_factory("lookahead:window=8,guesses=8", DrafterContext(model)), Settings(temperature=0.6)
-    return Experiment(model, None, None, PROMPTS[2], settings, torch.Generator().manual_seed(0), source)
+    return Experiment(model, source, PROMPTS[2], settings, torch.Generator().manual_seed(0))
 
 
 def test_samples_have_the_targets_distribution(llama: Any) -> None:
     """Through the production code, 100,000 draws, some steps into the text; false alarm below 1e-4."""
     made = experiment(llama)
-    written = made.text[len(PROMPTS[2]) :]
+    written = made.context.text[len(PROMPTS[2]) :]
     assert len(written) > 16
     assert written == plain(llama, PROMPTS[2], max_new_tokens=len(written))
     case = made.run(RULES[0], 0, 100_000)

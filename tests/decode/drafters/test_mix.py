@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from decode import generate, steps
-from decode.bench.losslessness import RULES, Experiment, passes, rules_for
+from decode.bench.losslessness.cases import RULES, passes, rules_for
+from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, DrafterContext
 from decode.drafters import drafter_factory, parse
 from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
@@ -170,7 +171,7 @@ def test_samples_have_the_targets_distribution(llama: Any) -> None:
         "mix:heads+ngram:n=2,tokens=4,matches=3", DrafterContext(llama, random_heads(llama), "topk:6,2")
     )
     prompt = repetitive(llama, PROMPTS[0])
-    made = Experiment(llama, None, None, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0), source)
+    made = Experiment(llama, source, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0))
     assert rules_for(source) == [rule for rule in RULES if rule.draft == "topk"]
     case = made.run(RULES[0], 0, 100_000)
     assert passes([case])
@@ -181,12 +182,12 @@ def test_a_wrong_walk_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None
     """Planted: a node under the wrong parent sees the wrong text."""
     source = drafter_factory("mix:heads+ngram:n=2,tokens=4", DrafterContext(llama, random_heads(llama), "topk:6,2"))
     prompt = repetitive(llama, PROMPTS[0])
-    made = Experiment(llama, None, None, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0), source)
+    made = Experiment(llama, source, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        draft = made.drafter.propose(made.frontier)
+        draft = made.context.drafter.propose(made.context.frontier)
     ancestors = draft.topology.ancestors.roll(1, dims=1) | torch.eye(draft.topology.num_nodes, dtype=torch.bool)
     object.__setattr__(draft.topology, "ancestors", ancestors)
-    monkeypatch.setattr(made.drafter, "propose", lambda frontier: draft)
+    monkeypatch.setattr(made.context.drafter, "propose", lambda frontier: draft)
     assert not passes([made.run(RULES[0], 0, 100_000)])
 
 

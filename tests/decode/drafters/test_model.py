@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import generate
-from decode.bench.losslessness import RULES, Experiment, passes
+from decode.bench.losslessness.cases import RULES, passes
+from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Draft, DrafterContext, Frontier
 from decode.drafters.dynamic_tree import DynamicTree
@@ -90,7 +91,7 @@ def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, top
     plan = DraftModelConfig("any", widths=widths)
     source = DraftModel(draft_model(llama), plan.tree, topk)
     settings = Settings(temperature=0.6)
-    made = Experiment(llama, None, None, PROMPTS[0], settings, torch.Generator().manual_seed(0), source)
+    made = Experiment(llama, source, PROMPTS[0], settings, torch.Generator().manual_seed(0))
     cases = [made.run(rule, 0, 100_000) for rule in RULES[:2]]
     assert passes(cases)
     assert all(case.mean_accepted > 0.1 for case in cases), "hardly anything was accepted: no power"
@@ -101,7 +102,7 @@ def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DraftModel(draft_model(llama), DraftModelConfig("any", widths="2x2").tree)
     monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
     settings = Settings(temperature=0.6)
-    made = Experiment(llama, None, None, PROMPTS[0], settings, torch.Generator().manual_seed(0), source)
+    made = Experiment(llama, source, PROMPTS[0], settings, torch.Generator().manual_seed(0))
     assert not passes([made.run(RULES[1], 0, 100_000)])
 
 

@@ -16,7 +16,8 @@ import torch
 import decode.drafters.retrieval.datastore
 import decode.drafters.retrieval.suffix_array
 from decode import generate, steps
-from decode.bench.losslessness import RULES, Experiment, passes
+from decode.bench.losslessness.cases import RULES, passes
+from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import medusa_method
 from decode.drafters.retrieval.datastore import BUILDING, DONE, Datastore, Piece, build, tokenizer_fingerprint
 from decode.drafters.retrieval.rest import RestConfig, looked_up, most_frequent
@@ -169,9 +170,7 @@ def test_samples_have_the_targets_distribution(llama: Any, tmp_path: Path) -> No
     store = stored(tmp_path / "store", [*own_text(llama), PROMPTS[0] + [3, 5], PROMPTS[0] + [3, 8]])
     source = RestConfig(str(store), min_n=1)
     settings = Settings(temperature=0.6)
-    experiment = Experiment(
-        llama, None, None, PROMPTS[0], settings, torch.Generator().manual_seed(0), _source(source, llama)
-    )
+    experiment = Experiment(llama, _source(source, llama), PROMPTS[0], settings, torch.Generator().manual_seed(0))
     case = experiment.run(RULES[0], 0, 100_000)
     assert passes([case])
     assert case.mean_accepted > 0.01, "nothing was accepted: no power"

@@ -11,8 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from decode import generate, medusa_generate, steps
-from decode.bench.losslessness import RULES, Experiment, compare_greedy, passes
+from decode.bench.losslessness.cases import RULES, passes
+from decode.bench.losslessness.experiment import Experiment
+from decode.bench.losslessness.greedy import compare_greedy
 from decode.bench.methods import medusa_method, plain_method, transformers_method
+from decode.drafters.trained_heads import TrainedHeads
 from decode.results import Result
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
@@ -205,7 +208,8 @@ def test_scores_are_the_contrast(expert: Any, small: Any) -> None:
 def experiment(expert: Any, amateur: Amateur, **options: Any) -> Experiment:
     tree = Tree.from_paths([[0], [1], [4], [0, 0], [0, 2], [1, 0], [0, 0, 0]])
     settings = Settings(**{"temperature": 1.0} | options, amateur=amateur)
-    return Experiment(expert, random_heads(expert, 3), tree, PROMPTS[2], settings, torch.Generator().manual_seed(0))
+    source = TrainedHeads(random_heads(expert, 3), tree)
+    return Experiment(expert, source, PROMPTS[2], settings, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.5}])
@@ -225,13 +229,13 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
     made = experiment(expert, amateur)
     if fault == "amateur forgets the tree":
         everything = torch.zeros
-        verifier = made.session.verifier()
+        verifier = made.context.session.verifier()
         monkeypatch.setattr(
             verifier.amateur,
             "masks",
             lambda lengths, topology: everything(1, 1, topology.num_nodes, lengths[0] + topology.num_nodes),
         )
-        monkeypatch.setattr(made.session, "verifier", lambda: verifier)
+        monkeypatch.setattr(made.context.session, "verifier", lambda: verifier)
     elif fault == "no plausibility":
         monkeypatch.setattr(Contrast, "margin", lambda self, expert: torch.zeros_like(expert))
     else:
