@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode.topology import Topology
 from medusa.heads.context_kv import ContextKV
-from medusa.heads.independent import bytes_of
+from medusa.memory import bytes_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -1,21 +1,27 @@
-"""What a set of Medusa heads is, in numbers: the published JSON keys plus ours."""
+"""The shapes and kind of a set of Medusa heads: the published JSON keys and ours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.heads.kinds import KINDS
 from medusa.tree import Tree
 
-GATED = "gated"  # the block of EAGLE-3
+GATED = "gated"
+"""The block of EAGLE-3."""
+GATED_EPS = 1e-6
+"""The epsilon of its norms."""
+ORIGINAL_HYDRA = "hydra"
+"""The block of the original Hydra's checkpoints. Such heads can decode and cannot be trained."""
 BLOCKS = ("square", "mlp", GATED)
-ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's checkpoints: to be decoded with, not trained
 LM_HEADS = ("own", "shared")
-PREFIX_KEYS = {"heads", "key_value_heads", "width", "eps", "base", "norm"}
+MIN_VOCABULARY = 32
+"""Tokens that a vocabulary of the heads' own has at least: more than trees usually need."""
 
-# Our names on the left; on the right the JSON keys that FasterDecoding, TGI and LoRAX read.
+# Our names, and the JSON keys that FasterDecoding, TGI and LoRAX read.
 PUBLISHED_KEYS = {
     "num_heads": "medusa_num_heads",
     "num_layers": "medusa_num_layers",
@@ -25,11 +31,10 @@ OUR_KEYS = (
     *("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "vocabulary"),
     *("prefix", "backbone", "tree"),
 )
-LEAST_WORDS = 32  # of a vocabulary of the heads' own: more than any tree looks at
 
 
 class Fingerprint(TypedDict, total=False):
-    """The identity of a backbone, in a form that is stored as JSON."""
+    """The identity of a backbone, in a form that is stored as JSON (`medusa.fingerprint`)."""
 
     name: str | None
     """A folder or Hub id."""
@@ -43,69 +48,74 @@ class Fingerprint(TypedDict, total=False):
     """Values at fixed places of its input embeddings. Heads of the original Hydra come with nothing else."""
 
 
+class PrefixSizes(TypedDict):
+    """The sizes of prefix layers that were trained elsewhere."""
+
+    heads: int
+    key_value_heads: int
+    width: int
+    """Of the MLP's hidden layer."""
+    eps: float
+    """Of all norms."""
+    base: float
+    """Of the rotary positions."""
+    norm: bool
+    """Whether a norm follows the last layer, as in Hydra++."""
+
+
 @dataclass
 class MedusaConfig:
     """Shapes and kind of a set of heads, and the backbone that they belong to.
 
-    `num_heads` heads of `num_layers` residual blocks each, on hidden states of `hidden_size`, guessing among
-    `vocab_size` tokens. `block` is the paper's square one (section 2.1) or an MLP that is `expansion` times as
-    wide as the hidden state (`gated`: of three matrices, in heads of kind `eagle`); `lm_head` says whether each head
-    owns an LM head or borrows the backbone's.
+    `num_heads` heads of `num_layers` residual blocks each read hidden states of `hidden_size` and guess among
+    `vocab_size` tokens. `block` is the paper's square one (section 2.1) or an MLP `expansion` times as wide as the
+    hidden state (`gated`: of three matrices, in heads of kind `eagle`). With `lm_head` own each head owns an LM head;
+    with shared all use the backbone's.
     """
 
     hidden_size: int
     vocab_size: int | None = None
-    """`None` where the file does not say: heads that borrow the backbone's LM head fit any vocabulary."""
+    """`None` if the file does not say: heads that share the backbone's LM head fit any vocabulary."""
     num_heads: int = 4
     num_layers: int = 1
     kind: str = "medusa"
     prefix_layers: int = 0
     """Decoder layers of the heads' own, between the backbone and the heads (`medusa.heads.prefix`)."""
-    prefix: dict[str, Any] | None = None
-    """What these are, where they are not ours: the arguments of `medusa.heads.prefix.Prefix`."""
+    prefix: PrefixSizes | None = None
+    """Sizes of the prefix layers, if they are not ours."""
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"
     vocabulary: int | None = None
-    """How many of the `vocab_size` tokens the heads guess among (`medusa.vocabulary`); `None`: all."""
+    """Number of tokens that the heads guess among (`medusa.vocabulary`); `None`: all `vocab_size`."""
     base_model_name_or_path: str | None = None
     backbone: Fingerprint = field(default_factory=Fingerprint)
-    """The fingerprint of the backbone (`medusa.fingerprint`); empty if the heads came without one."""
+    """Empty if the heads came without a fingerprint."""
     tree: list[list[int]] | None = None
-    """Paths of the tree that these heads are best used with; `None`: no tree was saved."""
+    """Paths of the best tree for these heads; `None`: no tree was saved."""
 
     def __post_init__(self) -> None:
-        _one_of("heads.kind", self.kind, tuple(KINDS))
-        _one_of("heads.block", self.block, (*BLOCKS, ORIGINAL_HYDRA))
+        _require_one_of("heads.kind", self.kind, tuple(KINDS))
+        _require_one_of("heads.block", self.block, (*BLOCKS, ORIGINAL_HYDRA))
+        _require_one_of("heads.lm_head", self.lm_head, LM_HEADS)
         if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
             raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
-        _one_of("heads.lm_head", self.lm_head, LM_HEADS)
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
-            value = getattr(self, name)
-            if name == "vocab_size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("hidden_size", "num_heads", "num_layers"):
+            _require_count(name, getattr(self, name))
+        if self.vocab_size is not None:
+            _require_count("vocab_size", self.vocab_size)
         layers = self.prefix_layers
         if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
             raise RequestError(f"heads.prefix_layers is {layers!r}; it must be 0 (none) or more")
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
-
-        words = self.vocabulary
-        if words is not None:
-            if isinstance(words, bool) or not isinstance(words, int) or words < LEAST_WORDS:
-                raise RequestError(
-                    f"heads.vocabulary is {words!r}; it must be at least {LEAST_WORDS}, or 0 for all tokens"
-                )
-            if self.vocab_size is None or words >= self.vocab_size:
-                raise RequestError(
-                    f"heads.vocabulary is {words} of {self.vocab_size or 'nobody knows how many'} tokens; take fewer"
-                )
-        if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == PREFIX_KEYS):
-            raise RequestError(f"the config's prefix is {self.prefix!r}; it must say {', '.join(sorted(PREFIX_KEYS))}")
+        if self.vocabulary is not None:
+            self._require_vocabulary(self.vocabulary)
+        keys = PrefixSizes.__annotations__
+        if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
+            raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if self.tree is not None:
@@ -113,13 +123,23 @@ class MedusaConfig:
                 raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")
             Tree.from_paths(self.tree)
 
+    def _require_vocabulary(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_VOCABULARY:
+            raise RequestError(
+                f"heads.vocabulary is {size!r}; it must be at least {MIN_VOCABULARY}, or 0 for all tokens"
+            )
+        if self.vocab_size is None or size >= self.vocab_size:
+            raise RequestError(
+                f"heads.vocabulary is {size} of {self.vocab_size or 'an unknown number of'} tokens; take fewer"
+            )
+
     @property
     def inner_size(self) -> int:
         """Width of an MLP's hidden layer."""
         return max(1, round(self.expansion * self.hidden_size))
 
-    def words(self, vocab_size: int) -> int:
-        """Among how many tokens of a backbone with `vocab_size` of them these heads guess."""
+    def draft_vocab_size(self, vocab_size: int) -> int:
+        """Number of tokens that the heads guess among, out of the `vocab_size` of their backbone."""
         return self.vocabulary or vocab_size
 
     @property
@@ -131,17 +151,35 @@ class MedusaConfig:
 
     @property
     def is_published(self) -> bool:
-        """Whether a published format has names for these tensors (for MLP blocks, names of ours beside them)."""
+        """Whether the published format has names for these tensors (for MLP blocks, names that we added)."""
         return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form. `version` is that of the file format: "2" where the LM head is the backbone's (TGI, LoRAX)."""
-        out: dict[str, Any] = {theirs: getattr(self, ours) for ours, theirs in PUBLISHED_KEYS.items()}
+    def to_dict(self) -> Json:
+        """The JSON form. `version` is the file format's: "2" if the heads share the backbone's LM head (TGI, LoRAX)."""
+        out: Json = {published: getattr(self, ours) for ours, published in PUBLISHED_KEYS.items()}
         if self.lm_head == "shared":
             out["version"] = "2"
         return out | {key: getattr(self, key) for key in OUR_KEYS}
 
+    @classmethod
+    def from_dict(cls, content: Json) -> MedusaConfig:
+        """The inverse of `to_dict`; unknown keys are ignored.
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+        Raises:
+            RequestError: a value that is not allowed.
+            TypeError: no hidden size.
+        """
+        known = {key: content[key] for key in OUR_KEYS if key in content}
+        return cls(
+            **known | {ours: content[published] for ours, published in PUBLISHED_KEYS.items() if published in content}
+        )
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise RequestError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+
+
+def _require_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least 1")

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent."""
+"""Files that are written whole or not at all, JSON, and the space on disks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from typing import Any
 from medusa.errors import RequestError, RunError
 
 ASSETS = Path(__file__).parent / "assets"
-"""What comes with the package: the embedded backbone, heads and a draft model for it, and prompts."""
+"""Files of the package: the embedded backbone, heads and a draft model for it, and prompts."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Json = dict[str, Any]
+"""A JSON object as it is in a file, before its content is checked."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path in the same folder that becomes `path` on success and vanishes on failure."""
+    """Give a temporary path in the same folder, which becomes `path` on success and is removed on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -35,13 +39,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its place on success and vanishes on failure."""
+    """Give a temporary folder next to `path`, which replaces it on success and is removed on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
-        if path.exists():  # a folder cannot be replaced in one step: between these two there is none
+        if path.exists():  # a folder cannot be replaced in one step: for a moment there is none
             shutil.rmtree(path)
         os.replace(temporary, path)
     finally:
@@ -49,7 +53,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    """Read by setting it: there is no other way."""
+    """The process's umask; the only way to read it is to set it."""
     umask = os.umask(0)
     os.umask(umask)
     return umask
@@ -60,13 +64,16 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Raises:
-    RequestError: the file is missing or not JSON."""
+    """Read a JSON file.
+
+    Raises:
+        RequestError: the file is missing or not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -76,21 +83,22 @@ def read_json(path: Path) -> Any:
 
 
 def require_absent(path: Path, overwrite: bool) -> None:
-    """Raises:
-    RequestError: the output is there already and may not be replaced."""
+    """Check that a file or folder can be written.
+
+    Raises:
+        RequestError: it exists and `overwrite` is off.
+    """
     if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 @contextlib.contextmanager
 def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
-    """Around what writes to `path`'s disk: where that is full, or will not take a file so large, it is said so.
+    """Turn the errors of a full disk, that of `path`, into one readable message.
 
     Raises:
-        RunError: nothing more could be written; `way_out` says what to do."""
+        RunError: the disk is full or takes no larger file; `way_out` gives the end of the message.
+    """
     try:
         yield
     except Exception as error:
@@ -102,23 +110,23 @@ def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
 def _is_full(error: BaseException | None) -> bool:
     while error is not None:
         text = str(error)
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             return True
-        # safetensors gives the system's number in words; torch's archive writer gives no reason, only its source file.
-        if any(f"os error {number}" in text for number in FULL) or "inline_container.cc" in text:
+        # safetensors gives the system's number as text; torch's archive writer names only its source file.
+        if any(f"os error {number}" in text for number in DISK_FULL) or "inline_container.cc" in text:
             return True
         error = error.__context__
     return False
 
 
 def free_bytes(path: Path) -> int:
-    """Of the disk that `path` lies on, or will."""
+    """Free bytes on the disk of `path`, which need not exist yet."""
     while not path.exists():
         path = path.absolute().parent
     return shutil.disk_usage(path).free
 
 
 def readable(size: int) -> str:
-    """Bytes for people: 1.5 GB."""
+    """A number of bytes with its unit, such as 1.5 GB."""
     power = min(4, max(0, len(str(size)) - 1) // 3)
     return f"{size / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

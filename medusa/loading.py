@@ -66,6 +66,9 @@ class LoadOptions:
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
+LOAD_DEFAULTS = LoadOptions()
+
+
 def _require_device(device: str) -> None:
     try:
         asked = torch.device(device)
@@ -108,7 +111,7 @@ def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedCo
     return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 
 
-def load_backbone(name_or_path: str, options: LoadOptions = LoadOptions()) -> Loaded:
+def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
     """Load a backbone: `demo`, a local folder (also one of a peft adapter) or a Hub id.
 
     Raises:
@@ -143,7 +146,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LoadOptions()) -> Lo
     return Loaded(model, tokenizer, name_or_path, options.revision)
 
 
-def load_config(name_or_path: str, options: LoadOptions = LoadOptions()) -> PretrainedConfig:
+def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
     """Load the backbone's configuration alone: a quick check before its weights are loaded.
 
     Raises:
@@ -159,7 +162,7 @@ def load_config(name_or_path: str, options: LoadOptions = LoadOptions()) -> Pret
         raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
 
 
-def load_tokenizer(name_or_path: str, options: LoadOptions = LoadOptions()) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
     """Load the backbone's tokenizer without its weights; `None` if it has none.
 
     Raises:

@@ -1,10 +1,11 @@
-"""Peak memory of the process and of its GPUs."""
+"""Memory: of a module's parameters, and at the peak of the process and its GPUs."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
+from torch import nn
 
 
 def peak_memory() -> dict[str, int]:
@@ -24,3 +25,8 @@ def _peak_of_process() -> int:
         return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Memory of a module's parameters in bytes."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

@@ -1,8 +1,8 @@
 """Heads that guess among the most frequent tokens only (FR-Spec, arXiv 2502.14856; EAGLE-3's draft vocabulary).
 
-Most of what an LM head of 128,000 words reads is about words that hardly ever come. Heads with a `vocabulary` of N
-tokens give N logits, in the order of that list, the most frequent first; `token_ids` says which tokens they stand for.
-What the list does not hold is never guessed: the backbone writes it all the same, a step later.
+Most of an LM head's 128,000 rows belong to tokens that hardly ever occur. Heads with a `vocabulary` of N tokens give N
+logits, one for each token of that list, the most frequent first. `token_ids` maps places in the list to tokens. Tokens
+outside the list are never guessed; the backbone still writes them, one step later.
 
 Shapes: V the backbone's vocabulary, N the heads', H hidden size.
 """
@@ -10,6 +10,7 @@ Shapes: V the backbone's vocabulary, N the heads', H hidden size.
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,29 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import LMHead, MedusaHeads
 
 ABSENT = -1
+"""The place of a token outside the list."""
+
+
+class SharedRows(NamedTuple):
+    """The rows of a backbone's LM head that some heads use."""
+
+    weight: weakref.ref[Tensor]
+    """The LM head's weights [V, H]."""
+    vocabulary: Tensor
+    rows: nn.Linear
+
+    def is_of(self, weight: Tensor, vocabulary: Tensor) -> bool:
+        """Whether these are the rows of `weight` for `vocabulary`, in its present dtype and on its device."""
+        same = self.weight() is weight and self.vocabulary is vocabulary
+        return same and (self.rows.weight.dtype, self.rows.weight.device) == (weight.dtype, weight.device)
+
+
+# The rows in use for each living set of heads.
+_ROWS: weakref.WeakKeyDictionary[MedusaHeads, SharedRows] = weakref.WeakKeyDictionary()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
-    """What stands in for the LM head of heads that share one: the backbone's, or its rows for the heads' tokens."""
+    """The LM head for heads that share one: the backbone's, or its rows for the heads' tokens."""
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
     rows = rows_for(heads, backbone.head)
@@ -34,43 +54,41 @@ def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
 
 
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
-    """The rows [N, H] of an LM head [V, H] that the heads use; all of them where their vocabulary is the backbone's.
+    """The rows [N, H] of an LM head [V, H] that the heads use; all of them without a vocabulary of the heads' own.
 
-    They are copied once, and kept beside the heads for as long as it is the same LM head.
+    The rows are copied once and kept for as long as the LM head stays the same.
     """
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")
     if heads.vocabulary is None:
         return lm_head
     weight, bias = lm_head.weight, lm_head.bias
-    if heads.shared_rows is not None:
-        of, words, rows = heads.shared_rows
-        same = of() is weight and words is heads.vocabulary
-        if same and (rows.weight.dtype, rows.weight.device) == (weight.dtype, weight.device):
-            return rows
+    known = _ROWS.get(heads)
+    if known is not None and known.is_of(weight, heads.vocabulary):
+        return known.rows
     ids = heads.vocabulary.to(weight.device)
     rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta")
     rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
     if bias is not None:
         rows.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-    heads.shared_rows = (weakref.ref(weight), heads.vocabulary, rows)
+    _ROWS[heads] = SharedRows(weakref.ref(weight), heads.vocabulary, rows)
     return rows
 
 
 def token_ids(heads: MedusaHeads, places: Tensor) -> Tensor:
-    """Places [...] among the heads' logits -> the tokens [...] that they stand for."""
+    """Places [...] among the heads' logits -> the tokens [...] at these places."""
     return places if heads.vocabulary is None else heads.vocabulary.to(places.device)[places]
 
 
 def places_of(vocabulary: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Tokens [...] of a backbone with `vocab_size` of them -> their places in `vocabulary` [N], or ABSENT [...]."""
+    """Tokens [...] of a backbone with `vocab_size` tokens -> their places in `vocabulary` [N], or ABSENT [...]."""
     places = torch.full((vocab_size,), ABSENT, dtype=torch.long, device=ids.device)
     places[vocabulary.to(ids.device)] = torch.arange(len(vocabulary), device=ids.device)
     return places[ids]
 
 
 def over_all(heads: MedusaHeads, logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., N] -> [..., V], with no chance for the tokens that these heads never guess."""
+    """Logits [..., N] -> [..., V], with -inf for tokens that these heads never guess."""
     if heads.vocabulary is None:
         return logits
     spread = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)

@@ -32,11 +32,11 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # the same products in another order; 
 def write(args: argparse.Namespace) -> None:
     """Export, and keep what the heads say."""
     from medusa.__main__ import main
-    from medusa.checkpoints.load import load_heads
-    from medusa.export.own import read_lm_head
+    from medusa.export.lm_head import read_lm_head
+    from medusa.heads.independent import MedusaHeads
     from medusa.heads.inputs import HeadInputs
 
-    heads, lm_head = load_heads(args.heads), read_lm_head(args.backbone)
+    heads, lm_head = MedusaHeads.from_pretrained(args.heads), read_lm_head(args.backbone)
     formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm", "modelopt")
     for name in formats:
         command = ["export", "--heads", args.heads, "--backbone", args.backbone, "--to", name, "--quiet", "--overwrite"]

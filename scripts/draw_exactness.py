@@ -19,7 +19,7 @@ from decode.bench.report.verify_page import TokenNames, draw
 from decode.drafters.trained_heads import TrainedHeads
 from decode.request import resolve_tree
 from decode.settings import Settings
-from medusa.checkpoints.load import load_heads
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 
 PROMPTS = Path(__file__).parents[1] / "medusa" / "assets" / "prompts.jsonl"
@@ -56,7 +56,7 @@ def draw_residual() -> Figure:
 
 def draw_experiment(line: int, draws: int) -> Figure:
     """`medusa verify` for one prompt of the package."""
-    loaded, heads = load_backbone("demo"), load_heads("demo")
+    loaded, heads = load_backbone("demo"), MedusaHeads.from_pretrained("demo")
     assert loaded.tokenizer is not None
     record = json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[line - 1])
     prompt = loaded.tokenizer(record["prompt"]).input_ids

@@ -89,13 +89,14 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
     import torch
 
     from medusa.backbone import Backbone
-    from medusa.checkpoints.load import PROVENANCE, load_heads, save_heads
+    from medusa.checkpoints.layout import PROVENANCE
     from medusa.files import read_json
+    from medusa.heads.independent import MedusaHeads
     from medusa.loading import load_backbone
     from train.evaluate import guess_ranks
 
     backbone = Backbone(load_backbone("demo").model)
-    heads = load_heads(folder)
+    heads = MedusaHeads.from_pretrained(folder)
     texts = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
     with torch.no_grad():
         ranks = [
@@ -108,7 +109,7 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
     config = provenance["config"]  # folders of the machine that it ran on mean nothing elsewhere
     config["data"]["path"], config["output_dir"] = Path(config["data"]["path"]).name, Path(config["output_dir"]).name
     provenance["tree"] = {"nodes": nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
-    save_heads(heads.to(torch.bfloat16), folder, provenance)
+    heads.to(torch.bfloat16).save_pretrained(folder, provenance)
     print(f"{nodes}-node tree, expected tau {tau:.3f}: {heads.config.tree}")
 
 

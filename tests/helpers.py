@@ -19,7 +19,6 @@ from decode.timers import Timer
 from decode.topology import Topology
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
-from medusa.heads.kinds import build
 
 COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
 HIDDEN: int = COMMON["hidden_size"]
@@ -61,7 +60,7 @@ def random_heads(model: PreTrainedModel, num_heads: int = 3, seed: int = 0, **se
     config = MedusaConfig(
         hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size, num_heads=num_heads, **settings
     )
-    heads = build(config)
+    heads = MedusaHeads.from_config(config)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.to(backbone.dtype).eval()

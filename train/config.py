@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medusa.config import BLOCKS, GATED, KINDS, LEAST_WORDS, LM_HEADS
+from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY
 from medusa.errors import RequestError
 from train.data import DataConfig
 
@@ -260,9 +260,9 @@ def _check_heads(heads: HeadsConfig) -> None:
         value = getattr(heads, name)
         if value is not None and value < 1:
             raise RequestError(f"heads.{name} is {value}; at least 1 is needed")
-    if heads.vocabulary and heads.vocabulary < LEAST_WORDS:
+    if heads.vocabulary and heads.vocabulary < MIN_VOCABULARY:
         raise RequestError(
-            f"heads.vocabulary is {heads.vocabulary}; it must be at least {LEAST_WORDS}, or 0 for all tokens"
+            f"heads.vocabulary is {heads.vocabulary}; it must be at least {MIN_VOCABULARY}, or 0 for all tokens"
         )
     if heads.prefix_layers is not None and heads.prefix_layers < 0:
         raise RequestError(f"heads.prefix_layers is {heads.prefix_layers}; it must be 0 (none) or more")

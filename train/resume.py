@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from medusa.checkpoints.load import WEIGHTS
+from medusa.checkpoints.layout import WEIGHTS
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import WEIGHTS, load_heads
+from medusa.checkpoints.layout import WEIGHTS
 from medusa.config import GATED, ORIGINAL_HYDRA, Fingerprint, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, require_absent
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
-from medusa.heads.kinds import build
 from medusa.loading import Loaded, LoadOptions, load_backbone, load_config
 from train.architecture import choose, learning_rate
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
@@ -312,7 +311,9 @@ def new_heads(
         raise RequestError(f"the backbone's LM head is a {kind}; heads are trained beside a plain Linear one")
     if asked.start is not None:
         return _trained_heads(asked, backbone, fingerprint(model, name, revision))
-    heads = build(_config_of(asked, model, name, revision, None if vocabulary is None else len(vocabulary)))
+    heads = MedusaHeads.from_config(
+        _config_of(asked, model, name, revision, None if vocabulary is None else len(vocabulary))
+    )
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
@@ -345,11 +346,11 @@ def _has_bias(backbone: Backbone) -> bool:
 
 def _require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
     """The heads that a run goes on with are those that it asks for."""
-    held, asked = load_heads(checkpoint).config, config.heads
+    held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
     if asked.start is None:
         wanted = _config_of(asked, model, config.backbone, config.revision, asked.vocabulary or None)
     else:
-        wanted = load_heads(asked.start).config
+        wanted = MedusaHeads.from_pretrained(asked.start).config
     for key in ("hidden_size", "vocab_size", *HEADS_ASKED):
         if getattr(held, key) != getattr(wanted, key):
             raise RequestError(
@@ -360,7 +361,7 @@ def _require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrained
 
 def _trained_heads(asked: HeadsConfig, backbone: Backbone, known: Fingerprint) -> MedusaHeads:
     """The heads that a run goes on from."""
-    heads = load_heads(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
+    heads = MedusaHeads.from_pretrained(str(asked.start), dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
     if held.block == ORIGINAL_HYDRA:
         raise RequestError(

@@ -23,7 +23,6 @@ from transformers import (
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import load_heads, save_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
@@ -501,14 +500,14 @@ class MedusaTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
-            save_heads(self.heads, output_dir or str(self.args.output_dir), self.provenance)
+            self.heads.save_pretrained(output_dir or str(self.args.output_dir), self.provenance)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # trainer_state.json, which comes next, says that the checkpoint is whole
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.heads.load_state_dict(load_heads(resume_from_checkpoint).state_dict())
+        self.heads.load_state_dict(MedusaHeads.from_pretrained(resume_from_checkpoint).state_dict())
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))

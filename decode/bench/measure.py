@@ -31,9 +31,8 @@ from decode.timers import StageTimer
 from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
-from medusa.heads.independent import bytes_of
 from medusa.loading import Loaded
-from medusa.memory import peak_memory
+from medusa.memory import bytes_of, peak_memory
 
 StartProgress = Callable[[str, int], Callable[[], object]]
 """Starts a progress bar with a title and a number of batches; returns a function that advances the bar by one."""

@@ -98,7 +98,7 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
     """Raises:
     RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
-    tree.require_fit(config.num_heads, config.words(backbone.vocab_size))
+    tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
     if drawn:
         require_drawable(tree)
 

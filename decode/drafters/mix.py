@@ -23,7 +23,8 @@ from decode.drafters.dynamic_tree import Layout
 from decode.loop import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads, bytes_of
+from medusa.heads.independent import MedusaHeads
+from medusa.memory import bytes_of
 
 
 @dataclass(frozen=True)

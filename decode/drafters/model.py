@@ -34,9 +34,9 @@ from decode.verify import Mask, Verifier, layer_kinds, path_masks
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads.context_kv import ContextKV
-from medusa.heads.independent import bytes_of
 from medusa.heads.sequential import State
 from medusa.loading import load_config
+from medusa.memory import bytes_of
 from medusa.tree import Tree
 
 

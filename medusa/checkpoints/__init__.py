@@ -1,1 +1,1 @@
-"""Heads on disk: the published tensor names, read strictly and written atomically."""
+"""Heads on disk: formats of ours and of others, read strictly and written atomically."""

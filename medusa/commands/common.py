@@ -447,7 +447,7 @@ def check_models(args: argparse.Namespace, *plans: DrafterConfig) -> None:
     """See that all models and the tree fit before the backbone's weights are loaded: a quick no to a wrong request."""
     from decode.drafters.heads import require_drawable, require_sizes
     from decode.drafters.trained_heads import HeadsDrafterConfig
-    from medusa.checkpoints.load import load_heads
+    from medusa.heads.independent import MedusaHeads
     from medusa.loading import load_config
 
     config = load_config(args.backbone, load_options(args))
@@ -457,11 +457,11 @@ def check_models(args: argparse.Namespace, *plans: DrafterConfig) -> None:
         _check_amateur(args, config)
     if getattr(args, "heads", None) is None or (plans and not any(plan.needs_heads for plan in plans)):
         return
-    heads, text = load_heads(args.heads), config.get_text_config(decoder=True)
+    heads, text = MedusaHeads.from_pretrained(args.heads), config.get_text_config(decoder=True)
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
     asked = getattr(args, "tree", None), getattr(args, "stop_drafting", 0.0)
     for tree in [tree for plan in plans or (HeadsDrafterConfig(),) for tree in plan.layouts(heads, *asked)]:
-        tree.require_fit(heads.config.num_heads, heads.config.words(text.vocab_size))
+        tree.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(text.vocab_size))
         if getattr(args, "draft", None) == "sample":
             require_drawable(tree)
 
@@ -482,11 +482,11 @@ def open_heads(args: argparse.Namespace, loaded: Loaded) -> MedusaHeads:
     """Heads for `loaded`, checked against it; a backbone other than theirs gives a warning."""
     from decode.drafters.heads import require_sizes
     from medusa.backbone import Backbone
-    from medusa.checkpoints.load import load_heads
     from medusa.fingerprint import differs
+    from medusa.heads.independent import MedusaHeads
 
     backbone = Backbone(loaded.model)
-    heads = load_heads(args.heads, dtype=backbone.dtype, device=backbone.head_weight.device)
+    heads = MedusaHeads.from_pretrained(args.heads, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
     if differs(loaded.model, heads.config.backbone):
         warn(
@@ -517,7 +517,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     asked: DynamicTree | None = None
     if args.tree != "auto" and (args.tree is not None or heads.config.tree):
         tree = resolve_tree(args.tree, heads)
-        tree.require_fit(heads.config.num_heads, heads.config.words(vocab_size))
+        tree.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
         if not isinstance(tree, DynamicTree):
             return tree
         asked = tree

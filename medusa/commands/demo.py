@@ -107,7 +107,7 @@ def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Pa
 
 def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, output: Path) -> MedusaHeads:
     """Stage 2: heads, trained on that text."""
-    from medusa.checkpoints.load import load_heads
+    from medusa.heads.independent import MedusaHeads
     from train.config import parse_config
     from train.run import train
 
@@ -128,7 +128,7 @@ def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, 
     figures = train(parse_config(content, "demo"), overwrite=True, quiet=args.quiet)
     shares = ", ".join(f"head {k} {figures[f'head{k}_top1']:.0%}" for k in range(1, 5) if f"head{k}_top1" in figures)
     console.print(f"    {figures['steps']} steps; best guesses that were right: {shares}\n")
-    return load_heads(folder, dtype=loaded.model.dtype, device=loaded.model.device)
+    return MedusaHeads.from_pretrained(folder, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
 def tell(args: argparse.Namespace, console: Console, loaded: Loaded, heads: MedusaHeads, prompt: list[int]) -> None:

@@ -10,19 +10,19 @@ here is printed, with the command that serves the result.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa.commands import common
 from medusa.errors import RequestError
-from medusa.export import FORMATS
+from medusa.export.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from medusa.export.card import Facts
-    from medusa.heads.independent import MedusaHeads
+    from medusa.export.facts import Facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,21 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from medusa.checkpoints.load import find_folder, load_heads
-    from medusa.export import Export, writer
-    from medusa.export.own import read_lm_head
+    from medusa.checkpoints.find import find_folder
+    from medusa.checkpoints.load import load
+    from medusa.export.base import Export
+    from medusa.export.check import require_same
+    from medusa.export.formats import writer
+    from medusa.export.lm_head import read_lm_head
     from medusa.files import replacing_folder, require_absent
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES, LoadOptions
 
     common.check_output(args.json)
     write = writer(args.to)
-    LoadOptions(dtype=args.dtype)
+    options = LoadOptions(dtype=args.dtype, revision=args.revision, trust_remote_code=args.trust_remote_code)
     facts = facts_of(args)
     source = find_folder(args.heads)
     output = Path(args.output)
     require_absent(output, args.overwrite)
-    heads = load_heads(source, dtype=DTYPES[args.dtype] if args.dtype else None)
+    heads = load(source) if args.dtype is None else load(source).to(DTYPES[args.dtype])
     if args.to == "hub":
         facts.calibrations = calibrations_of(source)
     backbone = args.backbone or heads.config.base_model_name_or_path
@@ -66,15 +69,15 @@ def run(args: argparse.Namespace) -> None:
 
     @cache
     def lm_head() -> Tensor:
-        return read_lm_head(backbone, args.revision, args.trust_remote_code)
+        return read_lm_head(backbone, replace(options, dtype=None))
 
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
     name = str(local.resolve()) if local.is_dir() else backbone  # who serves it stands elsewhere
     require_replaceable(output, keep=[source, local])
-    heads.config.base_model_name_or_path = name
+    heads.config = replace(heads.config, base_model_name_or_path=name)
     with replacing_folder(output) as folder:
-        written = write(Export(heads, source, name, folder, output, lm_head, facts))
-        require_same(written.heads, load_heads(folder))
+        written = write(Export(heads, name, folder, output, lm_head, facts))
+        require_same(written.heads, folder)
         files = {
             str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
         }
@@ -96,7 +99,7 @@ def facts_of(args: argparse.Namespace) -> Facts:
     Raises:
         RequestError: something that is not what it should be, or a card asked of a format that has none.
     """
-    from medusa.export.card import Facts, read_benchmark
+    from medusa.export.facts import Facts, read_benchmark
 
     for option in ("benchmark", "license", "repo_id"):
         if args.to != "hub" and getattr(args, option) is not None:
@@ -117,14 +120,14 @@ def same_place(name: str, other: str) -> bool:
 def calibrations_of(source: Path) -> list[dict[str, Any]]:
     """Those kept beside the heads that were made with these very heads, and none of heads that lay there before."""
     from decode.bench.calibrate import FILE, fingerprint
-    from medusa.checkpoints.load import load_heads
     from medusa.files import read_json
+    from medusa.heads.independent import MedusaHeads
     from medusa.loading import DTYPES
 
     kept = read_json(source / FILE) if (source / FILE).is_file() else []
     # A calibration casts heads to the backbone's dtype first.
     dtypes = {found["holds_for"]["dtype"] for found in kept}
-    prints = {dtype: fingerprint(load_heads(source, dtype=DTYPES[dtype])) for dtype in dtypes}
+    prints = {dtype: fingerprint(MedusaHeads.from_pretrained(source, dtype=DTYPES[dtype])) for dtype in dtypes}
     return [found for found in kept if found["holds_for"]["heads"] == prints[found["holds_for"]["dtype"]]]
 
 
@@ -137,21 +140,6 @@ def require_replaceable(output: Path, keep: list[Path]) -> None:
             raise RequestError(f"--output {output} would replace {path}, which is read from; choose another folder")
     if output.exists() and not (output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir()))):
         raise RequestError(f"--output {output} is no export that could be replaced; choose another folder")
-
-
-def require_same(expected: MedusaHeads, again: MedusaHeads) -> None:
-    """That heads read from the new folder give the logits of those that were written, bit for bit.
-
-    Raises:
-        RunError: they do not.
-    """
-    import torch
-
-    from medusa.errors import RunError
-    from medusa.export import sample_logits
-
-    if not torch.equal(sample_logits(expected), sample_logits(again)):
-        raise RunError("what was written gives other logits when it is read again; nothing was kept")
 
 
 def _show(args: argparse.Namespace, about: dict) -> None:

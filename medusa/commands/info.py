@@ -20,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
-    from medusa.checkpoints.load import PROVENANCE, find_folder, load_heads
+    from medusa.checkpoints.find import find_folder
+    from medusa.checkpoints.layout import PROVENANCE
     from medusa.config import GATED
     from medusa.files import read_json
+    from medusa.heads.independent import MedusaHeads
     from medusa.tree import Tree
 
     folder = find_folder(args.heads)
-    heads = load_heads(folder)
+    heads = MedusaHeads.from_pretrained(folder)
     provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
     config = heads.config
     about: dict[str, Any] = {

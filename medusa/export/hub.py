@@ -1,12 +1,13 @@
-"""A repository for the Hub, with which plain transformers decodes: see `medusa.export.repository` for what it holds."""
+"""A repository for the Hub that plain transformers decodes with (`medusa.export.repository`)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from medusa.errors import RequestError
-from medusa.export import Export, Written
-from medusa.export.card import Facts
+from medusa.export.base import Export, Written
+from medusa.export.facts import Facts
 from medusa.export.repository import why_no_code, write_repository
 from medusa.loading import DEMO
 
@@ -15,14 +16,14 @@ NAME = "hub"
 
 def write(export: Export) -> Written:
     heads, facts = export.heads, export.facts or Facts()
-    unknown = why_no_code(heads)
+    unknown = why_no_code(heads.config)
     if unknown is not None:
         raise RequestError(
             f"--to {NAME}: the code that it ships knows independent and cascaded heads, not heads with {unknown}; "
             "publish them without it by heads.push_to_hub, for use with this package"
         )
-    if Path(export.backbone) == DEMO.resolve():
-        heads.config.base_model_name_or_path = "demo"  # not its folder in this installation
+    if Path(export.backbone) == DEMO.resolve():  # a folder of this installation
+        heads = replace(heads, config=replace(heads.config, base_model_name_or_path="demo"))
     written = write_repository(heads, export.folder, facts)
     where = facts.repo_id or str(export.place)
     return Written(

@@ -1,26 +1,30 @@
-"""NVIDIA modelopt's and TensorRT-LLM's unified form: one folder with the backbone and the heads.
+"""NVIDIA modelopt's and TensorRT-LLM's unified format: one folder with the backbone and the heads.
 
-    medusa_heads.{h}.{l}.linear.weight  .bias   medusa_heads.{h}.{L}.weight     beside the backbone's own tensors
+    medusa_heads.{h}.{l}.linear.weight  .bias   medusa_heads.{h}.{L}.weight     with the backbone's own tensors
 
 and in the backbone's config `"medusa": {"num_medusa_heads": K, "num_medusa_layers": L}`. The backbone's files are
-copied as they are; those of one file become the first of two, with an index.
+copied unchanged; a single file of weights becomes the first of two, with an index.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-from medusa.checkpoints.load import CONFIG, HEADS_FILES, PROVENANCE, save_tensors, to_published
+from medusa.checkpoints.layout import CONFIG, HEADS_FILES, PROVENANCE
+from medusa.checkpoints.published import to_published
+from medusa.checkpoints.save import save_tensors
 from medusa.checkpoints.stored import INDICES, Stored
 from medusa.errors import RequestError
-from medusa.export import Export, Written, quoted, require_square
-from medusa.export.own import with_own_lm_heads
+from medusa.export.base import Export, Written, quoted, require_square
+from medusa.export.lm_head import with_own_lm_heads
 from medusa.export.tensorrt_llm import CHOICES, LOST, write_choices
 from medusa.files import read_json, write_json
 
 NAME, WEIGHTS = "modelopt", "model-medusa-heads.safetensors"
-FIRST = "model-00001-of-00002.safetensors"  # a lone model.safetensors would be taken for the whole model
+WHOLE, FIRST = "model.safetensors", "model-00001-of-00002.safetensors"
+"""A single file would be taken for the whole model, so it gets the name of the first of two."""
 
 
 def write(export: Export) -> Written:
@@ -32,29 +36,30 @@ def write(export: Export) -> Written:
             f"{NAME} holds the backbone, too: --backbone must be a folder with its safetensors, and {base} is not"
         )
     heads = with_own_lm_heads(export)
-    left_out = {CONFIG, PROVENANCE, INDICES[0], "model.safetensors.index.json", *HEADS_FILES}
+    left_out = {CONFIG, PROVENANCE, INDICES[0], f"{WHOLE}.index.json", *HEADS_FILES}
     for path in sorted(base.iterdir()):
         if path.is_file() and path.name not in left_out and (path.suffix != ".safetensors" or path in stored.paths):
-            shutil.copyfile(path, export.folder / (FIRST if path.name == "model.safetensors" else path.name))
+            shutil.copyfile(path, export.folder / _renamed(path))
     tensors = {f"medusa_heads.{name}": tensor for name, tensor in to_published(heads).items()}
     save_tensors(tensors, export.folder / WEIGHTS)
-    places = {name: FIRST if path.name == "model.safetensors" else path.name for name, path in stored.places.items()}
-    files = {*places.values(), WEIGHTS}
-    size = sum((export.folder / name).stat().st_size for name in files)
+    places = {name: _renamed(path) for name, path in stored.places.items()}
+    size = sum((export.folder / name).stat().st_size for name in {*places.values(), WEIGHTS})
     index = {"metadata": {"total_size": size}, "weight_map": places | dict.fromkeys(tensors, WEIGHTS)}
     write_json(export.folder / INDICES[0], index)
     count, layers = heads.config.num_heads, heads.config.num_layers
     about = {"medusa": {"num_medusa_heads": count, "num_medusa_layers": layers}}
     write_json(export.folder / CONFIG, read_json(base / CONFIG) | about)
     choices = write_choices(export, heads.config)
-    heads.config.base_model_name_or_path = str(export.place)
-    place = quoted(export.place)
     return Written(
-        serve=f"python examples/llm-api/llm_medusa_decoding.py --use_modelopt_ckpt --model_dir {place}",
+        serve=f"python examples/llm-api/llm_medusa_decoding.py --use_modelopt_ckpt --model_dir {quoted(export.place)}",
         lost=LOST,
-        heads=heads,
+        heads=replace(heads, config=replace(heads.config, base_model_name_or_path=str(export.place))),
         notes=[
             f"in TensorRT-LLM's script give MedusaDecodingConfig num_medusa_heads={count}, "
             f"max_draft_len={len(choices)} and the paths of {CHOICES}",
         ],
     )
+
+
+def _renamed(path: Path) -> str:
+    return FIRST if path.name == WHOLE else path.name

@@ -1,30 +1,31 @@
-"""FasterDecoding's first form: `config.json` and `medusa_lm_head.pt`, an nn.ModuleList's state_dict.
+"""FasterDecoding's first format: `config.json` and `medusa_lm_head.pt`, the state dict of an nn.ModuleList.
 
     {h}.{l}.linear.weight [H, H]   {h}.{l}.linear.bias [H]   {h}.{L}.weight [V, H]
 
-Its code puts one block L times into a head, so that of several blocks the last one's weights stand for all.
+Its code puts one block L times into a head, so that of several blocks the last one's weights are used for all.
 """
 
 from __future__ import annotations
 
 import torch
 
-from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, to_published
+from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS
+from medusa.checkpoints.published import to_published
 from medusa.errors import RequestError
-from medusa.export import Export, Written, published_config, quoted, require_square
-from medusa.export.own import with_own_lm_heads
+from medusa.export.base import Export, Written, published_config, quoted, require_square
+from medusa.export.lm_head import with_own_lm_heads
 from medusa.files import write_json
 
 NAME = "original-v1"
 
 
 def write(export: Export) -> Written:
-    require_square(export.heads.config, NAME)
-    state = export.heads.state_dict()
-    for name, tensor in state.items():
-        if name.startswith("blocks.") and not torch.equal(tensor, state[f"blocks.0.{name.split('.')[2]}"]):
+    config, tensors = export.heads.config, export.heads.tensors
+    require_square(config, NAME)
+    for name, tensor in tensors.items():
+        if name.startswith("blocks.") and not torch.equal(tensor, tensors[f"blocks.0.{name.split('.')[2]}"]):
             raise RequestError(
-                f"{NAME} cannot hold heads of {export.heads.config.num_layers} different blocks: its loader would take "
+                f"{NAME} cannot hold heads of {config.num_layers} different blocks: its loader would take "
                 "one for all; train them with heads.layers=1"
             )
     heads = with_own_lm_heads(export)

@@ -1,36 +1,38 @@
 """Heads as a repository of the Hub: weights, config, provenance, a model card, and code for plain transformers.
 
-    config.json   medusa_lm_head.safetensors   provenance.json      as `medusa.checkpoints.load` writes and reads them
+    config.json   medusa_lm_head.safetensors   provenance.json      the files of `medusa.checkpoints.save`
     README.md                                                       the model card (`medusa.export.card`)
     custom_generate/generate.py, requirements.txt                   for `model.generate(custom_generate="org/heads")`
 
-The code is `medusa/export/hub_generate.py`, word for word.
+The code is a copy of `medusa/export/hub_generate.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from medusa.checkpoints.load import save_heads
-from medusa.errors import RequestError, RunError
-from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
+from medusa.checkpoints.checkpoint import Checkpoint
+from medusa.checkpoints.save import save
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError, RunError, first_line
+from medusa.export.card import model_card
+from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
 from medusa.files import write_text
-from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 
 CODE = Path(__file__).with_name("hub_generate.py")
 CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"
-NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"  # what transformers looks at before it runs the code
+NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"
+"""transformers checks these before it runs the code."""
+DEFAULT_TREE = "eight"
+"""For heads about which nothing was measured: eight nodes cost little on any machine."""
 
 
-def why_no_code(heads: MedusaHeads) -> str | None:
-    """What of these heads `custom_generate/generate.py` does not know; `None`: it can decode with them."""
-    config = heads.config
+def why_no_code(config: MedusaConfig) -> str | None:
+    """The property of these heads that `custom_generate/generate.py` cannot decode with; `None`: it can."""
     if config.kind not in ("medusa", "cascade"):
         return f"kind {config.kind}"
     if config.prefix_layers:
@@ -38,41 +40,36 @@ def why_no_code(heads: MedusaHeads) -> str | None:
     return f"a vocabulary of {config.vocabulary} tokens" if config.vocabulary is not None else None
 
 
-def write_repository(heads: MedusaHeads, folder: Path, facts: Facts) -> MedusaHeads:
-    """Fill `folder` with all that the repository holds; the code where it knows such heads.
+def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoint:
+    """Write all files of the repository into `folder`; the code only if it can decode with these heads.
 
-    No folder of this machine is named in it. Heads without a tree get `eight`, as far as they reach.
+    No file names a folder of this machine. Heads without a tree get DEFAULT_TREE, cut to their number.
 
     Returns:
         The heads as they were written.
     """
-    heads = copy.copy(heads)  # with a config of its own; the weights are the same
     base = heads.config.base_model_name_or_path
-    heads.config = replace(
+    default = load_tree(DEFAULT_TREE, heads.config.num_heads).clip(heads.config.num_heads)
+    config = replace(
         heads.config,
         base_model_name_or_path=base if is_hub_id(base) or base is None else Path(base).name,
         backbone=without_folders(heads.config.backbone),
-        tree=heads.config.tree or [list(path) for path in default_tree(heads.config.num_heads)],
+        tree=heads.config.tree or [list(path) for path in default.rank_paths],
     )
     provenance = heads.provenance if facts.provenance is None else facts.provenance
-    facts = replace(facts, provenance=provenance)
-    save_heads(heads, folder, without_folders(provenance))
-    with_code = why_no_code(heads) is None
+    written = Checkpoint(config, heads.tensors, without_folders(provenance))
+    save(written, folder)
+    with_code = why_no_code(config) is None
     if with_code:
         (folder / GENERATE).parent.mkdir()
         shutil.copyfile(CODE, folder / GENERATE)
         write_text(folder / REQUIREMENTS, NEEDS)
-    write_text(folder / CARD, model_card(heads, facts, with_code))
-    return heads
-
-
-def default_tree(num_heads: int) -> list[tuple[int, ...]]:
-    """For heads about which nothing was measured: eight nodes, which no machine minds much."""
-    return load_tree("eight", num_heads).clip(num_heads).rank_paths
+    write_text(folder / CARD, model_card(written, replace(facts, provenance=provenance), with_code))
+    return written
 
 
 def push(
-    heads: MedusaHeads,
+    heads: Checkpoint,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -82,20 +79,25 @@ def push(
     license: str | None = None,
     benchmark: str | Path | None = None,
 ) -> str:
-    """Publish heads as `repo_id`, which is made where it is not there yet; returns the commit's address.
+    """Publish heads as the repository `repo_id`, which is made if it does not exist.
+
+    Files of the same names are replaced, the card, too; git keeps the old ones.
 
     Args:
-        private: of a new repository; by default as the account says.
+        heads: which heads.
+        repo_id: the repository's Hub id.
+        private: whether a new repository is; by default as the account's settings say.
         token: by default that of `hf auth login`.
-        revision: a branch, made where it is not there yet; by default main.
-        commit_message: by default one that says what these heads are.
+        revision: a branch, made if it does not exist; by default main.
+        commit_message: by default the number and kind of the heads and their backbone.
         license: the Hub's name of it, for the card.
-        benchmark: what `medusa benchmark --json` wrote about these heads, for the card.
+        benchmark: a file of `medusa benchmark --json` about these heads, for the card.
 
-    Files of the same names there are replaced, the card, too (git keeps the old ones).
+    Returns:
+        The address of the commit.
 
     Raises:
-        RequestError: no such repository for this token, or a name, licence or benchmark that is none.
+        RequestError: no such repository for this token, or a wrong name, licence or benchmark.
         RunError: the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
@@ -108,24 +110,19 @@ def push(
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            written = write_repository(heads, Path(folder), facts)
-            config = written.config
-            done: Any = api.upload_folder(
+            config = write_repository(heads, Path(folder), facts).config
+            of = config.base_model_name_or_path or "their backbone"
+            done = api.upload_folder(
                 repo_id=repo,
                 folder_path=folder,
                 revision=revision,
-                commit_message=commit_message
-                or f"{config.num_heads} {config.kind} heads for {config.base_model_name_or_path or 'their backbone'}",
+                commit_message=commit_message or f"{config.num_heads} {config.kind} heads for {of}",
             )
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
         raise RequestError(
-            f"cannot push to {repo_id}: {_reason(error)}; log in with `hf auth login`, or pass a token that may write "
-            "there"
+            f"cannot push to {repo_id}: {first_line(error)}; log in with `hf auth login`, or pass a token that may "
+            "write there"
         ) from None
-    except (HTTPError, OSError) as error:  # HTTPError: of the library that the Hub's own stands on, whichever it is
-        raise RunError(f"cannot push to {repo_id}: {_reason(error)}; is the Hub reachable from here?") from error
+    except (HTTPError, OSError) as error:  # HTTPError: of the library that huggingface_hub uses, whichever it is
+        raise RunError(f"cannot push to {repo_id}: {first_line(error)}; is the Hub reachable from here?") from error
     return str(done.commit_url)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

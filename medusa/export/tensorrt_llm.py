@@ -1,19 +1,21 @@
-"""TensorRT-LLM's engine flow: `config.json` and `medusa_lm_head.safetensors`, by the published names.
+"""TensorRT-LLM's engine flow: `config.json` and `medusa_lm_head.safetensors`, with the published names.
 
-Every head needs an LM head of its own, every block a bias. The tree is given when the engine is built and run; it lies
-beside the heads as `medusa_choices.json`, all nodes but the root, 63 at most.
+Every head needs an LM head of its own, every block a bias. The tree is given when the engine is built and when it runs;
+it is written as `medusa_choices.json`: all nodes but the root, 63 at most.
 """
 
 from __future__ import annotations
 
-from medusa.checkpoints.load import CONFIG, WEIGHTS, save_tensors, to_published
+from medusa.checkpoints.layout import CONFIG, WEIGHTS
+from medusa.checkpoints.published import to_published
+from medusa.checkpoints.save import save_tensors
 from medusa.config import MedusaConfig
-from medusa.export import Export, Written, published_config, quoted, require_square
-from medusa.export.own import with_own_lm_heads
+from medusa.export.base import Export, Written, published_config, quoted, require_square
+from medusa.export.lm_head import with_own_lm_heads
 from medusa.files import write_json
 from medusa.tree import Tree, named_trees
 
-NAME, CHOICES, MOST_NODES = "tensorrt-llm", "medusa_choices.json", 63
+NAME, CHOICES, MAX_CHOICES = "tensorrt-llm", "medusa_choices.json", 63
 FALLBACK = "mc_sim_7b_63"
 LOST = "greedy decoding only; one tree, given when the engine is built; Llama and Qwen backbones only"
 
@@ -39,9 +41,9 @@ def write(export: Export) -> Written:
 
 
 def write_choices(export: Export, config: MedusaConfig) -> list[list[int]]:
-    """The tree saved with the heads, else the published one, as far as the heads reach and the engine takes nodes."""
+    """Write the tree saved with the heads, else a published one, cut to the heads and to the engine's limit."""
     tree = Tree.from_paths(config.tree or named_trees()[FALLBACK]).clip(config.num_heads)
     # By depth, so that the first nodes of a tree that is too large are a tree as well.
-    paths = sorted((list(path) for path in tree.rank_paths if path), key=lambda path: (len(path), path))[:MOST_NODES]
+    paths = sorted((list(path) for path in tree.rank_paths if path), key=lambda path: (len(path), path))[:MAX_CHOICES]
     write_json(export.folder / CHOICES, paths)
     return paths

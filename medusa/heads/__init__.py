@@ -1,1 +1,1 @@
-"""What heads are made of: one file per kind, and what the kinds share."""
+"""The heads' modules: one file for each kind, and the parts that kinds share."""

@@ -1,7 +1,7 @@
-"""Cascaded heads: head k takes head k - 1's output vector as its input.
+"""Cascaded heads: head k reads the output vector of head k - 1.
 
-A guess depends on how the guesses before it were arrived at, not on which of them was taken: the tree stays a product
-of every head's best guesses, and a step costs what it costs with independent heads.
+A guess depends on the computation of the guesses before it, not on which of them was chosen. So the tree stays a
+product of every head's best guesses, and a step costs as much as with independent heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from medusa.heads.sequential import StackedHeads, State
 
 
 class CascadeHeads(StackedHeads):
-    """The state is the output vector [..., H]."""
+    """Cascaded heads. The state is the output vector [..., H]."""
 
     def input_size(self, head: int) -> int:
         return self.config.hidden_size

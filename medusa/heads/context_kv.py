@@ -1,16 +1,16 @@
-"""What steps look back at: keys and values of all that was said before, shared by every path behind it.
+"""Keys and values of the text before, to which heads attend together with the keys of their own path.
 
-A path's own keys are few and differ from node to node; the text's are many and the same for all. One attention over
-both, without a copy of the text's for every node: the score of own key j is computed apart and put into a dimension j
-of its own, where key j of J further ones is 1 and all others are 0.
+A path's own keys are few and differ from node to node. The text's keys are many and the same for all nodes. One
+attention covers both, without a copy of the text's keys for each node. The score s_j of own key j is computed before
+and put into an extra dimension j, where own key j is 1 and all other keys are 0:
 
     query   [q ; s_0 ... s_j]        keys   [k_i ; 0]  i in the text      values   [v_i ; 0]
                                             [0 ; e_j]  own                         [0 ; e_j]
 
-So the softmax runs over text and own keys together, and the further dimensions of its output are the own keys' weights.
+So the softmax covers text and own keys, and the extra dimensions of its output are the weights of the own keys.
 
-Shapes: B rows, S pairs remembered, Q queries a row (R of them, if not all are asked), A attention heads, D head size,
-J own keys.
+Shapes: B rows, S pairs in the cache, Q queries a row (R of them, if only some are asked), A attention heads, D their
+size, J own keys.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from medusa.heads.rope import rope_angles
 
 NOTHING = -1e4
-"""The score of an own key that is not there yet: no weight at all, and finite, since text keys multiply it by 0."""
+"""The score of an own key that does not exist yet. Its weight is 0. It is finite, as text keys multiply it by 0."""
 
 
 class ContextKV:
-    """Keys and values of B rows, which of them each query may see, and where the queries stand."""
+    """Keys and values of B rows, with the position of each query and the keys that it may see."""
 
     def __init__(
         self,
@@ -37,21 +37,22 @@ class ContextKV:
         steps: int,
         place: Tensor | None = None,
     ) -> None:
-        """
+        """Prepare the attention of all steps.
+
         Args:
             keys, values: [B, A, S, D].
-            seen: [B, Q, S], or 1 in place of B and Q: True where a query may look.
-            position_ids: of the queries' first step, in the queries' shape, or [B, 1] where all of a row have one.
-            steps: as many as own keys at most; each one stands a position behind the one before.
-            place: [R] which of the B x Q the queries are; by default they come as [B, Q].
+            seen: [B, Q, S], with 1 for B or Q if they share it: True where a query may look.
+            position_ids: of the queries in the first step, in the queries' shape, or [B, 1] if a row shares one.
+            steps: number of own keys at most; each stands one position after the one before.
+            place: [R] indices of the queries among all B x Q; by default they come as [B, Q].
         """
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
-        self.turns = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)
-        self.room = -(-steps // 8) * 8  # kernels like multiples of 8
-        hidden = F.pad(~seen, (0, self.room))[:, None]
+        self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)
+        self.extra = -(-steps // 8) * 8  # kernels are faster with multiples of 8
+        hidden = F.pad(~seen, (0, self.extra))[:, None]
         self.mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
-        unit = F.pad(torch.eye(self.room, dtype=keys.dtype, device=keys.device), (self.size, 0))
+        unit = F.pad(torch.eye(self.extra, dtype=keys.dtype, device=keys.device), (self.size, 0))
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
     @classmethod
@@ -64,9 +65,9 @@ class ContextKV:
         steps: int,
         place: Tensor | None = None,
     ) -> ContextKV:
-        """For queries at the positions of whole texts: each one sees the earlier positions of its own document.
+        """For queries at the positions of whole texts: each sees the earlier positions of its own document.
 
-        A head knows the pair at its own position from the path.
+        The pair at its own position is the path's first.
 
         Args:
             keys, values: [B, A, T, D].
@@ -76,23 +77,23 @@ class ContextKV:
         seen = visible(keys.shape[2], document_ids, keys.device, before=1)
         return cls(keys, values, seen, position_ids if place is None else position_ids.flatten()[place], steps, place)
 
-    def turn(self, step: int) -> tuple[Tensor, Tensor]:
+    def angles_of(self, step: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., D] of the queries' positions in a step."""
-        cos, sin = self.turns
+        cos, sin = self.angles
         return cos[..., step, :], sin[..., step, :]
 
-    def look(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to the context_kv, together with own keys.
+    def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to the text and the own keys.
 
         Args:
-            query: [B, W, A, D] with W = Q or any number if `seen` is one for all, or [R, A, D] with `place`.
+            query: [B, W, A, D] with W = Q, or any number if all share `seen`; or [R, A, D] with `place`.
             own: [..., A, J] inner products of the queries with their own keys, not scaled.
 
         Returns:
-            The context_kv's part of the output, like `query`, and the own keys' weights, like `own`.
+            The text's part of the output, shaped like `query`, and the weights of the own keys, shaped like `own`.
         """
         count = own.shape[-1]
-        query = F.pad(torch.cat([query, own], dim=-1), (0, self.room - count), value=NOTHING)
+        query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:
             grid = query.new_zeros(self.rows * self.queries, *query.shape[1:])
             query = grid.index_copy(0, self.place, query).unflatten(0, (self.rows, -1))
@@ -112,7 +113,7 @@ def _extended(states: Tensor, unit: Tensor) -> Tensor:
 
 
 def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """[B or 1, T, T] which positions a position may see: those at least `before` before it, in its own document."""
+    """[B or 1, T, T] True where a position sees another: at least `before` earlier, in the same document."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])

@@ -1,17 +1,18 @@
-"""One autoregressive layer for all steps: EAGLE (arXiv 2401.15077), trained on its own features (EAGLE-3, HASS).
+"""One autoregressive layer for all heads: EAGLE (arXiv 2401.15077), trained on its own features (EAGLE-3, HASS).
 
-    z = [f ; e(token)]              f: the backbone's hidden state, and from the second step on the step's own output
+    z = [f ; e(token)]              f: the backbone's hidden state, and from the second head on the head before's output
     f' = f + attention(z)           over the pairs (f, token) of the text before, and those of the path so far
     f' = f' + blocks([f' ; e(token)])
 
-Each step's output is the next one's f, and goes through the LM head. A pair's key depends on the pair alone, so the
-text's accepted pairs are remembered without running the layer over them.
+Each head's output is the next one's f, and the input of the LM head. A pair's key depends on the pair alone, so that
+the accepted pairs of the text are kept without running the layer over them.
 
-With `block: gated` it is the layer of EAGLE-3 (arXiv 2503.01840) to the letter, as servers run it on the last hidden
-state: norms with weights, a Llama's gated MLP after attention that does not see the token, and a norm before the LM
-head.
+With `block: gated` it is exactly the layer of EAGLE-3 (arXiv 2503.01840) as servers run it on the last hidden state. It
+has norms with weights, a Llama's gated MLP that does not read the token, and a norm before the LM head:
 
     f' = f + attention(norm z)    f' = f' + D (SiLU(G norm f') * U norm f')    the LM head reads norm f'
+
+Shapes: ... any positions or nodes, H hidden size, A attention heads, D their size.
 """
 
 from __future__ import annotations
@@ -20,46 +21,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED, MedusaConfig
-from medusa.errors import RequestError
+from medusa.config import GATED, GATED_EPS, MedusaConfig
+from medusa.heads.blocks import Stack
 from medusa.heads.context_kv import ContextKV
-from medusa.heads.rope import apply_rope, rope_angles
-from medusa.heads.sequential import SequentialHeads, Stack, State, normalised
-
-HEAD_SIZE = 64
-EPS = 1e-6
+from medusa.heads.rope import apply_rope, attention_heads, rope_angles
+from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
 class GatedStack(nn.Module):
-    """A Llama's MLP and the norm before it: x + D (SiLU(G n) * U n) with n = norm(x), and D = 0 at the start."""
+    """A Llama's gated MLP with its norm: x + D (SiLU(G n) * U n) with n = norm(x), and D = 0 at the start."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.inner_size
-        self.norm = nn.RMSNorm(size, EPS)
+        self.norm = nn.RMSNorm(size, GATED_EPS)
         self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, size, bias=False)
         nn.init.zeros_(self.down.weight)
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        del z  # the token is known from attention alone
+        del z  # only attention reads the token
         inner = self.norm(x)
         return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
 
 
 class EagleHeads(SequentialHeads):
-    """The state is the output vector [..., H], and of each pair of the path its key and value [..., 2 H]."""
+    """EAGLE heads. The state is the output [..., H], and the key and value [..., 2 H] of each pair of the path."""
 
     follows_path = uses_context = True
 
     def make_blocks(self) -> None:
         size = self.config.hidden_size
-        if size % 2:
-            raise RequestError(f"heads of kind eagle need an even hidden size, not {size}; take recurrent")
-        self.count = max(size // HEAD_SIZE, 1)
-        while size % (2 * self.count):
-            self.count -= 1
+        self.count = attention_heads(size)
         self.size = size // self.count
         self.pair = nn.Linear(2 * size, 3 * size, bias=False)  # to its query, key and value
         self.out = nn.Linear(size, size, bias=False)
@@ -68,10 +62,10 @@ class EagleHeads(SequentialHeads):
         self.gated = self.config.block == GATED
         self.stack = GatedStack(self.config) if self.gated else Stack(self.config, 2 * size)
         if self.gated:
-            self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, EPS) for _ in range(3))
+            self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, GATED_EPS) for _ in range(3))
 
     def sides(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention sees of a pair."""
+        """The hidden state and the token of a pair, normalised for attention."""
         if self.gated:
             return self.feature_norm(feature), self.token_norm(token)
         return normalised(feature), normalised(token)
@@ -91,7 +85,7 @@ class EagleHeads(SequentialHeads):
         if context_kv is None:
             cos, sin = rope_angles(torch.full((), head, device=mixed.device), self.size, mixed.dtype)
         else:
-            cos, sin = (part[..., None, None, :] for part in context_kv.turn(head))
+            cos, sin = (part[..., None, None, :] for part in context_kv.angles_of(head))
         query, key = apply_rope(mixed[..., :2, :, :], (cos, sin)).unbind(-3)
         path.append(torch.cat([key, mixed[..., 2, :, :]], dim=-1).flatten(-2))
         keys, values = torch.stack(path, dim=-2).unflatten(-1, (self.count, -1)).chunk(2, dim=-1)  # [..., k + 1, A, D]
@@ -99,7 +93,7 @@ class EagleHeads(SequentialHeads):
         if context_kv is None:
             seen, weights = torch.zeros_like(query), (scores * self.size**-0.5).softmax(-1)
         else:
-            seen, weights = context_kv.look(query, scores)
+            seen, weights = context_kv.attend(query, scores)
         seen = seen + (weights.transpose(-1, -2)[..., None] * values).sum(-3)
         feature = feature + self.dropout(self.out(seen.flatten(-2)))
         feature = self.stack(feature, torch.cat([feature, token], dim=-1))

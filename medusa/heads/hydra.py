@@ -2,11 +2,11 @@
 
     z_k = [h ; e(root) ; e(guess 1) ; ... ; e(guess k)]        head 0 sees h and the root
 
-So what stands under a node depends on the node, and its siblings have other children.
+So the children of a node depend on the node, and its siblings have other children.
 
-Ours add what a block makes of z_k to h, and bring embeddings to the hidden state's scale. The original's (block
-`hydra`, read by `medusa.checkpoints.hydra`) take a learned matrix of z_k in the place of h, embeddings as they are,
-and LM heads with a bias.
+Ours add a block of z_k to h, and scale embeddings to the hidden state. The original's (block `hydra`, read by
+`medusa.checkpoints.hydra`) add it to a learned matrix times z_k instead of h, take embeddings as they are, and have LM
+heads with a bias.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medusa.heads.sequential import StackedHeads, State, normalised
 
 
 class OriginalBlock(nn.Module):
-    """z R + c + SiLU(z W + b); without R and c, and then z + ..., where z has the hidden state's size already."""
+    """z R + c + SiLU(z W + b); z + SiLU(z W + b) if z already has the hidden state's size."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class OriginalBlock(nn.Module):
 
 
 class OriginalStack(nn.Module):
-    """The blocks of one head, one behind the other; the hidden state is part of z already."""
+    """The blocks of one head in a row. The hidden state is a part of z, so x is not read."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class OriginalStack(nn.Module):
 
 
 class HydraHeads(StackedHeads):
-    """The state is all that was seen so far [..., (k + 1) H]."""
+    """Hydra heads. The state is z of the head before [..., (k + 1) H]."""
 
     follows_path = True
 
@@ -57,7 +57,8 @@ class HydraHeads(StackedHeads):
         super().__init__(config)
         self.lm_biases: nn.Parameter | None = None
         if config.block == ORIGINAL_HYDRA and config.vocab_size is not None:
-            self.lm_biases = nn.Parameter(torch.zeros(config.num_heads, config.words(config.vocab_size)))  # [K, V]
+            tokens = config.draft_vocab_size(config.vocab_size)
+            self.lm_biases = nn.Parameter(torch.zeros(config.num_heads, tokens))
 
     def make_blocks(self) -> None:
         if self.config.block != ORIGINAL_HYDRA:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from medusa.config import MedusaConfig
-    from medusa.heads.independent import MedusaHeads
+    from torch import nn
 
 KINDS = {
     "medusa": "medusa.heads.independent:MedusaHeads",  # independent of each other
-    "cascade": "medusa.heads.cascade:CascadeHeads",  # each takes what the one before made
-    "hydra": "medusa.heads.hydra:HydraHeads",  # each sees the tokens guessed so far
-    "recurrent": "medusa.heads.recurrent:RecurrentHeads",  # both
-    "eagle": "medusa.heads.eagle:EagleHeads",  # one layer that looks back, for all steps
+    "cascade": "medusa.heads.cascade:CascadeHeads",  # each reads the output of the head before
+    "hydra": "medusa.heads.hydra:HydraHeads",  # each reads the tokens guessed so far
+    "recurrent": "medusa.heads.recurrent:RecurrentHeads",  # each reads both
+    "eagle": "medusa.heads.eagle:EagleHeads",  # one layer with attention to the text, run once a head
 }
 
 
-def build(config: MedusaConfig) -> MedusaHeads:
-    """Fresh heads of the kind that `config` names."""
-    module, _, name = KINDS[config.kind].partition(":")
-    kind: type[MedusaHeads] = getattr(import_module(module), name)
-    return kind(config)
+def class_of(kind: str) -> Callable[..., nn.Module]:
+    """The class of a kind of heads; it takes a `MedusaConfig`."""
+    module, _, name = KINDS[kind].partition(":")
+    found: Callable[..., nn.Module] = getattr(import_module(module), name)
+    return found

@@ -1,8 +1,8 @@
 """Prefix attention: decoder layers of the heads' own over the backbone's hidden states (Hydra++, arXiv 2402.05109).
 
-A hidden state was made to guess one token; with a look back at all states before it, more can be said about those
-behind. The layers are transformers' Llama layers, the identity at the start; they keep a KV cache of their own in
-decoding, which grows by the accepted tokens only.
+A hidden state was made to predict one token. With attention to all earlier states, heads predict more tokens ahead. The
+layers are transformers' Llama layers and the identity at the start. In decoding they keep a KV cache of their own,
+which grows by the accepted tokens only.
 
 Shapes: B rows, T tokens, S slots of the cache, H hidden size.
 """
@@ -14,65 +14,59 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from medusa.errors import RequestError
-from medusa.heads.rope import BASE, rope_angles
+from medusa.config import MedusaConfig, PrefixSizes
+from medusa.heads.rope import BASE, attention_heads, rope_angles
 
-HEAD_SIZE = 64
 EXPANSION = 4
+EPS = 1e-6
 
 
 class Prefix(nn.Module):
-    """hidden [B, T, H] -> hidden [B, T, H], every position having seen those before it."""
+    """Map hidden [B, T, H] to hidden [B, T, H], where each position attends to those before it."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_layers: int,
-        heads: int | None = None,
-        key_value_heads: int | None = None,
-        width: int | None = None,
-        eps: float = 1e-6,
-        base: float = BASE,
-        norm: bool = False,
-    ) -> None:
-        """
-        Args:
-            heads, key_value_heads, width: of a layer; by default heads of HEAD_SIZE, and EXPANSION hidden sizes.
-            eps: of all norms.
-            base: of the rope_angles.
-            norm: one more behind the last layer, as Hydra++ has it.
-        """
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        if hidden_size % 2:
-            raise RequestError(f"heads.prefix_layers needs an even hidden size, not {hidden_size}; leave it out")
-        count = max(hidden_size // HEAD_SIZE, 1)
-        while hidden_size % (2 * count):  # heads of one even size
-            count -= 1
-        count = heads or count
+        size = config.hidden_size
+        sizes = config.prefix or default_sizes(size)
         self.config = LlamaConfig(
-            hidden_size=hidden_size,
-            intermediate_size=width or EXPANSION * hidden_size,
-            num_hidden_layers=num_layers,
-            num_attention_heads=count,
-            num_key_value_heads=key_value_heads or count,
-            rms_norm_eps=eps,
+            hidden_size=size,
+            intermediate_size=sizes["width"],
+            num_hidden_layers=config.prefix_layers,
+            num_attention_heads=sizes["heads"],
+            num_key_value_heads=sizes["key_value_heads"],
+            rms_norm_eps=sizes["eps"],
         )
         self.config._attn_implementation = "sdpa"
-        self.head_size, self.base = hidden_size // count, base
-        self.norm = LlamaRMSNorm(hidden_size, eps) if norm else nn.Identity()
-        self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(num_layers))
+        self.head_size, self.base = size // sizes["heads"], sizes["base"]
+        self.norm = LlamaRMSNorm(size, sizes["eps"]) if sizes["norm"] else nn.Identity()
+        self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(config.prefix_layers))
         for name, parameter in self.layers.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream
                 nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        """
+        """Run all layers.
+
         Args:
+            hidden: [B, T, H].
             position_ids: [B, T].
-            mask: [B, 1, T, S] or broadcast to it: True, or 0, where a token may look.
-            cache: of S - T tokens, to which these are appended; without one S is T.
+            mask: [B, 1, T, S] or broadcast to it: True, or 0, where a token attends.
+            cache: holds S - T tokens, to which these are appended; without a cache S is T.
         """
-        turns = rope_angles(position_ids, self.head_size, hidden.dtype, self.base)
+        angles = rope_angles(position_ids, self.head_size, hidden.dtype, self.base)
         for layer in self.layers:
-            hidden = layer(hidden, attention_mask=mask, position_embeddings=turns, past_key_values=cache)
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, past_key_values=cache)
         return self.norm(hidden)
+
+
+def default_sizes(hidden_size: int) -> PrefixSizes:
+    """The sizes of prefix layers that are trained here."""
+    heads = attention_heads(hidden_size)
+    return {
+        "heads": heads,
+        "key_value_heads": heads,
+        "width": EXPANSION * hidden_size,
+        "eps": EPS,
+        "base": BASE,
+        "norm": False,
+    }

@@ -1,7 +1,7 @@
-"""Recurrent heads: head k takes head k - 1's output vector and the embedding of the token guessed there.
+"""Recurrent heads: head k reads the output vector of head k - 1 and the embedding of the token guessed there.
 
-Between the cascade, whose vector does not know which guess was taken, and Hydra, whose heads all start afresh from the
-hidden state. Inputs stay 2 H wide however deep the tree is.
+They lie between the cascade, whose vector is the same for all guesses, and Hydra, whose heads all start from the hidden
+state. Inputs stay 2 H wide at every depth of the tree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from medusa.heads.sequential import StackedHeads, State, normalised
 
 
 class RecurrentHeads(StackedHeads):
-    """The state is the output vector [..., H]."""
+    """Recurrent heads. The state is the output vector [..., H]."""
 
     follows_path = True
 

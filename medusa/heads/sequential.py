@@ -1,11 +1,10 @@
-"""Heads that work one after the other: what a kind of them must say, and the blocks they are made of.
+"""Sequential heads: head k starts from the state that head k - 1 left, and from the token before its own on the path.
 
-Head k (from 0) starts from what head k - 1 left, its state, and from the token before its own on the path: the root for
-head 0, the first guess for head 1. In training that token is the text's; in decoding it is a node's, so the heads are
-run level by level of the tree. A kind may also look back at the text (`uses_context`): at pairs of a hidden state
-and the token behind it, all those before the position that head 0 starts from.
+That token is the root for head 0 and the first guess for head 1. In training it is the text's; in decoding it is a
+node's, so that heads run level by level of the tree. A kind may also attend to the text (`uses_context`): to pairs of a
+hidden state and the token after it, at all positions before the one that head 0 starts from.
 
-Shapes: ... any number of positions or nodes, K heads, H hidden size, S size of a part of a state, V vocabulary.
+Shapes: ... any positions or nodes, K heads, H hidden size, S size of a part of a state, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,67 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import MedusaConfig
 from medusa.errors import RequestError
+from medusa.heads.blocks import Stack
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import LMHead, MedusaHeads
 from medusa.heads.inputs import HeadInputs
 
 State = tuple[Tensor, ...]
-"""What a head leaves to the next one: tensors [..., S], which the path's children inherit."""
-
-
-class Stack(nn.Module):
-    """Residual blocks of one head: the first one reads `z` [..., I] and adds to `x` [..., H]; the others read x.
-
-    With their last weights at zero, as at the start, x passes unchanged.
-    """
-
-    def __init__(self, config: MedusaConfig, input_size: int) -> None:
-        super().__init__()
-        sizes = [input_size] + [config.hidden_size] * (config.num_layers - 1)
-        block = SquareLayer if config.block == "square" else MLPLayer
-        self.layers = nn.ModuleList(block(size, config.hidden_size, config.inner_size) for size in sizes)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = z = x + self.dropout(layer(z))
-        return x
-
-
-class SquareLayer(nn.Module):
-    """SiLU(z W + b), with W = b = 0 at the start (Hydra's, and with I = H the paper's)."""
-
-    def __init__(self, input_size: int, hidden_size: int, inner_size: int) -> None:
-        super().__init__()
-        del inner_size
-        self.linear = _zeros(nn.Linear(input_size, hidden_size))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return F.silu(self.linear(z))
-
-
-class MLPLayer(nn.Module):
-    """SiLU(z U + b) D + c, with D = c = 0 at the start."""
-
-    def __init__(self, input_size: int, hidden_size: int, inner_size: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(input_size, inner_size)
-        self.down = _zeros(nn.Linear(inner_size, hidden_size))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(z)))
-
-
-def _zeros(linear: nn.Linear) -> nn.Linear:
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+"""What a head leaves to the next one: tensors [..., S], which all children of a node share."""
 
 
 class SequentialHeads(MedusaHeads, ABC):
-    """K heads in a row. A kind says what it is made of (`make_blocks`) and what a head does (`step`)."""
+    """K heads in a row. A kind defines its modules (`make_blocks`) and the computation of one head (`step`)."""
 
     @abstractmethod
     def make_blocks(self) -> None: ...
@@ -87,15 +37,16 @@ class SequentialHeads(MedusaHeads, ABC):
 
     @abstractmethod
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        """One head.
+        """Run one head.
 
         Args:
-            state: what the head before left.
-            token: [..., H] embedding of the token before the one it guesses, for kinds that follow the path.
-            context_kv: of the text before, for kinds that look back; `None`: there is none.
+            head: its number, from 0.
+            state: the state that the head before left.
+            token: [..., H] embedding of the token before the guessed one, for kinds that follow the path.
+            context_kv: keys and values of the text before, for kinds that look back; `None`: there is none.
 
         Returns:
-            What the LM head is applied to [..., H], and the state that the next head starts from.
+            The output [..., H], to which the LM head is applied, and the state that the next head starts from.
         """
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
@@ -115,16 +66,16 @@ class SequentialHeads(MedusaHeads, ABC):
 
 
 class StackedHeads(SequentialHeads):
-    """Heads with a stack of blocks each; a kind says how wide their inputs are."""
+    """Sequential heads with a stack of blocks each; a kind defines the size of their inputs."""
 
     def make_blocks(self) -> None:
         self.stacks = nn.ModuleList(Stack(self.config, self.input_size(head)) for head in range(self.config.num_heads))
 
     @abstractmethod
     def input_size(self, head: int) -> int:
-        """Of what the first block of a head reads."""
+        """The size of a head's input to its first block."""
 
 
 def normalised(token: Tensor) -> Tensor:
-    """An embedding [..., H] at the scale of a hidden state: root mean square 1, whatever the backbone keeps."""
+    """An embedding [..., H] at the scale of a hidden state: root mean square 1, whatever the backbone's scale."""
     return F.rms_norm(token, token.shape[-1:])

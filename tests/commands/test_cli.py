@@ -24,9 +24,9 @@ from decode.results import Result
 from decode.timers import STAGES
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import load_heads
 from medusa.commands import common
 from medusa.commands.datastore import PIECE
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
@@ -270,7 +270,7 @@ def test_heads_go_on_from_what_use_left(
     done = medusa("train", go_on, "training.learning_rate=1e-4")
     assert done.status == 0, done.err
     assert "data: 6 documents" in done.err
-    before, after = load_heads(place.heads), load_heads(tmp_path / "trained")
+    before, after = MedusaHeads.from_pretrained(place.heads), MedusaHeads.from_pretrained(tmp_path / "trained")
     assert after.config.num_heads == 3
     for old, new in zip(before.parameters(), after.parameters(), strict=True):
         assert 0 < (old - new).abs().max() < 1e-3, "three small steps from where the given ones are"
@@ -393,7 +393,7 @@ def test_heads_can_be_trained_on_an_adapters_folder(
 ) -> None:
     done = medusa("train", recipe(backbone=str(adapter)), "--quiet")
     assert done.status == 0, done.err
-    assert load_heads(tmp_path / "trained").config.base_model_name_or_path == str(adapter)
+    assert MedusaHeads.from_pretrained(tmp_path / "trained").config.base_model_name_or_path == str(adapter)
 
 
 # --- info, train, evaluate -------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_train_writes_heads_that_everything_else_takes(
     done = medusa("train", recipe(), "heads.num=3", "training.learning_rate=1e-3", "--json", tmp_path / "fit.json")
     assert done.status == 0, done.err
     assert json.loads((tmp_path / "fit.json").read_text())["steps"] == 3
-    assert load_heads(tmp_path / "trained").config.num_heads == 3
+    assert MedusaHeads.from_pretrained(tmp_path / "trained").config.num_heads == 3
     told = medusa("info", tmp_path / "trained")
     assert "command" in told.out, "provenance is shown"
     argv = ("--backbone", place.backbone, "--heads", tmp_path / "trained", "--prompts", place.prompts, *GENERATION)
@@ -512,7 +512,7 @@ def test_evaluate_reads_documents_of_a_text_file_apart(medusa: Any, place: Place
 @pytest.fixture
 def own_place(place: Place, tmp_path: Path) -> Place:
     """Heads in a folder of this test's own, with no tree saved."""
-    heads = load_heads(place.heads)
+    heads = MedusaHeads.from_pretrained(place.heads)
     heads.config.tree = None
     heads.save_pretrained(tmp_path / "heads")
     return place._replace(heads=str(tmp_path / "heads"))
@@ -911,7 +911,7 @@ def test_control_c_is_no_traceback(medusa: Any, place: Place, monkeypatch: pytes
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("medusa.checkpoints.load.load_heads", interrupted)
+    monkeypatch.setattr("medusa.heads.independent.MedusaHeads.from_pretrained", interrupted)
     done = medusa("info", place.heads)
     assert done.status == 130
     assert done.err == "medusa info: interrupted\n"

@@ -26,7 +26,7 @@ from decode.sampling import Target
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import CONFIG, WEIGHTS, load_heads
+from medusa.checkpoints.layout import CONFIG, WEIGHTS
 from medusa.errors import RequestError
 from medusa.heads.guesses import MISSED
 from medusa.heads.independent import MedusaHeads
@@ -127,7 +127,7 @@ def test_places() -> None:
 def test_on_disk_and_back(llama: Any, tmp_path: Path, kind: str, lm_head: str) -> None:
     _, some = pair(llama, kind, lm_head)
     some.save_pretrained(tmp_path)
-    back = load_heads(tmp_path, dtype=torch.bfloat16)
+    back = MedusaHeads.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert back.config == some.config
     assert back.vocabulary is not None
     assert torch.equal(back.vocabulary, some.vocabulary), "ids stay whole numbers"
@@ -151,7 +151,7 @@ def test_lists_that_are_none_are_refused(llama: Any, tmp_path: Path, change: Any
     words = tensors.pop("vocabulary")
     save_file(tensors | ({} if change is None else {"vocabulary": change(words)}), tmp_path / WEIGHTS)
     with pytest.raises(RequestError, match=message):
-        load_heads(tmp_path)
+        MedusaHeads.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("words", [True, 8, VOCAB, 40.0])
@@ -161,7 +161,7 @@ def test_sizes_that_are_none_are_refused(llama: Any, tmp_path: Path, words: Any)
     content = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(content | {"vocabulary": words}))
     with pytest.raises(RequestError, match=r"heads.vocabulary is"):
-        load_heads(tmp_path)
+        MedusaHeads.from_pretrained(tmp_path)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -392,11 +392,11 @@ def recipe(tmp_path: Path) -> Callable[..., Any]:
 )
 def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, objective: str, lm_head: str) -> None:
     recipe(kind, {"objective": objective}, lm_head=lm_head, vocabulary=WORDS, force_vocabulary=True)
-    heads = load_heads(tmp_path / "out")
+    heads = MedusaHeads.from_pretrained(tmp_path / "out")
     assert heads.vocabulary is not None
     assert (len(heads.vocabulary), int(heads.vocabulary.max())) == (WORDS, 44), "of 45 tokens that come at all"
     recipe(kind, start=str(tmp_path / "out"))
-    again = load_heads(tmp_path / "out")
+    again = MedusaHeads.from_pretrained(tmp_path / "out")
     assert again.vocabulary is not None
     assert torch.equal(again.vocabulary, heads.vocabulary)
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import check_exports as script
-from medusa.checkpoints.load import save_heads
 from tests.helpers import random_heads, tiny_model
 
 INSTALLED = {"vllm": "vllm", "vllm-eagle3": "vllm", "modelopt": "modelopt"}  # medusa-llm is never beside this package
@@ -23,7 +22,7 @@ def exports(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "backbone")
     gated = {"kind": "eagle", "block": "gated", "lm_head": "shared"}
     heads = random_heads(model, **(gated if request.param == "eagle" else {}))
-    save_heads(heads, tmp_path / "heads")
+    heads.save_pretrained(tmp_path / "heads")
     output = tmp_path / "exports"
     script.write(Namespace(heads=str(tmp_path / "heads"), backbone=str(tmp_path / "backbone"), output=output))
     return output

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import compare_drafters as script
-from medusa.checkpoints.load import save_heads
 from medusa.loading import load_backbone
 from tests.helpers import random_heads
 
@@ -17,7 +16,7 @@ def test_all_kinds_of_rows_on_the_embedded_backbone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads = random_heads(load_backbone("demo").model, 2, lm_head="shared")
-    save_heads(heads, tmp_path / "heads")
+    heads.save_pretrained(tmp_path / "heads")
     prompts = [
         {"prompt": f"{start} time there was", "category": kind} for start, kind in (("Once upon a", "a"), ("A", "b"))
     ]

@@ -14,7 +14,6 @@ from decode.bench import calibrate
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import save_heads
 from medusa.errors import RequestError
 from medusa.loading import load_backbone
 from tests.helpers import random_heads
@@ -24,7 +23,7 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path, monkeypatch: pytest.
     model = load_backbone("demo").model
     size, words = Backbone(model).hidden_size, Backbone(model).vocab_size
     for kind in ("medusa", "eagle"):
-        save_heads(random_heads(model, 2, kind=kind, lm_head="shared"), tmp_path / kind)
+        random_heads(model, 2, kind=kind, lm_head="shared").save_pretrained(tmp_path / kind)
     words_of_command = [
         "compare_kinds",
         "--backbone",
@@ -78,7 +77,7 @@ def test_attention_counts(settings: dict[str, Any], grows: bool) -> None:
 def test_the_calibrated_tree_of_a_size_is_each_heads_own(tmp_path: Path) -> None:
     loaded = load_backbone("demo")
     heads = random_heads(loaded.model, 2, lm_head="shared")
-    save_heads(heads, tmp_path)
+    heads.save_pretrained(tmp_path)
     settings = Settings(max_new_tokens=6, ignore_eos=True)
     points = [calibrate.Point(3, [[0], [0, 1]], 1.5, 2.0), calibrate.Point(3, [], 1.6, 2.0, dynamic=True)]
     found = calibrate.Calibration(

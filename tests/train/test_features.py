@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
+from medusa.heads.independent import MedusaHeads
 from tests.helpers import HIDDEN, random_ids, tiny_model
 from train import features as features_module
 from train.config import parse_config
@@ -149,7 +149,10 @@ def test_heads_from_features_are_those_of_online_training(
     cached = recipe("cached", training={"objective": objective}, heads=heads, cache_features=True)
     assert is_features(tmp_path / "cached" / "features")
     assert cached["head1_loss"] == pytest.approx(online["head1_loss"], abs=2e-4)
-    ours, theirs = load_heads(tmp_path / "cached").state_dict(), load_heads(tmp_path / "online").state_dict()
+    ours, theirs = (
+        MedusaHeads.from_pretrained(tmp_path / "cached").state_dict(),
+        MedusaHeads.from_pretrained(tmp_path / "online").state_dict(),
+    )
     # Hidden states differ in the last bits (batches of other rows), and twelve steps of AdamW at 6e-3 turn that into at
     # most a few 1e-4; the wrong hidden states would part the heads by the whole learning, some 5e-2.
     for name in ours:
@@ -262,7 +265,10 @@ def test_what_use_leaves_is_training_data(recipe: Any, model: Any, tmp_path: Pat
     assert [path.name for path in shards(tmp_path / "recorded")] == ["00000.safetensors", "00001.safetensors"]
     recipe("online")
     recipe("recorded-run", data={"path": str(tmp_path / "recorded"), "sequence_length": 40})
-    ours, theirs = load_heads(tmp_path / "recorded-run").state_dict(), load_heads(tmp_path / "online").state_dict()
+    ours, theirs = (
+        MedusaHeads.from_pretrained(tmp_path / "recorded-run").state_dict(),
+        MedusaHeads.from_pretrained(tmp_path / "online").state_dict(),
+    )
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=5e-4, rtol=0)  # as with features of a cache
 

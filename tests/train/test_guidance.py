@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
@@ -114,7 +113,7 @@ def test_heads_that_were_trained_with_dropout_are_ready_to_decode(tmp_path: Path
     run.train()
     assert not any(module.training for module in run.heads.modules())
     run.save_model()
-    held = [module.p for module in load_heads(tmp_path).modules() if isinstance(module, nn.Dropout)]
+    held = [module.p for module in MedusaHeads.from_pretrained(tmp_path).modules() if isinstance(module, nn.Dropout)]
     assert set(held) == {0.0}, "dropout is a run's, not the heads'"
 
 

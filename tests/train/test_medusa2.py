@@ -18,10 +18,10 @@ from decode.bench.methods import medusa_method, plain_method
 from decode.settings import Settings
 from medusa.__main__ import main
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
 from medusa.fingerprint import differs
+from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions, load_backbone, quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
@@ -121,7 +121,10 @@ def test_while_heads_learn_alone_they_learn_as_in_medusa_1(recipe: Any, tmp_path
     content = json.loads((tmp_path / "joint" / "provenance.json").read_text())["config"]
     alone = {"adapter": None, "output_dir": str(tmp_path / "alone")}
     train(parse_config(content | alone, "test"), quiet=True)
-    ours, theirs = load_heads(tmp_path / "joint").state_dict(), load_heads(tmp_path / "alone").state_dict()
+    ours, theirs = (
+        MedusaHeads.from_pretrained(tmp_path / "joint").state_dict(),
+        MedusaHeads.from_pretrained(tmp_path / "alone").state_dict(),
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -350,7 +353,7 @@ def test_adapter_and_heads_lie_side_by_side_and_decode_together(
     recipe(training={"max_steps": 30, "learning_rate": 2e-2}, adapter={"lm_loss": "text"})
     out = tmp_path / "out"
     loaded = load_backbone(str(out / "adapter"), LoadOptions(device="cpu"))
-    heads, ids = load_heads(out), torch.tensor([random_ids(9)])
+    heads, ids = MedusaHeads.from_pretrained(out), torch.tensor([random_ids(9)])
     trained = seen[0].backbone.model.eval()
     assert torch.equal(loaded.model(ids).logits, trained(ids).logits)
     assert not torch.allclose(trained(ids).logits, tiny_model("llama")(ids).logits, atol=0.1), "it has moved"
@@ -376,7 +379,7 @@ def test_merged_on_request(recipe: Any, seen: Any, tmp_path: Path) -> None:
     ids = torch.tensor([random_ids(9)])
     # W + BA in one matrix instead of two products: float32 rounding of logits of order 10.
     torch.testing.assert_close(merged(ids).logits, seen[0].backbone.model.eval()(ids).logits, atol=1e-3, rtol=1e-4)
-    heads = load_heads(tmp_path / "out" / "merged" / "heads")
+    heads = MedusaHeads.from_pretrained(tmp_path / "out" / "merged" / "heads")
     assert not differs(merged, heads.config.backbone)
     assert not (tmp_path / "out" / "checkpoint-3" / "merged").exists()
 
@@ -388,14 +391,20 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(recipe: Any, tmp_pat
     recipe("resumed", adapter={"heads_first": 0.2, "dropout": 0.1}, with_={"resume": True})
     for name, tensor in adapter_of(tmp_path / "whole").items():
         assert torch.equal(adapter_of(tmp_path / "resumed")[name], tensor)
-    ours, theirs = load_heads(tmp_path / "whole").state_dict(), load_heads(tmp_path / "resumed").state_dict()
+    ours, theirs = (
+        MedusaHeads.from_pretrained(tmp_path / "whole").state_dict(),
+        MedusaHeads.from_pretrained(tmp_path / "resumed").state_dict(),
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: Path) -> None:
     recipe("first")
     recipe("second", heads={"start": str(tmp_path / "first")}, training={"learning_rate": 0.0})
-    ours, theirs = load_heads(tmp_path / "first").state_dict(), load_heads(tmp_path / "second").state_dict()
+    ours, theirs = (
+        MedusaHeads.from_pretrained(tmp_path / "first").state_dict(),
+        MedusaHeads.from_pretrained(tmp_path / "second").state_dict(),
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(RequestError, match=r"heads\.start: .* has block 'mlp', not 'square'"):
         recipe("third", heads={"start": str(tmp_path / "first"), "block": "square"})

@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
@@ -118,7 +117,7 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
     assert done.returncode == 0, done.stderr
     assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
     assert [line["step"] for line in curve(whole)] == sorted({*range(3, 25, 3), *range(4, 25, 4)})
-    assert same(load_heads(killed), load_heads(whole))
+    assert same(MedusaHeads.from_pretrained(killed), MedusaHeads.from_pretrained(whole))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     save, state_save, file_save = torch.save, TrainerState.save_to_json, __import__("safetensors.torch").torch.save_file
     monkeypatch.setattr(
-        "medusa.checkpoints.load.save_file",
+        "medusa.checkpoints.save.save_file",
         lambda tensors, path, **kwargs: half("weights", Path(path), lambda: file_save(tensors, path, **kwargs)),
     )
 
@@ -185,7 +184,7 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     assert (out / "checkpoint-8").is_dir()
     assert not is_whole(out / "checkpoint-8")
     assert checkpoints(out) == [out / "checkpoint-4"]
-    assert load_heads(out / "checkpoint-4").config.num_heads == 2
+    assert MedusaHeads.from_pretrained(out / "checkpoint-4").config.num_heads == 2
     figures = train(parse_config(recipe("out"), "test"), quiet=True, resume=True)
     assert figures["steps"] == STEPS
     assert "checkpoint-8 was cut off while it was written; going on from checkpoint-4" in capsys.readouterr().err

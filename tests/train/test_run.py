@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from medusa.__main__ import main
 from medusa.errors import RequestError, RunError
+from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.config import parse_config
@@ -233,20 +234,21 @@ def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch:
 def test_a_disk_that_fills_midway_ends_in_one_line_and_costs_no_checkpoint(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    from medusa.checkpoints.load import save_heads
     from train.trainer import MedusaTrainer
+
+    write = MedusaHeads.save_pretrained
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
 
     def saving(heads: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
-        full() if str(folder).endswith("checkpoint-4") else save_heads(heads, folder, *args, **kwargs)
+        full() if str(folder).endswith("checkpoint-4") else write(heads, folder, *args, **kwargs)
 
     path = recipe("whole")
     run(path)
     with monkeypatch.context() as patched:
         if what == "heads":
-            patched.setattr("train.trainer.save_heads", saving)
+            patched.setattr(MedusaHeads, "save_pretrained", saving)
         else:
             once = MedusaTrainer._save_optimizer_and_scheduler
             patched.setattr(
@@ -296,7 +298,7 @@ def test_another_error_is_not_taken_for_a_full_disk(recipe: Any, monkeypatch: py
     def broken(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("train.trainer.save_heads", broken)
+    monkeypatch.setattr(MedusaHeads, "save_pretrained", broken)
     with pytest.raises(OSError, match="Input/output error") as error:
         run(recipe())
     assert not isinstance(error.value, RunError)

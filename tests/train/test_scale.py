@@ -17,8 +17,8 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
 from train.config import parse_config
@@ -70,7 +70,7 @@ def same_losses(left: list[dict[str, float]], right: list[dict[str, float]]) -> 
 
 
 def same_heads(left: Path, right: Path) -> None:
-    ours, theirs = load_heads(left).state_dict(), load_heads(right).state_dict()
+    ours, theirs = MedusaHeads.from_pretrained(left).state_dict(), MedusaHeads.from_pretrained(right).state_dict()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, **CLOSE)
 
@@ -121,8 +121,10 @@ def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(recipe: Any, 
     )
     same_losses(losses(tmp_path / "two"), losses(tmp_path / "one"))
     same_heads(tmp_path / "two", tmp_path / "one")
-    known = load_heads(tmp_path / "two").config.backbone
-    assert known == load_heads(tmp_path / "one").config.backbone, "the fingerprint is that of the whole backbone"
+    known = MedusaHeads.from_pretrained(tmp_path / "two").config.backbone
+    assert known == MedusaHeads.from_pretrained(tmp_path / "one").config.backbone, (
+        "the fingerprint is that of the whole backbone"
+    )
 
 
 def test_a_launcher_that_started_one_process_of_several_is_told_on(
@@ -166,7 +168,7 @@ def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path, lm_he
     assert finals[True] != finals[False], "autocast was on"
     # bfloat16 keeps 8 bits: logits of some units are off by some 1e-2, and the loss by less than that on average.
     assert finals[True] == pytest.approx(finals[False], abs=0.1)
-    heads = load_heads(tmp_path / f"{lm_head}-True")
+    heads = MedusaHeads.from_pretrained(tmp_path / f"{lm_head}-True")
     assert all(parameter.dtype == torch.float32 for parameter in heads.parameters())
 
 

@@ -18,7 +18,6 @@ from decode.bench.methods import medusa_method, plain_method
 from decode.results import tau
 from decode.settings import Settings
 from medusa.backbone import Backbone
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
 from medusa.fingerprint import differs, fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -137,7 +136,7 @@ def test_saved_heads_are_the_trained_ones(model: Any, texts: list[OwnText], tmp_
     run = trainer(model, texts, tmp_path)
     run.train()
     run.save_model()
-    loaded = load_heads(tmp_path)
+    loaded = MedusaHeads.from_pretrained(tmp_path)
     assert same_weights(loaded, run.heads)
     assert loaded.config == run.heads.config
 
@@ -313,8 +312,10 @@ def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
     states = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     best = Path(states["best_model_checkpoint"])
     assert best.name == "checkpoint-1"
-    assert same_weights(load_heads(tmp_path / "out"), load_heads(best))
-    assert not same_weights(load_heads(tmp_path / "out"), load_heads(tmp_path / "out" / "checkpoint-3"))
+    assert same_weights(MedusaHeads.from_pretrained(tmp_path / "out"), MedusaHeads.from_pretrained(best))
+    assert not same_weights(
+        MedusaHeads.from_pretrained(tmp_path / "out"), MedusaHeads.from_pretrained(tmp_path / "out" / "checkpoint-3")
+    )
 
 
 def test_gradient_accumulation_is_the_larger_batch(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
@@ -448,7 +449,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(recipe: Any, tmp_pat
     shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
     resumed = recipe("resumed", max_steps=6, save_steps=3, seed=5, train_with={"resume": True})
     assert resumed["steps"] == whole["steps"] == 6
-    assert same_weights(load_heads(tmp_path / "whole"), load_heads(tmp_path / "resumed"))
+    assert same_weights(
+        MedusaHeads.from_pretrained(tmp_path / "whole"), MedusaHeads.from_pretrained(tmp_path / "resumed")
+    )
 
 
 def test_an_old_checkpoint_is_never_resumed_or_replaced_silently(recipe: Any, tmp_path: Path) -> None:
@@ -559,7 +562,7 @@ def test_heads_say_where_they_come_from(
     assert told["config"]["heads"]["num"] == HEADS
     assert told["data"]["documents"] == PROMPTS
     assert told["result"] == figures
-    assert load_heads(tmp_path / "out").config.base_model_name_or_path == str(folder)
+    assert MedusaHeads.from_pretrained(tmp_path / "out").config.base_model_name_or_path == str(folder)
 
 
 def test_a_run_gives_its_figures(recipe: Any) -> None:

@@ -25,8 +25,8 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.heads.kinds import build
 from medusa.heads.sequential import SequentialHeads
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
 
@@ -46,7 +46,7 @@ def heads_for(
         block="mlp",
         prefix_layers=prefix_layers,
     )
-    heads = build(config)
+    heads = MedusaHeads.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in heads.parameters():

@@ -29,7 +29,7 @@ from decode.serve.chat_page import Page, PageConfig, Snapshot, Worker, marked, v
 from decode.serve.conversation import Conversation, Side, Writer
 from decode.serve.text_stream import Piece, TextStream
 from decode.settings import Settings
-from medusa.checkpoints.load import load_heads
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ SHORT = Settings(max_new_tokens=16)
 @pytest.fixture(scope="module")
 def writer() -> Writer:
     loaded = load_backbone("demo")
-    source = drafter_factory(None, DrafterContext(loaded.model, load_heads("demo"), "eight"))
+    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
     return Writer(loaded.model, loaded.tokenizer, source)
 

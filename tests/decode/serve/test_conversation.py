@@ -13,8 +13,8 @@ from decode.results import Result, Run
 from decode.serve.conversation import Conversation, Side, Writer, race
 from decode.serve.text_stream import TextStream
 from decode.settings import Settings
-from medusa.checkpoints.load import load_heads
 from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from tests.train.templates import CHATML
 
@@ -25,7 +25,7 @@ PROMPT = "Once upon a time"
 @pytest.fixture(scope="module")
 def writer() -> Writer:
     loaded = load_backbone("demo")
-    source = drafter_factory(None, DrafterContext(loaded.model, load_heads("demo"), "eight"))
+    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
     return Writer(loaded.model, loaded.tokenizer, source)
 

@@ -27,8 +27,8 @@ from decode.serve.conversation import Writer
 from decode.serve.openai import ApiError, Engine, Event, Row, Service
 from decode.settings import Settings
 from medusa.__main__ import main
-from medusa.checkpoints.load import load_heads
 from medusa.commands.distill.client import Server, ServerError
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.records import Record, prompt_ids
 from tests.train.templates import CHATML
@@ -44,7 +44,9 @@ def writer() -> Writer:
     assert loaded.tokenizer is not None
     loaded.tokenizer.chat_template = CHATML
     return Writer(
-        loaded.model, loaded.tokenizer, drafter_factory(None, DrafterContext(loaded.model, load_heads("demo"), "eight"))
+        loaded.model,
+        loaded.tokenizer,
+        drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight")),
     )
 
 

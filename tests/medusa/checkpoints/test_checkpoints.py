@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import medusa.checkpoints.load
 from medusa import MedusaConfig, MedusaHeads, RequestError
-from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS, load_heads, save_heads
+from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
@@ -51,7 +50,7 @@ def write(folder: Path, tensors: dict[str, Tensor], config: Any = None) -> Path:
 def refusal(folder: Path | str) -> str:
     """The message with which the heads there are refused, which is one line."""
     with pytest.raises(RequestError) as error:
-        load_heads(folder)
+        MedusaHeads.from_pretrained(folder)
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -68,8 +67,8 @@ def test_round_trip_is_bit_for_bit(
     heads.config.tree = [[0], [0, 1]]
     heads.config.backbone = {"name": "x", "weights": [0.5]}
     heads.config.base_model_name_or_path = "org/base"
-    save_heads(heads, tmp_path / "new" / "folder", provenance={"seed": 1})
-    again = load_heads(tmp_path / "new" / "folder")
+    heads.save_pretrained(tmp_path / "new" / "folder", provenance={"seed": 1})
+    again = MedusaHeads.from_pretrained(tmp_path / "new" / "folder")
     assert set(again.state_dict()) == set(heads.state_dict())
     for name, tensor in heads.state_dict().items():
         assert again.state_dict()[name].dtype == dtype
@@ -85,7 +84,7 @@ def test_round_trip_is_bit_for_bit(
 def test_published_names_and_layout(tmp_path: Path) -> None:
     """Others read these files: names, the [out, in] layout and the JSON keys are not ours to change."""
     heads = some_heads(num_heads=2, base_model_name_or_path="org/base")
-    save_heads(heads, tmp_path)
+    heads.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
         f"{head}.{name}": shape
@@ -106,7 +105,7 @@ def test_published_names_and_layout(tmp_path: Path) -> None:
 
 
 def test_heads_that_share_the_lm_head_are_version_2(tmp_path: Path) -> None:
-    save_heads(some_heads(lm_head="shared"), tmp_path)
+    some_heads(lm_head="shared").save_pretrained(tmp_path)
     assert json.loads((tmp_path / CONFIG).read_text())["version"] == "2"
 
 
@@ -117,7 +116,7 @@ def test_original_pt_file_is_read_and_its_tensors_are_believed(tmp_path: Path, l
     torch.save(tensors, tmp_path / LEGACY_WEIGHTS)
     config = {"base_model_name_or_path": "lmsys/vicuna", "medusa_num_heads": 2, "medusa_num_layers": 1}
     (tmp_path / CONFIG).write_text(json.dumps(config | {"transformers_version": "4.31.0"}))
-    heads = load_heads(tmp_path)
+    heads = MedusaHeads.from_pretrained(tmp_path)
     assert (heads.config.num_heads, heads.config.num_layers) == (5, layers)
     assert (heads.config.hidden_size, heads.config.vocab_size, heads.config.lm_head) == (H, V, "own")
     assert heads.config.base_model_name_or_path == "lmsys/vicuna"
@@ -133,17 +132,17 @@ def test_blocks_shared_in_an_old_file_are_unshared(tmp_path: Path) -> None:
         for part in ("weight", "bias"):
             tensors[f"{head}.1.linear.{part}"] = tensors[f"{head}.0.linear.{part}"]
     torch.save(tensors, tmp_path / LEGACY_WEIGHTS)
-    heads = load_heads(tmp_path)
+    heads = MedusaHeads.from_pretrained(tmp_path)
     assert torch.equal(heads.blocks[0].weight, heads.blocks[1].weight)
     assert heads.blocks[0].weight.data_ptr() != heads.blocks[1].weight.data_ptr()
 
 
 def test_heads_without_a_config_are_read_from_their_tensors(tmp_path: Path) -> None:
-    assert load_heads(write(tmp_path, original_tensors(heads=3))).config.num_heads == 3
+    assert MedusaHeads.from_pretrained(write(tmp_path, original_tensors(heads=3))).config.num_heads == 3
 
 
 def test_own_heads_of_the_shared_folder(shared: Path) -> None:
-    heads = load_heads(shared / "models/stories260K-medusa5-original")
+    heads = MedusaHeads.from_pretrained(shared / "models/stories260K-medusa5-original")
     assert (heads.config.num_heads, heads.config.vocab_size, heads.config.lm_head) == (5, 512, "own")
 
 
@@ -222,7 +221,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str) -> Non
     for content in cases:
         (tmp_path / name).write_bytes(content)
         try:
-            load_heads(tmp_path)
+            MedusaHeads.from_pretrained(tmp_path)
         except RequestError as error:
             messages.append(str(error))
     assert all(str(tmp_path / name) in message and "\n" not in message for message in messages)
@@ -282,30 +281,30 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_old_heads_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = some_heads()
-    save_heads(old, tmp_path)
+    old.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def fail(tensors: dict, path: Path, **kwargs: Any) -> None:
         Path(path).write_bytes(b"half a file")
         raise OSError("disk full")
 
-    monkeypatch.setattr(medusa.checkpoints.load, "save_file", fail)
+    monkeypatch.setattr("medusa.checkpoints.save.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        save_heads(some_heads(num_heads=2), tmp_path)
+        some_heads(num_heads=2).save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert torch.equal(load_heads(tmp_path).lm_heads, old.lm_heads)
+    assert torch.equal(MedusaHeads.from_pretrained(tmp_path).lm_heads, old.lm_heads)
 
 
 def test_heads_are_not_replaced_unasked(tmp_path: Path) -> None:
-    save_heads(some_heads(), tmp_path)
+    some_heads().save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="exists already"):
-        save_heads(some_heads(), tmp_path, overwrite=False)
-    save_heads(some_heads(num_heads=1), tmp_path)
-    assert load_heads(tmp_path).config.num_heads == 1
+        some_heads().save_pretrained(tmp_path, overwrite=False)
+    some_heads(num_heads=1).save_pretrained(tmp_path)
+    assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 1
 
 
 def test_files_are_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
-    save_heads(some_heads(), tmp_path)
+    some_heads().save_pretrained(tmp_path)
     assert (tmp_path / WEIGHTS).stat().st_mode & 0o777 == (tmp_path / CONFIG).stat().st_mode & 0o777
     umask = os.umask(0)
     os.umask(umask)

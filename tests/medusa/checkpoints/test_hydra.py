@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from decode import generate
 from medusa.backbone import Backbone
-from medusa.checkpoints.hydra import WEIGHTS
-from medusa.checkpoints.load import CONFIG, load_heads, save_heads
+from medusa.checkpoints.layout import CONFIG
+from medusa.checkpoints.layout import HYDRA_WEIGHTS as WEIGHTS
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
+from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from train.config import HeadsConfig
@@ -134,7 +135,7 @@ def test_logits_are_the_originals(model: Any, tmp_path: Path, prefix: bool, drop
     model.config.save_pretrained(tmp_path / "base")
     tensors = checkpoint(model, prefix, dropout, layers)
     arch = "prefix-mlp" if prefix else "mlp"
-    heads = load_heads(write(tmp_path, tensors, str(tmp_path / "base"), hydra_head_arch=arch))
+    heads = MedusaHeads.from_pretrained(write(tmp_path, tensors, str(tmp_path / "base"), hydra_head_arch=arch))
     assert (heads.config.kind, heads.config.num_heads, heads.config.num_layers) == ("hydra", HEADS, layers)
     backbone, ids = Backbone(model), torch.tensor(random_ids(10, seed=1))
     hidden, embedding = backbone.hidden_states(ids[None], use_cache=False)[0], tensors["input_embed_fn.weight"]
@@ -156,7 +157,7 @@ def test_the_text_is_plain_decodings_and_the_backbone_is_left_alone(model: Any, 
     tensors = checkpoint(model, prefix)
     tensors["input_embed_fn.weight"] += 1  # what the original would write over the backbone's
     arch = "prefix-mlp" if prefix else "mlp"
-    heads = load_heads(write(tmp_path, tensors, str(tmp_path / "base"), hydra_head_arch=arch))
+    heads = MedusaHeads.from_pretrained(write(tmp_path, tensors, str(tmp_path / "base"), hydra_head_arch=arch))
     prompts = [random_ids(n, seed=n) for n in (5, 9)]
     for tree in ("topk:3,2,2", "dynamic:9"):
         out = generate(model, heads, **left_padded(prompts), tree=tree, max_new_tokens=12)
@@ -169,21 +170,25 @@ def test_the_text_is_plain_decodings_and_the_backbone_is_left_alone(model: Any, 
 def test_saved_here_they_are_the_same_heads(model: Any, tmp_path: Path, prefix: bool) -> None:
     model.config.save_pretrained(tmp_path / "base")
     arch = "prefix-mlp" if prefix else "mlp"
-    heads = load_heads(write(tmp_path, checkpoint(model, prefix), str(tmp_path / "base"), hydra_head_arch=arch))
-    save_heads(heads, tmp_path / "ours")
-    back = load_heads(tmp_path / "ours")
+    heads = MedusaHeads.from_pretrained(
+        write(tmp_path, checkpoint(model, prefix), str(tmp_path / "base"), hydra_head_arch=arch)
+    )
+    heads.save_pretrained(tmp_path / "ours")
+    back = MedusaHeads.from_pretrained(tmp_path / "ours")
     assert back.config == heads.config
     assert back.state_dict().keys() == heads.state_dict().keys()
     assert all(torch.equal(tensor, heads.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
 def test_the_copied_embedding_tells_their_backbone_from_another(model: Any, tmp_path: Path) -> None:
-    heads = load_heads(write(tmp_path, checkpoint(model)))
+    heads = MedusaHeads.from_pretrained(write(tmp_path, checkpoint(model)))
     assert not differs(model, heads.config.backbone)
     assert not differs(deepcopy(model).bfloat16(), heads.config.backbone), "in another dtype too"
     assert differs(tiny_model("llama", seed=5), heads.config.backbone)
     without = {name: tensor for name, tensor in checkpoint(model).items() if "embed" not in name}
-    assert not differs(tiny_model("llama", seed=5), load_heads(write(tmp_path, without)).config.backbone)
+    assert not differs(
+        tiny_model("llama", seed=5), MedusaHeads.from_pretrained(write(tmp_path, without)).config.backbone
+    )
 
 
 def test_they_are_for_decoding(model: Any, tmp_path: Path) -> None:
@@ -209,7 +214,7 @@ def added(name: str, *shape: int) -> Any:
         (added("hydra_mlp.1.3.linear.weight", 3, 3), r"hydra_mlp.1.3.linear.weight has the shape \[3, 3\], not"),
         (added("hydra_lm_head.1.1.weight", 7, 3), r"hydra_lm_head.1.1.weight has the shape \[7, 3\], not"),
         (added("hydra_lm_head.3.1.weight", 7, 3), "holds the tensor hydra_lm_head.3.1.weight, which belongs to no"),
-        (added("eagle.weight", 2), "holds the tensor eagle.weight, which belongs to no Hydra head"),
+        (added("eagle.weight", 2), "holds the tensor eagle.weight, which belongs to no head"),
         (added("hydra_mlp.999999.1.linear.weight", 2, 2), "names head 999999 but holds"),
         (added("prefix_embeding_layer.norm.weight", 2), "holds the tensor prefix_embeding_layer.norm.weight"),
         (lambda tensors: tensors.clear() or tensors.update(a=torch.zeros(1)), "misses the first head's first block"),
@@ -219,7 +224,7 @@ def test_files_that_are_not_whole_are_refused_by_name(model: Any, tmp_path: Path
     tensors = checkpoint(model)
     change(tensors)
     with pytest.raises(RequestError, match=message) as error:
-        load_heads(write(tmp_path, tensors))
+        MedusaHeads.from_pretrained(write(tmp_path, tensors))
     assert "\n" not in str(error.value)
 
 
@@ -237,14 +242,14 @@ def test_files_that_are_not_whole_are_refused_by_name(model: Any, tmp_path: Path
 )
 def test_what_cannot_be_loaded_is_said(model: Any, tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        load_heads(write(tmp_path, checkpoint(model), **config))
+        MedusaHeads.from_pretrained(write(tmp_path, checkpoint(model), **config))
 
 
 def test_heads_that_see_no_tokens_are_refused(model: Any, tmp_path: Path) -> None:
     hidden = model.config.hidden_size
     tensors = {"hydra_mlp.0.0.linear.weight": torch.zeros(hidden, hidden), "hydra_mlp.0.0.linear.bias": torch.zeros(9)}
     with pytest.raises(RequestError, match=r"its heads see no tokens \(grounded_heads: false\)"):
-        load_heads(write(tmp_path, tensors, grounded_heads=False))
+        MedusaHeads.from_pretrained(write(tmp_path, tensors, grounded_heads=False))
 
 
 def test_nothing_is_unpickled_but_tensors(tmp_path: Path) -> None:
@@ -254,5 +259,5 @@ def test_nothing_is_unpickled_but_tensors(tmp_path: Path) -> None:
 
     torch.save({"hydra_mlp": Bomb()}, tmp_path / WEIGHTS)
     with pytest.raises(RequestError, match="is damaged or no file of tensors"):
-        load_heads(tmp_path)
+        MedusaHeads.from_pretrained(tmp_path)
     assert not (tmp_path / "went off").exists()

@@ -17,16 +17,18 @@ from torch.nn import functional as F
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-import medusa.checkpoints.load
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.__main__ import main
-from medusa.checkpoints.load import CONFIG, LEGACY_WEIGHTS, WEIGHTS, find_folder, load_heads, save_heads, to_published
+from medusa.checkpoints.find import find_folder
+from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS, WEIGHTS
+from medusa.checkpoints.published import to_published
+from medusa.checkpoints.save import save_tensors
 from medusa.checkpoints.stored import Stored
-from medusa.export import FORMATS, sample_logits
-from medusa.export.own import read_lm_head
+from medusa.export.check import sample_logits
+from medusa.export.formats import FORMATS
+from medusa.export.lm_head import read_lm_head
 from medusa.files import read_json
 from medusa.heads.inputs import HeadInputs
-from medusa.heads.kinds import build
 from tests.helpers import HIDDEN, VOCAB, tiny_model
 
 H, V, K = HIDDEN, VOCAB, 3
@@ -36,7 +38,7 @@ ORIGINAL = ("original-v1", "tgi", "vllm", "tensorrt-llm", "modelopt")  # of inde
 
 def some_heads(**settings: Any) -> MedusaHeads:
     """Heads with numbers of their own in every tensor."""
-    heads = build(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K} | settings))
+    heads = MedusaHeads.from_config(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K} | settings))
     generator = torch.Generator().manual_seed(1)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
@@ -64,7 +66,7 @@ def exported(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> C
     def export(heads: MedusaHeads | Path, to: str, *words: str) -> Path:
         folder = heads if isinstance(heads, Path) else tmp_path / "heads"
         if isinstance(heads, MedusaHeads):
-            save_heads(heads, folder)
+            heads.save_pretrained(folder)
         output = tmp_path / f"as {to}"
         command = ["export", "--heads", str(folder), "--to", to, "--output", str(output), *words]
         assert main([*command, *([] if "--backbone" in words else ["--backbone", str(backbone)])]) == 0
@@ -84,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
 def refusal(folder: Path) -> str:
     """The one line with which the heads there are refused."""
     with pytest.raises(RequestError) as error:
-        load_heads(folder)
+        MedusaHeads.from_pretrained(folder)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -123,7 +125,7 @@ def test_original_v1_to_the_letter(exported: Callable, backbone: Path) -> None:
     assert read_json(folder / CONFIG) == PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone)}
     # A view would be saved with all heads' weights behind it.
     assert (folder / LEGACY_WEIGHTS).stat().st_size < 1.5 * sum(t.numel() * 4 for t in tensors.values()) + 9000
-    assert same(load_heads(folder), heads)
+    assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
 def test_tgi_version_1_to_the_letter(exported: Callable, backbone: Path) -> None:
@@ -133,7 +135,7 @@ def test_tgi_version_1_to_the_letter(exported: Callable, backbone: Path) -> None
     assert shapes(load_file(folder / WEIGHTS)) == PUBLISHED
     # `architectures` would make TGI start without any draft, a `model_type` with another model.
     assert read_json(folder / CONFIG) == PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone)}
-    assert same(load_heads(folder), heads)
+    assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
 def test_tgi_version_2_to_the_letter(exported: Callable, backbone: Path) -> None:
@@ -142,7 +144,7 @@ def test_tgi_version_2_to_the_letter(exported: Callable, backbone: Path) -> None
     assert shapes(load_file(folder / WEIGHTS)) == {name: s for name, s in PUBLISHED.items() if ".linear." in name}
     expected = PUBLISHED_CONFIG | {"base_model_name_or_path": str(backbone), "version": "2"}
     assert read_json(folder / CONFIG) == expected
-    assert same(load_heads(folder), heads)
+    assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
 def test_tgi_takes_several_blocks_as_version_1_only(exported: Callable, backbone: Path) -> None:
@@ -180,7 +182,7 @@ def test_vllm_to_the_letter(exported: Callable, backbone: Path) -> None:
     }
     # Its config class renames whatever has these two in it, so that a second one would win.
     assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
-    assert same(load_heads(folder), heads)
+    assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
 def test_vllm_gets_one_copy_of_a_shared_lm_head(exported: Callable, backbone: Path) -> None:
@@ -189,7 +191,7 @@ def test_vllm_gets_one_copy_of_a_shared_lm_head(exported: Callable, backbone: Pa
     assert sorted(name for name in tensors if "lm_head" in name) == ["lm_head.weight"]
     assert torch.equal(tensors["lm_head.weight"], lm_head)
     assert read_json(folder / CONFIG)["original_lm_head"] is True
-    again = load_heads(folder)
+    again = MedusaHeads.from_pretrained(folder)
     assert again.lm_heads is not None, "it is a copy, so nothing says that it is still the backbone's"
     assert all(torch.equal(of_head.T, lm_head) for of_head in again.lm_heads)
 
@@ -233,7 +235,7 @@ def test_modelopt_to_the_letter(exported: Callable, backbone: Path, tmp_path: Pa
     assert about.pop("medusa") == {"num_medusa_heads": K, "num_medusa_layers": 1}
     assert about == read_json(base / CONFIG)
     assert not (folder / MODEL).exists(), "transformers would take it for the whole model"
-    again = load_heads(folder)
+    again = MedusaHeads.from_pretrained(folder)
     assert same(again, heads)
     assert again.config.base_model_name_or_path == str(folder)
 
@@ -285,7 +287,7 @@ def test_eagle3_to_the_letter(exported: Callable, backbone: Path, to: str) -> No
         "medusa_num_heads": K,
         "base_model_name_or_path": str(backbone),
     }
-    again = load_heads(folder)
+    again = MedusaHeads.from_pretrained(folder)
     assert set(again.state_dict()) == set(heads.state_dict())
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
 
@@ -300,7 +302,7 @@ def test_eagle3_with_fewer_words(exported: Callable, backbone: Path) -> None:
     assert tensors["t2d"].nonzero().flatten().tolist() == sorted(words.tolist())
     assert torch.equal(tensors["lm_head.weight"], load_file(backbone / MODEL)["lm_head.weight"][words])
     assert read_json(folder / CONFIG)["draft_vocab_size"] == 32
-    again = load_heads(folder)
+    again = MedusaHeads.from_pretrained(folder)
     assert torch.equal(again.vocabulary, words)
     assert same(again, heads)
 
@@ -451,7 +453,7 @@ def test_what_is_written_computes_the_same_by_the_rules_of_its_readers(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_read_written_and_read_again_bit_for_bit(exported: Callable, to: str, dtype: str) -> None:
     heads = some_heads().to(getattr(torch, dtype))
-    first = load_heads(exported(heads, to))
+    first = MedusaHeads.from_pretrained(exported(heads, to))
     assert next(first.parameters()).dtype == getattr(torch, dtype)
     for name, tensor in heads.state_dict().items():
         assert torch.equal(first.state_dict()[name], tensor), name
@@ -461,33 +463,37 @@ def test_read_written_and_read_again_bit_for_bit(exported: Callable, to: str, dt
 def test_the_originals_own_heads_survive_every_format(shared: Path, exported: Callable, to: str) -> None:
     """Imported, exported, imported again: the same tensors, and so the same logits, bit for bit."""
     source, base = shared / "models/stories260K-medusa5-original", shared / "models/stories260K"
-    heads = load_heads(source)
-    again = load_heads(exported(source, to, "--backbone", str(base)))
+    heads = MedusaHeads.from_pretrained(source)
+    again = MedusaHeads.from_pretrained(exported(source, to, "--backbone", str(base)))
     assert again.config.num_heads == 5
     tensors = torch.load(source / LEGACY_WEIGHTS, weights_only=True)
-    assert set(to_published(again)) == set(tensors)
-    assert all(torch.equal(to_published(again)[name], tensor) for name, tensor in tensors.items())
+    assert set(to_published(again.checkpoint())) == set(tensors)
+    assert all(torch.equal(to_published(again.checkpoint())[name], tensor) for name, tensor in tensors.items())
     assert same(heads, again)
 
 
 @pytest.mark.parametrize(("start", "to"), [("tgi", "vllm"), ("vllm", "modelopt"), ("modelopt", "original-v1")])
 def test_one_format_into_another(exported: Callable, tmp_path: Path, start: str, to: str) -> None:
     heads = some_heads()
-    assert same(load_heads(exported(exported(heads, start), to)), heads)
+    assert same(MedusaHeads.from_pretrained(exported(exported(heads, start), to)), heads)
 
 
 def test_another_dtype_is_what_rounding_gives(exported: Callable) -> None:
     heads = some_heads()
     folder = exported(heads, "vllm", "--dtype", "float16")
     assert read_json(folder / CONFIG)["torch_dtype"] == "float16"
-    assert torch.equal(load_file(folder / MODEL)["lm_heads.1.weight"], to_published(heads)["1.1.weight"].half())
+    assert torch.equal(
+        load_file(folder / MODEL)["lm_heads.1.weight"], to_published(heads.checkpoint())["1.1.weight"].half()
+    )
 
 
 # What is read
 
 
 def inside_a_model(prefix: str, heads: MedusaHeads, backbone: Path) -> dict[str, Tensor]:
-    return load_file(backbone / MODEL) | {f"{prefix}{name}": tensor for name, tensor in to_published(heads).items()}
+    return load_file(backbone / MODEL) | {
+        f"{prefix}{name}": tensor for name, tensor in to_published(heads.checkpoint()).items()
+    }
 
 
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
@@ -519,7 +525,7 @@ def test_heads_are_read_out_of_whole_models(
     read: list[str] = []
     original = Stored.__getitem__
     monkeypatch.setattr(Stored, "__getitem__", lambda self, name: (read.append(name), original(self, name))[1])
-    again = load_heads(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
     assert read
     assert all(name.startswith(prefix) for name in read)
     assert (again.config.num_heads, again.config.num_layers) == (K, 2), "counted from the tensors"
@@ -545,7 +551,7 @@ def renamed(heads: MedusaHeads, form: str) -> dict[str, Tensor]:
     """Tensors by the names of vLLM and of TensorRT-LLM's converted checkpoints, written down once more."""
     out = {}
     layers = heads.config.num_layers
-    for name, tensor in to_published(heads).items():
+    for name, tensor in to_published(heads.checkpoint()).items():
         head, layer, *part = name.split(".")
         if int(layer) == layers and part == ["weight"]:
             new = {"vllm": f"lm_heads.{head}.weight", "tensorrt": f"medusa_heads.{head}.lm_head.weight"}[form]
@@ -563,13 +569,16 @@ def test_vllm_names_are_read(tmp_path: Path, prefix: str) -> None:
     heads = some_heads(num_layers=2)
     tensors = {prefix + name: tensor for name, tensor in renamed(heads, "vllm").items()}
     config = {"model_type": "medusa", "num_heads": 9, "num_hidden_layers": 7, "vocab_size": V, "medusa_fc_bias": True}
-    assert same(load_heads(write(tmp_path, tensors, config)), heads)
+    assert same(MedusaHeads.from_pretrained(write(tmp_path, tensors, config)), heads)
 
 
 def test_published_names_in_a_vllm_folder_are_read(tmp_path: Path) -> None:
     heads = some_heads()
     assert same(
-        load_heads(write(tmp_path, to_published(heads), {"model_type": "medusa", "medusa_fc_bias": True})), heads
+        MedusaHeads.from_pretrained(
+            write(tmp_path, to_published(heads.checkpoint()), {"model_type": "medusa", "medusa_fc_bias": True})
+        ),
+        heads,
     )
 
 
@@ -580,7 +589,7 @@ def test_vllm_heads_without_biases_have_none(tmp_path: Path) -> None:
         if name.endswith("bias"):
             tensor.zero_()
     config = {"model_type": "medusa", "medusa_fc_bias": False}
-    assert same(load_heads(write(tmp_path, tensors, config)), heads)
+    assert same(MedusaHeads.from_pretrained(write(tmp_path, tensors, config)), heads)
     message = refusal(write(tmp_path, tensors, config | {"medusa_fc_bias": True}))
     assert "misses the tensor blocks.0.layers.0.bias" in message
 
@@ -593,7 +602,7 @@ def test_one_lm_head_of_all_vllm_heads(tmp_path: Path, name: str) -> None:
     tensors = {key: tensor for key, tensor in renamed(heads, "vllm").items() if not key.startswith("lm_heads")}
     tensors[name] = heads.lm_heads[0].T
     config = {"model_type": "medusa", "original_lm_head": True, "medusa_fc_bias": True}
-    assert same(load_heads(write(tmp_path, tensors, config)), heads)
+    assert same(MedusaHeads.from_pretrained(write(tmp_path, tensors, config)), heads)
 
 
 @pytest.mark.parametrize("rows", ["all", "some"])
@@ -605,10 +614,10 @@ def test_vllm_heads_of_fewer_words(tmp_path: Path, rows: str) -> None:
     if rows == "some":
         tensors |= {name: tensor[words] for name, tensor in tensors.items() if name.startswith("lm_heads")}
     config = {"model_type": "medusa", "vocab_size": V, "truncated_vocab_size": 33, "medusa_fc_bias": True}
-    again = load_heads(write(tmp_path, tensors, config))
+    again = MedusaHeads.from_pretrained(write(tmp_path, tensors, config))
     assert (again.config.vocabulary, again.config.vocab_size) == (33, V)
     assert torch.equal(again.vocabulary, words)
-    assert torch.equal(again.lm_heads[2].T, to_published(heads)["2.1.weight"][words])
+    assert torch.equal(again.lm_heads[2].T, to_published(heads.checkpoint())["2.1.weight"][words])
     for wrong in (words.float(), torch.cat([words[:-1], words[:1]]), words + V):
         assert "token" in refusal(write(tmp_path, tensors | {"token_map": wrong}, config))
 
@@ -618,7 +627,7 @@ def test_tensorrt_llm_checkpoints_are_read(tmp_path: Path, backbone: Path) -> No
     tensors = renamed(heads, "tensorrt")
     around = {"transformer.vocab_embedding.weight": torch.zeros(V, H), "lm_head.weight": torch.zeros(V, H)}
     config = {"architecture": "MedusaForCausalLM", "num_medusa_heads": 1, "kind of": "anything"}
-    assert same(load_heads(write(tmp_path, tensors | around, config, "rank0.safetensors")), heads)
+    assert same(MedusaHeads.from_pretrained(write(tmp_path, tensors | around, config, "rank0.safetensors")), heads)
     write(tmp_path, tensors | around, config, "rank1.safetensors")
     assert "several GPUs" in refusal(tmp_path)
 
@@ -637,7 +646,7 @@ def test_what_is_missing_wrong_or_too_much_is_called_by_its_own_name(tmp_path: P
         ),
         "inside": ("medusa_head.1.0.linear.bias", "medusa_head.2.1.weight", "medusa_head.0.0.gate"),
     }[form]
-    assert same(load_heads(write(tmp_path, whole, config)), heads)
+    assert same(MedusaHeads.from_pretrained(write(tmp_path, whole, config)), heads)
     for name in (block, lm_head):
         message = refusal(write(tmp_path, {key: t for key, t in whole.items() if key != name}, config))
         assert f"misses the tensor {name};" in message
@@ -647,7 +656,7 @@ def test_what_is_missing_wrong_or_too_much_is_called_by_its_own_name(tmp_path: P
 
 
 def test_quantised_heads_are_refused_with_the_reason(tmp_path: Path) -> None:
-    tensors = {f"medusa_heads.{name}": tensor for name, tensor in to_published(some_heads()).items()}
+    tensors = {f"medusa_heads.{name}": tensor for name, tensor in to_published(some_heads().checkpoint()).items()}
     tensors["medusa_heads.0.0.linear.weight_scale"] = torch.ones(())
     assert "quantised" in refusal(write(tmp_path, tensors, {}))
 
@@ -717,14 +726,14 @@ def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
     heads, repo, cache = some_heads(), tmp_path / "repo", tmp_path / "cache"
     if form == "model":
         first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-        inside = {f"medusa_head.{name}": tensor for name, tensor in to_published(heads).items()}
+        inside = {f"medusa_head.{name}": tensor for name, tensor in to_published(heads.checkpoint()).items()}
         write(repo, load_file(backbone / MODEL), {}, first)
         write(repo, inside, {}, second)
         places = dict.fromkeys(load_file(backbone / MODEL), first) | dict.fromkeys(inside, second)
         (repo / f"{MODEL}.index.json").write_text(json.dumps({"weight_map": places}))
     else:
         of_vllm = form == "vllm"
-        tensors = renamed(heads, "vllm") if of_vllm else to_published(heads)
+        tensors = renamed(heads, "vllm") if of_vllm else to_published(heads.checkpoint())
         write(repo, tensors, {"model_type": "medusa"} if of_vllm else {}, MODEL if of_vllm else WEIGHTS)
     cache.mkdir()
 
@@ -739,7 +748,7 @@ def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert find_folder("org/heads") == cache
     assert {path.name for path in cache.iterdir()} == fetched
-    again = load_heads("org/heads")
+    again = MedusaHeads.from_pretrained("org/heads")
     assert same(again, heads)
     # Of the model itself only a part is there: who wants it as the backbone must ask the Hub.
     assert again.config.base_model_name_or_path == ("org/heads" if form == "model" else None)
@@ -762,7 +771,7 @@ def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
 def test_what_a_format_cannot_hold_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict, way_out: str
 ) -> None:
-    save_heads(some_heads(**settings), tmp_path / "heads")
+    some_heads(**settings).save_pretrained(tmp_path / "heads")
     said = refused(
         capsys, "--heads", f"{tmp_path}/heads", "--to", to, "--output", f"{tmp_path}/out", "--backbone", str(backbone)
     )
@@ -783,13 +792,13 @@ def test_what_a_format_cannot_hold_is_refused(
 def test_eagle_heads_that_are_no_layer_of_eagle3_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict, way_out: str
 ) -> None:
-    save_heads(gated_heads(**settings), tmp_path / "heads")
+    gated_heads(**settings).save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
     assert way_out in refused(capsys, *words, "--to", to)
 
 
 def test_medusa_heads_are_refused_for_sglang(tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path) -> None:
-    save_heads(some_heads(), tmp_path / "heads")
+    some_heads().save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
     assert "heads.kind=eagle" in refused(capsys, *words, "--to", "sglang")
 
@@ -797,7 +806,7 @@ def test_medusa_heads_are_refused_for_sglang(tmp_path: Path, capsys: pytest.Capt
 def test_vllm_knows_one_kind_that_follows_the_path(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path
 ) -> None:
-    save_heads(some_heads(kind="recurrent"), tmp_path / "heads")
+    some_heads(kind="recurrent").save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
     assert "heads.kind=eagle with heads.block=gated" in refused(capsys, *words, "--to", "vllm")
 
@@ -807,15 +816,15 @@ def test_several_blocks_are_one_in_the_originals_loader(
 ) -> None:
     """It makes one block and puts it L times into a head, so the last one's weights would stand for all."""
     heads = some_heads(num_layers=2)
-    save_heads(heads, tmp_path / "heads")
+    heads.save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
     assert "heads.layers=1" in refused(capsys, *words, "--to", "original-v1")
     heads.blocks[1].load_state_dict(heads.blocks[0].state_dict())
-    assert same(load_heads(exported(heads, "original-v1")), heads)
+    assert same(MedusaHeads.from_pretrained(exported(heads, "original-v1")), heads)
 
 
 def test_wrong_words_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path) -> None:
-    save_heads(some_heads(), tmp_path / "heads")
+    some_heads().save_pretrained(tmp_path / "heads")
     heads, out = ("--heads", f"{tmp_path}/heads"), ("--output", f"{tmp_path}/out")
     base = ("--backbone", str(backbone))
     assert ", ".join(FORMATS) in refused(capsys, *heads, *out, *base, "--to", "onnx")
@@ -845,8 +854,8 @@ def test_an_export_is_replaced_when_asked_for(exported: Callable) -> None:
 def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
     tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    save_heads(some_heads(), tmp_path / "heads")
-    original = medusa.checkpoints.load.save_tensors
+    some_heads().save_pretrained(tmp_path / "heads")
+    original = save_tensors
 
     def transposed(tensors: dict[str, Tensor], path: Path) -> None:
         original({name: t.T if "linear.weight" in name else t for name, t in tensors.items()}, path)
@@ -859,7 +868,7 @@ def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
 
 
 def test_what_is_printed_and_what_is_in_the_json(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
-    save_heads(some_heads(base_model_name_or_path=str(backbone)), tmp_path / "heads")
+    some_heads(base_model_name_or_path=str(backbone)).save_pretrained(tmp_path / "heads")
     place, result = tmp_path / "for vllm", tmp_path / "result.json"
     words = ["export", "--heads", f"{tmp_path}/heads", "--to", "vllm", "--output", str(place), "--json", str(result)]
     assert main(words) == 0
@@ -885,7 +894,7 @@ def test_the_lm_head_is_read_without_the_backbone(
     """Under its own name, or the embedding's where they are one."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
-    monkeypatch.setattr("medusa.export.own.load_backbone", lambda *a, **k: pytest.fail("the whole backbone was read"))
+    monkeypatch.setattr("medusa.export.lm_head.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))
     assert torch.equal(read_lm_head(str(tmp_path)), model.get_output_embeddings().weight)
 
 
@@ -896,6 +905,6 @@ def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
 
 
 def test_heads_of_another_size_are_refused(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
-    save_heads(some_heads(lm_head="shared", hidden_size=H + 2), tmp_path / "heads")
+    some_heads(lm_head="shared", hidden_size=H + 2).save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
     assert "own backbone" in refused(capsys, *words, "--to", "vllm")

@@ -23,10 +23,11 @@ from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 from decode import generate, steps
 from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
-from medusa.checkpoints.load import CONFIG, PROVENANCE, WEIGHTS
+from medusa.checkpoints.layout import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
 from medusa.export import hub_generate
-from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
+from medusa.export.card import model_card
+from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
 from medusa.export.repository import CARD, CODE, GENERATE, REQUIREMENTS, push, write_repository
 from medusa.loading import DEMO as DEMO_BACKBONE
 from tests.helpers import (
@@ -57,7 +58,7 @@ def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 def repository(heads: MedusaHeads, folder: Path, tree: list[list[int]] | None = None) -> str:
     heads.config.tree = tree or WIDE
-    write_repository(heads, folder, Facts())
+    write_repository(heads.checkpoint(), folder, Facts())
     return str(folder)
 
 
@@ -465,7 +466,7 @@ def test_push(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_heads_that_the_code_does_not_know_are_pushed_without_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", hub)
-    push(random_heads(llama, 2, kind="hydra"), "org/heads")
+    push(random_heads(llama, 2, kind="hydra").checkpoint(), "org/heads")
     assert set(hub.files) == {CONFIG, WEIGHTS, CARD}
     card = hub.files[CARD].decode()
     assert "custom_generate" not in card
@@ -537,7 +538,7 @@ def test_card_says_what_was_measured(llama: Any) -> None:
     ]
     calibration = {"points": points, "chosen": 1, "temperatures": [1.0], "holds_for": holds, "texts": {}}
     facts = Facts("me/heads", "apache-2.0", made, [calibration], BENCHMARK)
-    card = model_card(heads, facts, with_code=True)
+    card = model_card(heads.checkpoint(), facts, with_code=True)
     assert metadata(card) == {
         "base_model": "org/model",
         "datasets": "org/text",
@@ -564,7 +565,7 @@ def test_card_says_what_was_measured(llama: Any) -> None:
 
 
 def test_card_says_what_is_not_known(llama: Any) -> None:
-    card = model_card(random_heads(llama, 3), Facts(), with_code=True)
+    card = model_card(random_heads(llama, 3).checkpoint(), Facts(), with_code=True)
     assert metadata(card).keys() == {"library_name", "pipeline_tag", "tags"}
     for sentence in (
         "Not known: they came without a record of their training.",
@@ -579,7 +580,7 @@ def test_card_says_what_is_not_known(llama: Any) -> None:
 def test_card_of_lossy_figures_says_so(llama: Any) -> None:
     bench = json.loads(json.dumps(BENCHMARK))
     bench["settings"] |= {"acceptance": "typical", "temperature": 0.7}
-    card = model_card(random_heads(llama, 3), Facts(benchmark=bench), with_code=True)
+    card = model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=bench), with_code=True)
     assert "`typical` is lossy" in card
     assert "token for token" not in card
 

@@ -39,7 +39,7 @@ def test_text_and_own_keys_share_a_softmax(chosen: bool, shared_mask: bool, leng
         return states if context_kv.place is None else states.flatten(0, 1)[place]
 
     scores = torch.einsum("bqad,bqjad->bqaj", query, own_keys)
-    of_text, weights = context_kv.look(pick(query), pick(scores))
+    of_text, weights = context_kv.attend(pick(query), pick(scores))
     found = of_text + torch.einsum("...aj,...jad->...ad", weights, pick(own_values))
     expected = torch.empty(B, Q, A, D, dtype=query.dtype)
     for row, at, head in torch.cartesian_prod(torch.arange(B), torch.arange(Q), torch.arange(A)).tolist():
@@ -61,7 +61,7 @@ def test_gradients_flow_to_all_that_was_read() -> None:
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         keys, values, own, query = inputs
-        of_text, weights = ContextKV(keys, values, seen, torch.zeros(1, 2), 1).look(
+        of_text, weights = ContextKV(keys, values, seen, torch.zeros(1, 2), 1).attend(
             query, (query * own).sum(-1)[..., None]
         )
         return of_text + weights * own

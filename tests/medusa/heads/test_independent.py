@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
-from medusa.checkpoints.load import to_published
+from medusa.checkpoints.published import to_published
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
@@ -38,7 +38,7 @@ def randomised(**settings: Any) -> MedusaHeads:
 
 def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
     """The paper's formula with nn.Linear, one head after the other, from the published [out, in] tensors."""
-    tensors, config = to_published(heads), heads.config
+    tensors, config = to_published(heads.checkpoint()), heads.config
     outputs = []
     for head in range(config.num_heads):
         x = hidden
@@ -135,7 +135,7 @@ def test_stacked_heads_equal_a_loop_over_linears(settings: dict, shape: tuple) -
     if heads.lm_heads is None:
         expected = lm_head(features)
     else:
-        published = to_published(heads)
+        published = to_published(heads.checkpoint())
         expected = torch.stack([features[k] @ published[f"{k}.{heads.config.num_layers}.weight"].T for k in range(K)])
     assert expected.shape == (K, *shape[:-1], V)
     torch.testing.assert_close(heads(HeadInputs(hidden), lm_head), expected, rtol=1e-5, atol=2e-5)

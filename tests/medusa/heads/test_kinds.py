@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from medusa import MedusaHeads
-from medusa.checkpoints.load import CONFIG, WEIGHTS
+from medusa.checkpoints.layout import CONFIG, WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.inputs import HeadInputs
-from medusa.heads.kinds import KINDS, build
+from medusa.heads.kinds import KINDS
 from medusa.heads.sequential import SequentialHeads, normalised
 
 H, V, K = 6, 11, 3
@@ -24,7 +24,9 @@ H, V, K = 6, 11, 3
 
 def fresh(kind: str, seed: int | None = None, **settings: Any) -> MedusaHeads:
     """With a seed all weights are random; without, they are as training starts."""
-    heads = build(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K, "kind": kind} | settings))
+    heads = MedusaHeads.from_config(
+        MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K, "kind": kind} | settings)
+    )
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The backbone's LM head, for forms that know no heads without one."""
+"""The backbone's LM head, for formats in which every head owns one."""
 
 from __future__ import annotations
 
@@ -9,48 +9,47 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Stored
 from medusa.errors import RequestError
-from medusa.export import Export
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import DEMO, LoadOptions, load_backbone, load_config
+from medusa.export.base import Export
+from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config
 
-FORMER_NAMES = ("embed_out.weight",)  # under which transformers still saves an LM head
+FORMER_NAMES = ("embed_out.weight",)
+"""Names under which transformers still saves an LM head."""
 
 
-def with_own_lm_heads(export: Export) -> MedusaHeads:
-    """`export.heads`, with copies of the backbone's LM head where they share it, in the heads' dtype.
+def with_own_lm_heads(export: Export) -> Checkpoint:
+    """The heads with LM heads of their own: copies of the backbone's, in the heads' dtype, if they share it.
 
     Raises:
-        RequestError: the backbone's LM head cannot be read, or is of another size.
+        RequestError: the backbone's LM head cannot be read, or has another size.
     """
-    heads = export.heads
-    if heads.lm_heads is not None:
+    heads, config = export.heads, export.heads.config
+    if config.lm_head == "own":
         return heads
-    weight, config = export.lm_head(), heads.config
+    weight = export.lm_head()
     if weight.shape[1] != config.hidden_size or config.vocab_size not in (None, len(weight)):
         raise RequestError(
             f"these heads are for {config.vocab_size or 'any number of'} tokens and hidden size {config.hidden_size}, "
             f"the LM head of {export.backbone} for {len(weight)} and {weight.shape[1]}; name their own backbone"
         )
-    with torch.device("meta"):
-        own = MedusaHeads(replace(config, lm_head="own", vocab_size=len(weight)))
     copies = weight.T.to(heads.dtype).expand(config.num_heads, -1, -1).contiguous()
-    own.load_state_dict(heads.state_dict() | {"lm_heads": copies}, assign=True)
-    return own.eval()
+    own = replace(config, lm_head="own", vocab_size=len(weight))
+    return replace(heads, config=own, tensors=heads.tensors | {"lm_heads": copies})
 
 
-def read_lm_head(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Tensor:
-    """The LM head [V, H] of a backbone: from a local folder that tensor alone, else with the whole model.
+def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
+    """Read the LM head [V, H] of a backbone: of a local folder this tensor alone, else with the whole model.
 
     Raises:
-        RequestError: no such backbone, or an LM head with a bias, which heads of others do not have.
+        RequestError: no such backbone, or an LM head with a bias, which no other format holds.
     """
     folder = DEMO if name == "demo" else Path(name)
     if folder.is_dir() and not (folder / "adapter_config.json").is_file():
-        config = load_config(name, LoadOptions(trust_remote_code=trust_remote_code))
+        config = load_config(name, options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
         weight = _without_bias(model.get_output_embeddings(), name)
         text = config.get_text_config(decoder=True)
         tied = model.get_input_embeddings().weight if getattr(text, "tie_word_embeddings", False) else None
@@ -61,8 +60,7 @@ def read_lm_head(name: str, revision: str | None = None, trust_remote_code: bool
         for key in (*names, *(key.removeprefix(f"{model.base_model_prefix}.") for key in names), *FORMER_NAMES):
             if key in stored and stored[key].shape == weight.shape:
                 return stored[key]
-    options = LoadOptions(device="cpu", revision=revision, trust_remote_code=trust_remote_code)
-    model = load_backbone(name, options).model
+    model = load_backbone(name, replace(options, device="cpu")).model
     return _without_bias(model.get_output_embeddings(), name).detach()
 
 

@@ -1,0 +1,84 @@
+"""A set of heads as data: config, tensors and provenance, whatever the format of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError
+from medusa.files import Json
+from medusa.heads.kinds import class_of
+
+Tensors = dict[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class Checkpoint:
+    """A set of heads as data, read from a folder or to be written into one."""
+
+    config: MedusaConfig
+    tensors: Tensors
+    """The state dict of the heads' modules."""
+    provenance: Json | None = None
+    """The content of `provenance.json`: recipe, data, versions and results; `None` if the heads came without one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
+
+    def to(self, dtype: torch.dtype) -> Checkpoint:
+        """The same heads with their weights in `dtype`."""
+        cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
+        return replace(self, tensors=cast)
+
+
+def shapes_of(config: MedusaConfig) -> Shapes:
+    """The names and shapes of the tensors of such heads, without any memory for their values."""
+    with torch.device("meta"):
+        heads = class_of(config.kind)(config)
+    return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
+
+
+def require_exactly(
+    tensors: Mapping[str, Tensor], shapes: Shapes, source: str, called: Callable[[str], str] = str
+) -> None:
+    """Check that `tensors` are those of `shapes`, neither more nor fewer.
+
+    Args:
+        source: the file or folder, for messages.
+        called: gives the name of a tensor in that file, for messages.
+
+    Raises:
+        RequestError: a tensor is missing, unknown or of the wrong shape.
+    """
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise RequestError(f"{source} misses the tensor {called(name)}; its heads are not complete")
+        if tuple(tensors[name].shape) != shape:
+            found = list(tensors[name].shape)
+            raise RequestError(f"{source}: {called(name)} has the shape {found}, not {list(shape)}")
+    unknown = sorted(set(tensors) - set(shapes))
+    if unknown:
+        raise RequestError(f"{source} holds the tensor {called(unknown[0])}, which belongs to no head; remove it")
+
+
+def require_vocabulary(tokens: Tensor, config: MedusaConfig, source: str) -> None:
+    """Check the list of the tokens that heads guess among.
+
+    Raises:
+        RequestError: they are not token ids of the backbone, each once.
+    """
+    if tokens.dtype != torch.int64:
+        raise RequestError(f"{source}: vocabulary is {tokens.dtype}; it must be a list of token ids (int64)")
+    assert config.vocab_size is not None, "refused by the config"
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size or len(tokens.unique()) < len(tokens):
+        raise RequestError(f"{source}: vocabulary must name tokens below {config.vocab_size}, each once")
