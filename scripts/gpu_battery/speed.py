@@ -9,7 +9,7 @@ import time
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
 from decode.results import tau
 from decode.settings import Settings
-from medusa.checkpoints.load import load_heads
+from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from scripts.gpu_battery.run import Figure, Run
 
@@ -60,7 +60,7 @@ class Bench:
     def measure_heads(self, name: str, kind: str, tree: str, settings: Settings) -> None:
         """Measure heads of this kind on one of the scale's trees."""
         with self.run.attempt(method=name):
-            heads = load_heads(self.run.heads(kind)).to(self.run.device, self.model.dtype)
+            heads = MedusaHeads.from_pretrained(self.run.heads(kind)).to(self.run.device, self.model.dtype)
             chosen = self.run.scale.trees[tree]
             self.measure(name, medusa_method(self.model, heads, settings, tree=chosen))
 
