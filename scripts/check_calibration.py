@@ -1,10 +1,10 @@
-"""Is tau what calibration foretells? Static and dynamic trees of many sizes, on prompts that took no part in it.
+"""Is tau what calibration predicts? Static and dynamic trees of many sizes, on prompts that took no part in it.
 
     python scripts/check_calibration.py --backbone demo --heads demo --calibrate-on openings.jsonl \\
         --prompts held_out.jsonl
 
 The backbone continues the first prompts greedily; from that trees are grown and confidences fitted, as by `medusa
-calibrate`, and tau is foretold. Then every tree decodes the held-out prompts. Counts only, no times: any machine will
+calibrate`, and tau is predicted. Then every tree decodes the held-out prompts. Counts only, no times: any machine will
 do.
 
 With `--speed N` the trees decode the held-out prompts one by one instead, taking turns, N times, and tokens per second
@@ -21,7 +21,9 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from decode.bench.calibrate import Recording, calibrate, foretold_tau_elsewhere, grow, predicted_tau, record
+from decode.bench.calibration.calibrate import calibrate
+from decode.bench.calibration.grow import grow, predicted_tau, predicted_tau_held_out
+from decode.bench.calibration.recording import Recording, record
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree, Layout
 from decode.results import Result, tau
@@ -59,7 +61,7 @@ def main() -> None:
     with torch.inference_mode():
         texts = [(r.input_ids, r.new_ids) for part in common.batches(others, AT_ONCE) for r in plain(part)]
         recording = record(Backbone(loaded.model), heads, texts)
-    temperatures = recording.temperatures()
+    temperatures = recording.fit_temperatures()
     if args.speed:
         picked = calibrate(loaded.model, heads, texts, settings).tree
         compare_speeds(args, loaded.model, heads, settings, picked, recording, [ids for _, ids in held_out])
@@ -69,10 +71,10 @@ def main() -> None:
         static = grow(recording, nodes)
         dynamic = DynamicTree.over_heads(nodes, heads.config.num_heads, temperatures)
         trees: list[tuple[str, Layout, float]] = [
-            ("static", static, foretold_tau_elsewhere(nodes, recording)),
+            ("static", static, predicted_tau_held_out(nodes, recording)),
             ("dynamic", dynamic, predicted_tau(dynamic, recording)),
         ]
-        for kind, tree, foretold in trees:
+        for kind, tree, predicted in trees:
             decode = medusa_method(loaded.model, heads, settings, tree=tree)
             results = [r for part in common.batches([ids for _, ids in held_out], AT_ONCE) for r in decode(part)]
             by_category: dict[str, list[Result]] = defaultdict(list)
@@ -82,7 +84,7 @@ def main() -> None:
                 {
                     "nodes": nodes,
                     "tree": kind,
-                    "foretold": foretold,
+                    "foretold": predicted,
                     "measured": tau(results),
                     "by_category": {name: tau(found) for name, found in by_category.items()},
                 }
@@ -103,7 +105,7 @@ def compare_speeds(
     prompts: list[list[int]],
 ) -> None:
     """Tokens per second of every tree, and of the one that calibration picked against the best of them."""
-    temperatures, most = recording.temperatures(), heads.config.num_heads
+    temperatures, most = recording.fit_temperatures(), heads.config.num_heads
     trees: dict[str, Layout] = {"picked": picked, "plain": Tree.chain(0)}
     for nodes in args.nodes:
         trees[f"static {nodes}"] = grow(recording, nodes)
@@ -129,11 +131,11 @@ def compare_speeds(
 
 
 def show(args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    table = Table("nodes", "tree", "foretold", "measured", "foretold / measured")
+    table = Table("nodes", "tree", "predicted", "measured", "predicted / measured")
     for row in rows:
-        foretold, measured = float(str(row["foretold"])), float(str(row["measured"]))
+        predicted, measured = float(str(row["foretold"])), float(str(row["measured"]))
         table.add_row(
-            str(row["nodes"]), str(row["tree"]), f"{foretold:.3f}", f"{measured:.3f}", f"{foretold / measured:.3f}"
+            str(row["nodes"]), str(row["tree"]), f"{predicted:.3f}", f"{measured:.3f}", f"{predicted / measured:.3f}"
         )
     common.output_console(args).print(table)
 

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from decode.bench import benchmark, calibrate
+from decode.bench import benchmark
+from decode.bench.calibration.stored import files_for, situation, stored
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import regions as compiled
@@ -133,8 +134,8 @@ def tree_for(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads) -> La
     settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     if not args.tree.startswith("calibrated:"):
         return common.choose_tree(args, loaded, heads, settings)
-    files = calibrate.files_for(common.heads_folder(args.heads))
-    found = calibrate.stored(files, calibrate.situation(loaded.model, heads, settings, args.batch_size))
+    files = files_for(common.heads_folder(args.heads))
+    found = stored(files, situation(loaded.model, heads, settings, args.batch_size))
     if found is None:
         raise RequestError(f"{args.heads} has no calibration for this situation; run `medusa calibrate` on it")
     paths = {str(point.nodes): point.paths for point in found.points if not point.dynamic}

@@ -19,7 +19,8 @@ from typing import Any
 
 from rich.table import Table
 
-from decode.bench import calibrate
+from decode.bench.calibration.calibrate import calibrate, own_texts
+from decode.bench.calibration.stored import Calibration
 from decode.bench.chi2 import median_interval
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
@@ -49,10 +50,10 @@ def main() -> None:
     require_tree_forward(loaded.model)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in common.read_prompts(args)]
     settings = Settings(max_new_tokens=args.max_new_tokens)
-    texts = calibrate.own_texts(loaded.model, settings, loaded.bos_token_id)
+    texts = own_texts(loaded.model, settings, loaded.bos_token_id)
     rows = []
     for size in args.batch_sizes:
-        found = calibrate.calibrate(loaded.model, heads, texts, settings, size, rounds=2)
+        found = calibrate(loaded.model, heads, texts, settings, size, rounds=2)
         rows.append({"batch_size": size} | compare(loaded, heads, found, settings, prompts, args.pairs))
         common.console(args).print(rows[-1])
     show(args, rows)
@@ -64,13 +65,13 @@ def main() -> None:
 def compare(
     loaded: Loaded,
     heads: MedusaHeads,
-    found: calibrate.Calibration,
+    found: Calibration,
     settings: Settings,
     prompts: list[list[int]],
     pairs: int,
 ) -> dict[str, Any]:
     """Decode batches of prompts both ways, in turns, after one pair that warms up."""
-    size, tree = found.holds_for["batch_size"], found.tree
+    size, tree = int(str(found.holds_for["batch_size"])), found.tree
     methods = {
         "plain": plain_method(loaded.model, settings),
         "auto": medusa_method(loaded.model, heads, settings, tree=tree),
@@ -88,7 +89,7 @@ def compare(
         equal += sum(a.new_ids == b.new_ids for a, b in zip(outcome["plain"][1], outcome["auto"][1], strict=True))
         taus.append(tau(outcome["auto"][1]))
     ratios = [ours / theirs for ours, theirs in zip(rates["auto"], rates["plain"], strict=True)]
-    best = found.points[found.chosen]
+    best = found.best
     return {
         "nodes": best.nodes,
         "dynamic": best.dynamic,
@@ -112,7 +113,7 @@ def run(method: Method, batch: list[list[int]], loaded: Loaded) -> tuple[float, 
 
 
 def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    table = Table("batch", "tree", "tau", "plain tokens/s", "tokens/s", "ratio", "95 % interval", "foretold")
+    table = Table("batch", "tree", "tau", "plain tokens/s", "tokens/s", "ratio", "95 % interval", "predicted")
     for row in rows:
         kind = "plain" if row["nodes"] == 1 else f"{'dynamic, ' if row['dynamic'] else ''}{row['nodes']} nodes"
         table.add_row(

@@ -200,7 +200,7 @@ def test_commands_that_need_nothing_run(
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
-    monkeypatch.setattr("decode.bench.calibrate.SIZES", (1, 4, 8))
+    monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4, 8))
     for line in to_run()[page]:
         words = arguments(line)
         assert line.startswith("medusa "), f"{page}: say what {line!r} needs, or who runs it (RUN_ELSEWHERE)"

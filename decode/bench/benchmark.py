@@ -187,7 +187,7 @@ def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list
     """Fraction of steps that accepted each node, for the nodes that some step accepted.
 
     `ranks`: for each text [P, K], the rank of the token that followed among the guesses of each head
-    (`decode.bench.calibrate.record`).
+    (`decode.bench.calibration.recording.record`).
     """
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     steps = 0

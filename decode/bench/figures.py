@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from decode.bench.calibrate import Calibration
+from decode.bench.calibration.stored import Calibration
 from decode.bench.machine import Machine
 from medusa.errors import RequestError
 

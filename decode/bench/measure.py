@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from decode.bench import calibrate
 from decode.bench.benchmark import Contender, accepted_by_node, run_rounds, summarize
+from decode.bench.calibration.recording import record
+from decode.bench.calibration.stored import situation, stored
 from decode.bench.figures import (
     BenchmarkMachine,
     BenchmarkResult,
@@ -189,7 +190,6 @@ def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequenc
         result for prompt, seed in zip(job.prompts, seeds, strict=True) for result in decode([prompt], seeds=[seed])
     ]
     model = job.loaded.model
-    recording = calibrate.record(Backbone(model), heads, [(r.input_ids, r.new_ids) for r in results])
+    recording = record(Backbone(model), heads, [(r.input_ids, r.new_ids) for r in results])
     figures.accepted_by_node = accepted_by_node(recording.ranks, results)
-    situation = calibrate.situation(model, heads, job.settings, job.batch_size)
-    figures.calibration = calibrate.stored(calibrations, situation)
+    figures.calibration = stored(calibrations, situation(model, heads, job.settings, job.batch_size))

@@ -3,7 +3,7 @@
 A node's worth is the product of its drafter's confidences along its path (EAGLE-2, OPT-Tree); with the same number of
 nodes in every step, shapes stay fixed and only the topology moves. A child is never worth more than its parent, so the
 most probable nodes hang together. Confidences are softmaxes at a temperature of each head's own, fitted on text that
-the backbone wrote (`decode.bench.calibrate`): heads are often less, or more, sure than they are right.
+the backbone wrote (`decode.bench.calibration`): heads are often less, or more, sure than they are right.
 
 Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes.
 """

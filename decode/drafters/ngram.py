@@ -3,7 +3,7 @@
 No model and no training; good where text repeats itself or its prompt. The longest n-gram at the end of the text that
 stood before is looked up in an index that grows with the text, and the tokens behind it are drafted: a chain, or with
 several matches a trie. Where such a match runs into the end of the text it goes on with itself, as in Lempel and Ziv's
-compression, so that a loop is foretold as far as one looks.
+compression, so that a loop is predicted as far as one looks.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def measure(args: argparse.Namespace, earlier: dict[str, BenchmarkResult]) -> tu
 def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[DrafterFactory]) -> BenchmarkResult:
     """Everything that was asked for; `others` are the further drafters."""
     from decode.bench import measure
-    from decode.bench.calibrate import files_for
+    from decode.bench.calibration.stored import files_for
     from decode.bench.lossy import compare_lossy_rules
 
     further = [measure.prompt_lookup(job)] if args.prompt_lookup else []

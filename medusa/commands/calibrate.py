@@ -6,7 +6,7 @@
 The backbone writes continuations of the prompts (without any: of openings of its own). Which guesses of the heads come
 true is counted where steps start, trees of several sizes are grown from that, and a step of each is timed here. The
 tree with the most tokens per second wins; one node means that plain decoding is fastest. A quarter of the texts is held
-back, to measure what was foretold.
+back, to measure what was predicted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medusa.commands import common
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
-    from decode.bench.calibrate import Calibration
+    from decode.bench.calibration.stored import Calibration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> None:
 
     from rich.progress import Progress
 
-    from decode.bench import calibrate
+    from decode.bench.calibration.calibrate import calibrate, own_texts
+    from decode.bench.calibration.stored import files_for, store
     from decode.bench.methods import medusa_method, plain_method
     from decode.request import require_fitting
     from decode.results import prompt_seeds, tau
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> None:
                 seeds = prompt_seeds(args.seed, range(start, start + len(batch)))
                 texts += [(result.input_ids, result.new_ids) for result in method(batch, seeds=seeds)]
         else:
-            texts = calibrate.own_texts(loaded.model, settings, loaded.bos_token_id)
+            texts = own_texts(loaded.model, settings, loaded.bos_token_id)
         held_back = texts[3::4]  # every fourth
-        found = calibrate.calibrate(
+        found = calibrate(
             loaded.model,
             heads,
             [text for index, text in enumerate(texts) if index % 4 != 3] or texts,
@@ -81,15 +82,16 @@ def run(args: argparse.Namespace) -> None:
         progress.update(task, description="measuring tau")
         decode = medusa_method(loaded.model, heads, settings, loaded.tokenizer, found.tree)
         results = [result for prompt, _ in held_back for result in decode([prompt], seeds=[args.seed])]
-    found.texts["source"] = args.prompts or "the backbone's own"
+    if args.prompts:
+        found.texts.source = args.prompts
     measured = tau(results) if results else None
-    place = calibrate.store(calibrate.files_for(common.heads_folder(args.heads)), found)
+    place = store(files_for(common.heads_folder(args.heads)), found)
     show(args, found, measured, place)
     if args.plot:
         from decode.bench.report.plots import calibration_plot
 
         calibration_plot(found).savefig(args.plot, dpi=140, bbox_inches="tight")
-    common.write_results(args, found.to_dict() | {"measured_tau": measured, "kept_in": str(place)})
+    common.write_results(args, found.to_json() | {"measured_tau": measured, "kept_in": str(place)})
 
 
 WRITTEN_AT_ONCE = 16
@@ -101,7 +103,7 @@ def show(args: argparse.Namespace, found: Calibration, measured: float | None, p
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD)
-    for name in ("nodes", "tree", "foretold tau", "ms a step", "tokens/s", "against plain", ""):
+    for name in ("nodes", "tree", "predicted tau", "ms a step", "tokens/s", "against plain", ""):
         table.add_column(name, justify="right")
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
@@ -116,10 +118,10 @@ def show(args: argparse.Namespace, found: Calibration, measured: float | None, p
             f"{rate / plain:.2f}",
         ]
         table.add_row(*cells, "chosen" if index == found.chosen else "", style="bold" if index == found.chosen else "")
-    console, best = common.output_console(args), found.points[found.chosen]
+    console, best = common.output_console(args), found.best
     console.print(table)
     if best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for what a tree costs")
     if measured is not None:
-        console.print(f"tau foretold {best.tau:.3f}, measured on texts held back {measured:.3f}")
+        console.print(f"predicted tau {best.tau:.3f}, measured on texts held back {measured:.3f}")
     console.print(f"kept for --tree auto in {place}")

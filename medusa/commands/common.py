@@ -508,7 +508,8 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
 
     Raises:
         RequestError: no such tree, or the heads cannot fill it."""
-    from decode.bench import calibrate
+    from decode.bench.calibration.calibrate import calibrate, own_texts
+    from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
     from decode.drafters.dynamic_tree import DynamicTree
     from decode.request import resolve_tree
     from decode.tree_check import require_tree_forward
@@ -522,26 +523,25 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
             return tree
         asked = tree
     require_tree_forward(loaded.model)
-    files = calibrate.files_for(heads_folder(args.heads))
-    if asked is not None and (fitted := calibrate.stored_temperatures(files, heads)) is not None:
+    files = files_for(heads_folder(args.heads))
+    if asked is not None and (fitted := stored_temperatures(files, heads)) is not None:
         return replace(asked, temperatures=fitted)
-    found = calibrate.stored(files, calibrate.situation(loaded.model, heads, settings, args.batch_size))
+    found = stored(files, situation(loaded.model, heads, settings, args.batch_size))
     place: Path | None = None
     if found is None:
         with console(args).status("choosing a tree"):
-            texts = calibrate.own_texts(loaded.model, settings, loaded.bos_token_id)
-            found = calibrate.calibrate(loaded.model, heads, texts, settings, args.batch_size, rounds=2)
-        found.texts["source"] = "the backbone's own"
-        place = calibrate.store(files, found)
+            texts = own_texts(loaded.model, settings, loaded.bos_token_id)
+            found = calibrate(loaded.model, heads, texts, settings, args.batch_size, rounds=2)
+        place = store(files, found)
     kept = f"; calibrated now, kept in {place}" if place else ""
     if asked is not None:  # of the calibration only the temperatures
         if not args.quiet:
             print(f"tree: dynamic, {asked.num_nodes} nodes{kept}", file=sys.stderr)
         return replace(asked, temperatures=tuple(found.temperatures))
-    best = found.points[found.chosen]
+    best = found.best
     if not args.quiet:
         kind = "dynamic, " if best.dynamic else ""
-        print(f"tree: {kind}{best.nodes} nodes, tau foretold {best.tau:.2f}{kept}", file=sys.stderr)
+        print(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}", file=sys.stderr)
     return found.tree
 
 

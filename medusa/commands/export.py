@@ -119,15 +119,16 @@ def same_place(name: str, other: str) -> bool:
 
 def calibrations_of(source: Path) -> list[dict[str, Any]]:
     """Those kept beside the heads that were made with these very heads, and none of heads that lay there before."""
-    from decode.bench.calibrate import FILE, fingerprint
+    from decode.bench.calibration.stored import FILE
     from medusa.files import read_json
+    from medusa.fingerprint import heads_fingerprint
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import DTYPES
 
     kept = read_json(source / FILE) if (source / FILE).is_file() else []
     # A calibration casts heads to the backbone's dtype first.
     dtypes = {found["holds_for"]["dtype"] for found in kept}
-    prints = {dtype: fingerprint(MedusaHeads.from_pretrained(source, dtype=DTYPES[dtype])) for dtype in dtypes}
+    prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(source, dtype=DTYPES[dtype])) for dtype in dtypes}
     return [found for found in kept if found["holds_for"]["heads"] == prints[found["holds_for"]["dtype"]]]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from decode.bench import calibrate
+from decode.bench.calibration import calibrate
 from decode.bench.methods import medusa_method
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
@@ -532,7 +532,7 @@ def test_calibrate_keeps_its_tree_for_auto(
     assert told["points"][0]["nodes"] == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr("decode.bench.calibrate.calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
     done = medusa("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
     assert done.status == 0, done.err
     assert f"tree: {told['points'][told['chosen']]['nodes']} nodes" in done.err

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import decode.compiled.regions
 from decode import generate
-from decode.bench.calibrate import record
+from decode.bench.calibration.recording import record
 from decode.bench.losslessness.cases import Rule, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
@@ -275,7 +275,7 @@ def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
     assert torch.equal(label_ranks(backbone, some, inputs, labels), expected)
     recording = record(backbone, some, [([1, 2], random_ids(60, seed=3))])
     new = torch.tensor(random_ids(60, seed=3))
-    came, ranks = recording.came[0][:-HEADS], recording.ranks[0][:-HEADS]
+    came, ranks = recording.right[0][:-HEADS], recording.ranks[0][:-HEADS]
     for head in range(HEADS):
         aim = new[head + 1 : head + 1 + len(came)]
         assert torch.equal(came[:, head].isnan(), unknown[aim])

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Any:
     return call
 
 
-def test_tau_foretold_and_measured(run: Any) -> None:
+def test_tau_predicted_and_measured(run: Any) -> None:
     found = run()
     assert [(row["nodes"], row["tree"]) for row in found["rows"]] == [(4, "static"), (4, "dynamic")]
     for row in found["rows"]:

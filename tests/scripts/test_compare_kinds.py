@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import compare_kinds as script
-from decode.bench import calibrate
+from decode.bench.calibration.stored import FILE, Calibration, CalibrationPoint, RecordedTexts, situation, store
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
@@ -79,11 +79,9 @@ def test_the_calibrated_tree_of_a_size_is_each_heads_own(tmp_path: Path) -> None
     heads = random_heads(loaded.model, 2, lm_head="shared")
     heads.save_pretrained(tmp_path)
     settings = Settings(max_new_tokens=6, ignore_eos=True)
-    points = [calibrate.Point(3, [[0], [0, 1]], 1.5, 2.0), calibrate.Point(3, [], 1.6, 2.0, dynamic=True)]
-    found = calibrate.Calibration(
-        points, 0, [1.0, 1.0], calibrate.situation(loaded.model, heads, settings, 1), {"texts": 1}
-    )
-    calibrate.store([tmp_path / calibrate.FILE], found)
+    points = [CalibrationPoint(3, [[0], [0, 1]], 1.5, 2.0), CalibrationPoint(3, [], 1.6, 2.0, dynamic=True)]
+    found = Calibration(points, 0, [1.0, 1.0], situation(loaded.model, heads, settings, 1), RecordedTexts(1))
+    store([tmp_path / FILE], found)
     args = argparse.Namespace(heads=str(tmp_path), tree="calibrated:3", batch_size=1, max_new_tokens=6, quiet=True)
     tree = script.tree_for(args, loaded, heads)
     assert isinstance(tree, Tree)

@@ -45,8 +45,7 @@ def test_the_random_llama_counts() -> None:
 
 @pytest.mark.slow
 def test_batches_in_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = importlib.import_module("measure_batches")
-    monkeypatch.setattr(module.calibrate, "SIZES", (1, 4))
+    monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\nOne day, a girl\nThe dog\n")
     models = ("--backbone", "demo", "--heads", "demo", "--prompts", str(prompts))

@@ -35,10 +35,8 @@ class Picture:
 class ReportPage:
     """A page under construction: add pictures, set `content`, then save the page."""
 
-    def __init__(self, template: str, title: str, folder: Path | None = None) -> None:
-        """`folder`: that of the template, where it is not one of ours; it may extend ours."""
+    def __init__(self, template: str, title: str) -> None:
         self.template, self.title = template, title
-        self.folders = [*([] if folder is None else [folder]), FOLDER / "templates"]
         self.pictures: list[Picture] = []
         self.content: dict[str, object] = {}
         """The values that the template shows, by name."""
@@ -51,7 +49,7 @@ class ReportPage:
     def html(self) -> str:
         """The whole page."""
         environment = Environment(
-            loader=FileSystemLoader(self.folders),
+            loader=FileSystemLoader(FOLDER / "templates"),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decode.bench.calibrate import Calibration, Point
+from decode.bench.calibration.stored import Calibration, CalibrationPoint
 from decode.bench.compare import Comparison
 from decode.bench.figures import AcceptedNode, Interval, MethodFigures, PositionFigures, TemperatureFigures
 from decode.bench.report.colors import INK
@@ -179,9 +179,9 @@ CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "toke
 
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
     """One of the figures of `CALIBRATED` against the number of nodes."""
-    points, best = calibration.points, calibration.points[calibration.chosen]
+    points, best = calibration.points, calibration.best
 
-    def value(point: Point) -> float:
+    def value(point: CalibrationPoint) -> float:
         return float(getattr(point, figure))
 
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode.bench.benchmark import Contender, run_rounds, summarize
-from decode.bench.calibrate import Calibration, Point
+from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts
 from decode.bench.figures import (
     AcceptedNode,
     BenchmarkMachine,
@@ -93,8 +93,8 @@ def outcome(seconds: list[float], **settings: Any) -> BenchmarkResult:
     medusa.accepted_by_node = [
         AcceptedNode(path, share) for path, share in (([0], 0.9), ([0, 0], 0.8), ([1], 0.05), ([2], 0.004))
     ]
-    points = [Point(n, [], 1 + n / 8, 3 + n / 4, n == 8) for n in (1, 4, 8)]
-    medusa.calibration = Calibration(points, 2, [1.0], {}, {"texts": 32})
+    points = [CalibrationPoint(n, [], 1 + n / 8, 3 + n / 4, n == 8) for n in (1, 4, 8)]
+    medusa.calibration = Calibration(points, 2, [1.0], {}, RecordedTexts(32))
     result.temperatures = [
         TemperatureFigures(
             at, medusa.tau, medusa.tau_interval, medusa.speedup_vs_generate, medusa.speedup_vs_generate_interval

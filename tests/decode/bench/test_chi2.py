@@ -41,7 +41,7 @@ def test_a_draw_of_what_cannot_be_fails_at_once() -> None:
     assert (ours.impossible, ours.p_value) == (1, 0.0)
 
 
-def test_distances_of_true_samples_are_as_foretold() -> None:
+def test_distances_of_true_samples_are_as_predicted() -> None:
     """Means over 200 samples; 5 % is far beyond their own scatter, and far below the factor of a wrong formula."""
     p = torch.randn(300, generator=torch.Generator().manual_seed(0)).mul(2).double().softmax(-1)
     found = [goodness_of_fit(sample(p, 50_000, seed), p) for seed in range(200)]

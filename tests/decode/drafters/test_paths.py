@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decode import generate, prefill
-from decode.bench.calibrate import calibrate
+from decode.bench.calibration.calibrate import calibrate
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
 from decode.drafters import paths

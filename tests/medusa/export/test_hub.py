@@ -641,7 +641,7 @@ def test_export_of_the_shipped_heads(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_export_takes_calibrations_of_these_heads_only(llama: Any, tmp_path: Path) -> None:
-    from decode.bench.calibrate import fingerprint
+    from medusa.fingerprint import heads_fingerprint
 
     heads = random_heads(llama, 2, base_model_name_or_path="org/model")
     heads.save_pretrained(tmp_path / "heads")
@@ -654,7 +654,7 @@ def test_export_takes_calibrations_of_these_heads_only(llama: Any, tmp_path: Pat
             "texts": {},
             "holds_for": {"processor": cpu, "dtype": "float32", "batch_size": 1, "temperature": 0.0, "heads": of},
         }
-        for cpu, of in (("CPU of these", fingerprint(heads)), ("CPU of others", "0" * 16))
+        for cpu, of in (("CPU of these", heads_fingerprint(heads)), ("CPU of others", "0" * 16))
     ]
     (tmp_path / "heads" / "calibration.json").write_text(json.dumps(content))
     assert export("--heads", str(tmp_path / "heads"), "--output", str(tmp_path / "out"), "--quiet") == 0

@@ -1,5 +1,4 @@
-"""decode/bench/calibrate.py: what is foretold is what decoding then does; the best tree is the best that can be
-found."""
+"""decode/bench/calibration: decoding does what is predicted, and no tree is better than the one that is found."""
 
 from __future__ import annotations
 
@@ -11,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.bench import calibrate
-from decode.bench.calibrate import Calibration, Point, Recording, grow, predicted_tau, record, starts
+from decode.bench.calibration import calibrate
+from decode.bench.calibration.grow import grow, path_counts, predicted_tau, starts
+from decode.bench.calibration.recording import TEMPERATURES, Recording, record
+from decode.bench.calibration.step_times import time_steps
+from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation, store, stored
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.settings import Settings
@@ -60,7 +62,7 @@ def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
 
 
 @pytest.mark.parametrize("spec", ["chain", "topk:4,3,2", "topk:12"])
-def test_recorded_ranks_foretell_every_step(decoded: Any, spec: str) -> None:
+def test_recorded_ranks_predict_every_step(decoded: Any, spec: str) -> None:
     """Not the mean only: each step of real decoding starts and ends where the walk over the recording says."""
     model, heads, texts = decoded
     tree = Tree.chain(3) if spec == "chain" else Tree.top_k([int(w) for w in spec[5:].split(",")])
@@ -71,15 +73,15 @@ def test_recorded_ranks_foretell_every_step(decoded: Any, spec: str) -> None:
         (result,) = method([prompt])
         assert result.new_ids == new
         ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
-        foretold = starts_of(tree, ranks)
-        assert ends[: len(foretold)] == foretold
-        lengths += result.uncut_lengths[: len(foretold)]
+        predicted = starts_of(tree, ranks)
+        assert ends[: len(predicted)] == predicted
+        lengths += result.uncut_lengths[: len(predicted)]
     assert predicted_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
     assert sum(lengths) > len(lengths), "nothing was accepted: no power"
 
 
 @pytest.mark.parametrize("nodes", [2, 6, 20])
-def test_steps_of_a_dynamic_tree_are_foretold(decoded: Any, nodes: int) -> None:
+def test_steps_of_a_dynamic_tree_are_predicted(decoded: Any, nodes: int) -> None:
     model, heads, texts = decoded
     recording = record(Backbone(model), heads, texts)
     tree = DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5))
@@ -88,9 +90,9 @@ def test_steps_of_a_dynamic_tree_are_foretold(decoded: Any, nodes: int) -> None:
     for index, (prompt, new) in enumerate(texts):
         (result,) = method([prompt])
         assert result.new_ids == new
-        foretold = starts(recording.accepted(tree, index), 3)
-        assert list(itertools.accumulate(result.uncut_lengths, initial=0))[: len(foretold)] == foretold
-        lengths += result.uncut_lengths[: len(foretold)]
+        predicted = starts(recording.accepted(tree, index), 3)
+        assert list(itertools.accumulate(result.uncut_lengths, initial=0))[: len(predicted)] == predicted
+        lengths += result.uncut_lengths[: len(predicted)]
     assert predicted_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
     assert sum(lengths) > len(lengths), "nothing was accepted: no power"
 
@@ -98,8 +100,8 @@ def test_steps_of_a_dynamic_tree_are_foretold(decoded: Any, nodes: int) -> None:
 def test_temperatures_are_those_that_make_what_came_most_probable(decoded: Any) -> None:
     model, heads, texts = decoded
     recording = record(Backbone(model), heads, texts)
-    found = recording.temperatures()
-    came = torch.cat(recording.came)
+    found = recording.fit_temperatures()
+    came = torch.cat(recording.right)
     best = torch.cat(recording.best)
     for head in range(3):
         known = ~came[:, head].isnan()
@@ -107,12 +109,12 @@ def test_temperatures_are_those_that_make_what_came_most_probable(decoded: Any) 
         assert (best[known, head, 0] >= came[known, head]).all()
         losses = [
             (torch.cat(recording.log_z)[known, head, g] - came[known, head] / t).mean()
-            for g, t in enumerate(calibrate.TEMPERATURES)
+            for g, t in enumerate(TEMPERATURES)
         ]
-        assert losses[calibrate.TEMPERATURES.index(found[head])] == min(losses)
+        assert losses[TEMPERATURES.index(found[head])] == min(losses)
 
 
-def test_sampled_text_is_foretold_as_well(decoded: Any) -> None:
+def test_sampled_text_is_predicted_as_well(decoded: Any) -> None:
     """Rejection accepts what the sample says, and a prompt's sample is its seed's, with heads as without."""
     model, heads, texts = decoded
     settings, prompts = Settings(max_new_tokens=40, temperature=0.6), [prompt for prompt, _ in texts]
@@ -142,7 +144,7 @@ def test_counting_where_steps_start_is_worth_it() -> None:
     ranks = torch.tensor([[0, 0], [0, 1], [0, MISSED], [1, MISSED], [1, MISSED]] * 60)
     recording = Recording([ranks])
     everywhere = Tree.from_paths(
-        [path for path, _ in calibrate._path_counts(recording, None).most_common(2)]
+        [path for path, _ in path_counts(recording, None).most_common(2)]
     )  # all positions, as the original counts
     assert predicted_tau(grow(recording, 3), recording) >= predicted_tau(everywhere, recording)
 
@@ -170,9 +172,9 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
 
 def test_a_tree_must_be_clearly_faster() -> None:
     """Timing errs by a percent or two: what promises less than 2 % leaves plain decoding as it is."""
-    plain, tree = Point(1, [], tau=1.0, step_ms=10.0), Point(4, [[0]], tau=1.01, step_ms=10.0)
+    plain, tree = CalibrationPoint(1, [], tau=1.0, step_ms=10.0), CalibrationPoint(4, [[0]], tau=1.01, step_ms=10.0)
     assert calibrate.best_of([plain, tree]) == 0
-    assert calibrate.best_of([plain, tree, Point(6, [[0]], tau=1.03, step_ms=10.0)]) == 2
+    assert calibrate.best_of([plain, tree, CalibrationPoint(6, [[0]], tau=1.03, step_ms=10.0)]) == 2
 
 
 def test_large_batches_on_a_cpu_try_small_trees() -> None:
@@ -186,7 +188,7 @@ def test_large_batches_on_a_cpu_try_small_trees() -> None:
 def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     model, heads, texts = decoded
     trees = [Tree.chain(0), Tree.chain(3), DynamicTree.over_heads(4, 3)]
-    seconds = calibrate.time_steps(model, heads, [texts[0][0]], trees, SETTINGS, batch_size=2, rounds=1, steps=6)
+    seconds = time_steps(model, heads, [texts[0][0]], trees, SETTINGS, batch_size=2, rounds=1, steps=6)
     assert len(seconds) == 3
     assert all(0 < value < 1 for value in seconds)
 
@@ -216,38 +218,37 @@ def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
 
 
 def calibration(**holds_for: Any) -> Calibration:
-    return Calibration(
-        [Point(1, [], 1.0, 2.0), Point(3, [[0], [0, 0]], 2.5, 4.0)], 1, [1.0, 0.7], holds_for, {"texts": 3}
-    )
+    points = [CalibrationPoint(1, [], 1.0, 2.0), CalibrationPoint(3, [[0], [0, 0]], 2.5, 4.0)]
+    return Calibration(points, 1, [1.0, 0.7], holds_for, RecordedTexts(3))
 
 
 def test_calibrations_are_kept_beside_each_other(tmp_path: Path) -> None:
     file = tmp_path / "heads" / "calibration.json"
-    assert calibrate.stored([file], {"batch_size": 1}) is None
+    assert stored([file], {"batch_size": 1}) is None
     for batch_size in (1, 8):
-        assert calibrate.store([file], calibration(batch_size=batch_size)) == file
+        assert store([file], calibration(batch_size=batch_size)) == file
     again = calibration(batch_size=8)
     again.chosen = 0
-    calibrate.store([file], again)
-    assert calibrate.stored([file], {"batch_size": 1}) == calibration(batch_size=1)
-    assert calibrate.stored([file], {"batch_size": 8}) == again
-    assert calibrate.stored([file], {"batch_size": 2}) is None
+    store([file], again)
+    assert stored([file], {"batch_size": 1}) == calibration(batch_size=1)
+    assert stored([file], {"batch_size": 8}) == again
+    assert stored([file], {"batch_size": 2}) is None
     assert calibration().tree.rank_paths == [(0,), (0, 0)]
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     places = [tmp_path / "file" / "calibration.json", tmp_path / "cache" / "calibration.json"]
-    assert calibrate.store(places, calibration(batch_size=1)) == places[1]
-    assert calibrate.stored(places, {"batch_size": 1}) is not None
+    assert store(places, calibration(batch_size=1)) == places[1]
+    assert stored(places, {"batch_size": 1}) is not None
     with pytest.raises(OSError, match="file"):
-        calibrate.store(places[:1], calibration())
+        store(places[:1], calibration())
 
 
 def test_other_heads_are_another_situation(llama: Any) -> None:
     one, other = (random_heads(llama, 2, seed) for seed in (0, 1))
-    told = calibrate.situation(llama, one, SETTINGS, 1)
-    assert told == calibrate.situation(llama, one, SETTINGS, 1)
-    assert told != calibrate.situation(llama, other, SETTINGS, 1)
-    assert told != calibrate.situation(llama, one, SETTINGS, 2)
-    assert told != calibrate.situation(llama, one, Settings(temperature=1.0), 1)
+    told = situation(llama, one, SETTINGS, 1)
+    assert told == situation(llama, one, SETTINGS, 1)
+    assert told != situation(llama, other, SETTINGS, 1)
+    assert told != situation(llama, one, SETTINGS, 2)
+    assert told != situation(llama, one, Settings(temperature=1.0), 1)

@@ -1,0 +1,169 @@
+"""The tree that writes the most tokens per second with given heads on this machine.
+
+    speed(tree) = tau(tree) / T(nodes)
+
+tau is predicted by replaying recorded texts of the backbone (`grow`), T is timed in the decoding loop (`step_times`).
+Dynamic trees (`decode.drafters.dynamic_tree`) are tried besides static ones: they accept more with the same number of
+nodes, but choosing the nodes takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.bench.calibration.grow import grow, predicted_tau, predicted_tau_held_out
+from decode.bench.calibration.recording import Recording, record
+from decode.bench.calibration.step_times import time_steps
+from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
+from decode.bench.methods import medusa_method, plain_method
+from decode.drafters.dynamic_tree import TOP, DynamicTree, Layout
+from decode.results import tau
+from decode.settings import Settings
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
+from medusa.tree import Tree
+
+SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
+"""Trees that may be tried, in nodes; 1 is plain decoding."""
+WORTHWHILE = 1.02
+"""The speed over plain decoding that a tree must promise to be chosen: timing errs by about as much."""
+OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # of the texts that `--tree auto` lets the backbone write
+
+Text = tuple[list[int], list[int]]
+"""The ids of a prompt, and those of its continuation by the backbone."""
+
+
+def calibrate(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    texts: Sequence[Text],
+    settings: Settings,
+    batch_size: int = 1,
+    sizes: Sequence[int] | None = None,
+    rounds: int = 3,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> Calibration:
+    """Find the best tree from texts that the backbone wrote under `settings`.
+
+    Args:
+        sizes: in nodes; by default those that may pay on this device at this batch size.
+        rounds: of timing.
+        on_progress: receives the name of each stage.
+
+    Raises:
+        RequestError: no continuation is longer than the heads reach.
+    """
+    # Steps are also timed and counted after the texts have ended, and with all nodes of their trees.
+    settings = replace(settings, stop=(), stop_drafting=0.0)
+    backbone = Backbone(model)
+    on_progress("recording")
+    recording = record(backbone, heads, texts)
+    if not recording.has_steps:
+        longest, reach = max((len(new) for _, new in texts), default=0), heads.config.num_heads
+        raise RequestError(
+            f"the longest continuation has {longest} tokens, but {reach} heads need more than {reach}; "
+            "give other prompts, or more new tokens"
+        )
+    temperatures = recording.fit_temperatures()
+    sizes = sizes or sizes_for(backbone.device, batch_size)
+    # Nodes of drawn drafts must not depend on what is drawn, so they have no dynamic trees.
+    dynamic = settings.draft == "topk" and backbone.vocab_size > TOP
+    trees = _trees(recording, sizes, temperatures, dynamic, on_progress)
+    on_progress("timing")
+    seconds = time_steps(model, heads, [prompt for prompt, _ in texts], trees, settings, batch_size, rounds)
+    points = [
+        CalibrationPoint(
+            nodes=tree.num_nodes,
+            paths=[list(path) for path in tree.rank_paths] if isinstance(tree, Tree) else [],
+            tau=_expected_tau(model, heads, texts, recording, tree, settings),
+            step_ms=1000 * of_step,
+            dynamic=isinstance(tree, DynamicTree),
+        )
+        for tree, of_step in zip(trees, seconds, strict=True)
+    ]
+    about = RecordedTexts(len(texts), recording.tokens, sum(len(prompt) for prompt, _ in texts))
+    place = situation(model, heads, settings, batch_size)
+    return Calibration(points, best_of(points), list(temperatures), place, about)
+
+
+def sizes_for(device: torch.device, batch_size: int) -> list[int]:
+    """The sizes worth trying. A CPU computes nodes one by one, so large batches get small trees.
+
+    With a single row the first nodes cost the most (products of matrices instead of a matrix and a vector), so trees of
+    2 or 3 nodes never pay there.
+    """
+    most = max(256 // batch_size, 8) if device.type == "cpu" else SIZES[-1]
+    return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
+
+
+def _trees(
+    recording: Recording,
+    sizes: Sequence[int],
+    temperatures: tuple[float, ...],
+    dynamic: bool,
+    on_progress: Callable[[str], object],
+) -> list[Layout]:
+    """The trees to try: plain decoding, a grown tree of each size and, if `dynamic`, dynamic trees of these sizes."""
+    grown: dict[int, Tree] = {1: Tree.chain(0)}
+    for nodes in sizes:
+        if nodes > 1:
+            on_progress(f"a tree of {nodes} nodes")
+            tree = grow(recording, nodes)
+            grown.setdefault(tree.num_nodes, tree)
+    trees: list[Layout] = [tree for _, tree in sorted(grown.items())]
+    if dynamic and len(grown) > 1:
+        trees += [DynamicTree.over_heads(nodes, len(temperatures), temperatures) for nodes in sizes if nodes > 1]
+    return trees
+
+
+def _expected_tau(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    texts: Sequence[Text],
+    recording: Recording,
+    tree: Layout,
+    settings: Settings,
+) -> float:
+    """The tau of a tree on texts of the kind that was recorded."""
+    if isinstance(tree, Tree):
+        return predicted_tau_held_out(tree.num_nodes, recording)
+    if heads.follows_path:  # the children of a node depend on the node, which a recording does not show
+        return measured_tau(model, heads, texts, tree, settings)
+    return predicted_tau(tree, recording)  # its temperatures, one number a head, fit no text in particular
+
+
+def best_of(points: Sequence[CalibrationPoint]) -> int:
+    """Index of the fastest point; 0 (plain decoding) unless another is faster by `WORTHWHILE`."""
+    best = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
+    return best if points[best].tokens_per_second >= WORTHWHILE * points[0].tokens_per_second else 0
+
+
+def measured_tau(
+    model: PreTrainedModel, heads: MedusaHeads, texts: Sequence[Text], tree: Layout, settings: Settings
+) -> float:
+    """tau of decoding the prompts again with `tree`."""
+    longest = max(len(new) for _, new in texts)
+    decode = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
+    return tau([result for number, (prompt, _) in enumerate(texts) for result in decode([prompt], seeds=[number])])
+
+
+def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
+    """Texts that the backbone writes without prompts, the same at every call.
+
+    Openings are sampled after the BOS token, or after random tokens if there is none. Continuations are written under
+    `settings`.
+    """
+    backbone = Backbone(model)
+    random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
+    first = [[token if bos is None else bos] for token in random_ids.tolist()]
+    seeds = list(range(OWN_TEXTS))
+    length = min(OWN_TOKENS, max((backbone.context or 1 << 30) - OPENING_TOKENS - 1, 1))
+    opening = plain_method(model, Settings(max_new_tokens=OPENING_TOKENS, temperature=1.0, ignore_eos=True))
+    openings = [result.input_ids + result.new_ids for result in opening(first, seeds=seeds)]
+    written = plain_method(model, replace(settings, max_new_tokens=length, stop=(), ignore_eos=True))
+    return [(result.input_ids, result.new_ids) for result in written(openings, seeds=seeds)]

@@ -1,0 +1,147 @@
+"""Calibrations and the files that keep them: one for each situation of each set of heads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from transformers import PreTrainedModel
+
+from decode.bench.machine import machine
+from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.settings import Settings
+from medusa.files import read_json, write_json
+from medusa.fingerprint import heads_fingerprint
+from medusa.heads.independent import MedusaHeads
+from medusa.tree import Tree
+
+FILE = "calibration.json"
+
+
+@dataclass
+class CalibrationPoint:
+    """One tree that was tried."""
+
+    nodes: int
+    paths: list[list[int]]
+    """Empty for a dynamic tree."""
+    tau: float
+    """Predicted (`decode.bench.calibration.grow`)."""
+    step_ms: float
+    """Measured (`decode.bench.calibration.step_times`)."""
+    dynamic: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 * self.tau / self.step_ms
+
+
+@dataclass
+class RecordedTexts:
+    """The texts that a calibration was made from."""
+
+    texts: int
+    tokens: int = 0
+    """Of the continuations."""
+    prompt_tokens: int = 0
+    source: str = "the backbone's own"
+
+
+@dataclass
+class Calibration:
+    """The trees that were tried, and the best of them."""
+
+    points: list[CalibrationPoint]
+    chosen: int
+    """Index of the best point."""
+    temperatures: list[float]
+    """One for each head, for the confidences of dynamic trees."""
+    holds_for: dict[str, object]
+    """The situation: machine, dtype, batch size, heads and so on. Another situation needs its own calibration."""
+    texts: RecordedTexts
+
+    @property
+    def best(self) -> CalibrationPoint:
+        return self.points[self.chosen]
+
+    @property
+    def tree(self) -> Layout:
+        """The best tree."""
+        if self.best.dynamic:
+            return DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
+        return Tree.from_paths(self.best.paths)
+
+    def to_json(self) -> dict[str, object]:
+        """The calibration as its file lists it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, object]) -> Calibration:
+        """Read an entry of a file."""
+        return TypeAdapter(cls).validate_python(content)
+
+
+def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
+    """Everything that a calibration depends on."""
+    here = asdict(machine())
+    return {
+        **{name: here[name] for name in ("processor", "gpu", "threads", "torch", "transformers")},
+        "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "batch_size": batch_size,
+        "temperature": settings.temperature,
+        "acceptance": settings.acceptor.name,
+        "version": 2,
+        "heads": heads_fingerprint(heads),
+        **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
+    }
+
+
+def files_for(heads_folder: Path | None) -> list[Path]:
+    """Where calibrations of heads are kept: in their folder, if the user owns it, and in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-heads" / FILE
+    return [cache] if heads_folder is None else [heads_folder / FILE, cache]
+
+
+def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
+    """The calibration of this very situation, from the first of these files that has it."""
+    return next((Calibration.from_json(entry) for entry in _entries(places) if entry["holds_for"] == wanted), None)
+
+
+def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
+    """The temperatures that were fitted for these heads, in any situation."""
+    fingerprint = heads_fingerprint(heads)
+    for entry in _entries(places):
+        if entry["holds_for"].get("heads") == fingerprint and "temperatures" in entry:
+            return tuple(entry["temperatures"])
+    return None
+
+
+def _entries(places: Sequence[Path]) -> Iterator[Any]:
+    for place in places:
+        if place.is_file():
+            yield from read_json(place)
+
+
+def store(places: Sequence[Path], calibration: Calibration) -> Path:
+    """Add a calibration to the first of these files that can be written, and return that file.
+
+    An earlier calibration of the same situation is replaced.
+
+    Raises:
+        OSError: no file can be written.
+    """
+    for index, place in enumerate(places):
+        try:
+            kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
+            write_json(place, [*kept, calibration.to_json()])
+            return place
+        except OSError:
+            if index + 1 == len(places):
+                raise
+    raise OSError("there is no place to keep a calibration")
