@@ -25,11 +25,12 @@ from pathlib import Path
 import torch
 
 from decode.timers import stopwatch
+from measuring import PeakMemory
 from medusa.config import MedusaConfig
 from medusa.files import write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from script_tools import PeakMemory, markdown_table, run_script, script_parser
+from script_tools import markdown_table, run_script, script_parser
 from train.loss import Teacher, Weighting, head_losses
 
 PASSES = 3

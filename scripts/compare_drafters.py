@@ -1,151 +1,103 @@
-"""The table of all drafters: what each accepts on every kind of text, what it writes a second, holds and needs, and
-whether its texts and draws are the backbone's own.
+"""Compare all drafters: what each accepts on every kind of text, its speed, what it needs, and whether it is exact.
 
     python scripts/compare_drafters.py --prompts medusa/assets/prompts.jsonl --text stories.txt --threads 1 \\
         --on demo demo --on stories260K stories260K-heads --json drafters.json
 
 `--on BACKBONE HEADS` is repeated for every backbone. Every round decodes all prompts plainly, by `model.generate`, by
-its prompt lookup and assisted generation where ours take part, and with each drafter, in turns, greedily; speedups are
-medians of the ratios within a round, and on one thread CPU time counts, so that a busy machine does little harm. Exact:
-texts equal to plain decoding's, and draws by both forms of rejection that chi-square tests let pass (as
-`medusa verify`). `rest` looks things up in a datastore made here of `--text`, which must not hold the prompts' own
-continuations; a drafter that does not fit a backbone (a draft model of another vocabulary) is left out there, and said
-so.
+its prompt lookup and assisted generation if our versions take part, and with each drafter, in turns, greedily. Speedups
+are medians of the ratios within a round; on one thread CPU time counts, so that a busy machine does little harm. Exact:
+texts equal to those of plain decoding, and draws by both forms of rejection that pass the chi-square tests of `medusa
+verify`. `rest` looks things up in a datastore made of `--text`, which must not hold the continuations of the prompts. A
+drafter that does not fit a backbone, such as a draft model of another vocabulary, is left out with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.progress import Progress
 from rich.table import Table
 
-from decode.bench import benchmark
+from decode.bench.benchmark import summarize
 from decode.bench.losslessness.cases import p_values, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.machine import machine
-from decode.bench.methods import medusa_method, plain_method, transformers_method
+from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
 from decode.draft import DrafterConfig, DrafterFactory
 from decode.drafters import parse
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
-from decode.timers import stopwatch
-from medusa.commands import common, datastore
+from measuring import Models, open_models, take_turns
+from medusa.__main__ import main as medusa
+from medusa.commands import common
 from medusa.errors import RequestError
 from medusa.loading import Loaded
-from medusa.records import Record, prompt_ids
 from medusa.tree import Tree
+from script_tools import plain_table, run_script, script_parser
 
-WIDTH = 112  # letters, which the wider table takes; a narrow terminal breaks lines, and no figure is cut off
+WIDTH = 112  # characters that the wider table takes; a narrow terminal wraps lines, and no figure is cut off
 DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """A drafter that takes part."""
 
-    name: str
-    plan: DrafterConfig
+    config: DrafterConfig
     source: DrafterFactory
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", nargs=2, action="append", required=True, metavar=("BACKBONE", "HEADS"))
-    common.add_prompts(parser)
-    parser.add_argument("--drafters", nargs="+", default=DRAFTERS, metavar="NAME", help="`rest` alone: that of --text")
-    parser.add_argument("--text", metavar="DATA", help="what the datastore of rest is made of")
-    parser.add_argument("--tree", metavar="FILE|NAME", help="of the heads, as for medusa generate")
-    parser.add_argument("--max-new-tokens", type=common.positive, default=96)
-    parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
-    parser.add_argument("--draws", type=common.positive, default=100_000, help="of each rule (default: 100,000)")
-    parser.add_argument("--sampled-prompts", type=common.positive, default=2, help="drawn from (default: the first 2)")
-    common.add_machine(parser)
-    args = parser.parse_args()
-    if "rest" in args.drafters and args.text is None:
-        parser.error("rest needs --text, or leave it out of --drafters")
-    common.prepare_machine(args)
-    tables = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (backbone, heads) in enumerate(args.on):
-            own = argparse.Namespace(**vars(args) | {"backbone": backbone, "heads": heads, "compile": False})
-            own.batch_size, own.stop_drafting, own.revision, own.trust_remote_code = 1, 0.0, None, False
-            tables.append(compare(own, Path(folder) / str(number)))
-    common.write_results(args, {"machine": asdict(machine()), "tables": tables})
-
-
-def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All drafters on one backbone; `folder`: where its datastore may go."""
-    loaded = common.open_backbone(args)
-    records = common.read_prompts(args)
-    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    entries, left_out = opened(args, loaded, settings, folder)
-    rows = measured(args, loaded, entries, records, settings)
-    for entry in entries:
-        rows[entry.name] |= {"needs": entry.plan.needs, "megabytes": entry.source.num_bytes / 1e6}
-        rows[entry.name] |= verified(args, loaded, entry, records)
-    table = {"backbone": args.backbone, "heads": args.heads, "prompts": len(records), "rounds": args.rounds}
+def compare(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """All drafters on one backbone; `folder`: where the datastore may go."""
+    models, settings = open_models(args), Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
+    entries, left_out = open_drafters(args, models.loaded, settings, folder)
+    rows = measure(args, models, entries, settings)
+    for name, (config, source) in entries.items():
+        rows[name] |= {"needs": config.needs, "megabytes": source.num_bytes / 1e6} | verify(args, models, source)
+    table = {"backbone": args.backbone, "heads": args.heads, "prompts": len(models.prompts), "rounds": args.rounds}
     table |= {"max_new_tokens": args.max_new_tokens, "draws": args.draws, "left_out": left_out, "rows": rows}
-    show(args, table)
+    console = common.output_console(args)
+    console.width = max(console.width, WIDTH)
+    title = f"{args.backbone}, {len(models.prompts)} prompts, {args.max_new_tokens} greedy tokens"
+    console.print(speed_table(title, rows), price_table(rows))
+    for name, why in left_out.items():
+        console.print(f"{name} left out: {why}", highlight=False)
     return table
 
 
-def opened(
+def open_drafters(
     args: argparse.Namespace, loaded: Loaded, settings: Settings, folder: Path
-) -> tuple[list[Entry], dict[str, str]]:
-    """Those that fit this backbone; of the others, why not."""
-    entries, left_out = [], {}
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The drafters that fit this backbone, and why the others do not."""
+    entries, left_out = {}, {}
     for name in args.drafters:
-        spec = name
         if name == "rest":
-            build_datastore(args, folder)
-            spec = f"rest:{folder}"
-        plan = parse(spec)
+            words = ["--backbone", args.backbone, "--data", args.text, "--output", str(folder), "--quiet"]
+            medusa(["datastore", "build", *words])
+        config = parse(f"rest:{folder}" if name == "rest" else name)
         try:
-            plan.check(loaded.model.config)
-            entries.append(Entry(name, plan, common.open_source(args, loaded, plan, settings)))
+            config.check(loaded.model.config)
+            entries[name] = Entry(config, common.open_source(args, loaded, config, settings))
         except RequestError as error:
             left_out[name] = str(error)
     return entries, left_out
 
 
-def build_datastore(args: argparse.Namespace, folder: Path) -> None:
-    """By the command that users have."""
-    parser = argparse.ArgumentParser()
-    datastore.add_arguments(parser)
-    words = ["build", "--backbone", args.backbone, "--data", args.text, "--output", str(folder), "--quiet"]
-    datastore.run(parser.parse_args(words))
-
-
-def measured(
-    args: argparse.Namespace, loaded: Loaded, entries: list[Entry], records: list[Record], settings: Settings
-) -> dict[str, dict[str, Any]]:
-    """Plain decoding, `model.generate` and all drafters in turns."""
-    model, tokenizer = loaded.model, loaded.tokenizer
-    prompts = [[prompt_ids(record, tokenizer)] for record in records]
-    contenders = [
-        benchmark.Contender("plain", plain_method(model, settings, tokenizer)),
-        *theirs(loaded, entries, settings),
-        *(
-            benchmark.Contender(
-                entry.name, medusa_method(model, entry.source.heads, settings, tokenizer, drafter=entry.source)
-            )
-            for entry in entries
-        ),
-    ]
-    with Progress(console=common.console(args), disable=args.quiet, transient=True) as progress:
-        task = progress.add_task(args.backbone, total=args.rounds * len(prompts))
-        turn = partial(progress.advance, task)
-        benchmark.run_rounds(contenders, prompts, args.rounds, turn, args.seed, stopwatch(model.device))
-    figures = benchmark.summarize(contenders, [record.category for record in records])
+def measure(
+    args: argparse.Namespace, models: Models, entries: dict[str, Entry], settings: Settings
+) -> dict[str, dict[str, object]]:
+    """The figures of plain decoding, `model.generate` and all drafters, by name."""
+    (model, tokenizer), prompts = (models.loaded.model, models.loaded.tokenizer), [[ids] for ids in models.prompts]
+    methods = {"plain": plain_method(model, settings, tokenizer)} | stock_methods(models.loaded, entries, settings)
+    for name, (_, source) in entries.items():
+        methods[name] = medusa_method(model, source.heads, settings, tokenizer, drafter=source)
+    contenders = take_turns(args, models.loaded, methods, prompts, args.rounds)
+    figures = summarize(list(contenders.values()), models.categories)
     kept = ("tau", "speedup", "speedup_vs_generate", "equal_to_plain")
     return {
         name: {key: getattr(found, key) for key in kept}
@@ -155,81 +107,82 @@ def measured(
     }
 
 
-def theirs(loaded: Loaded, entries: list[Entry], settings: Settings) -> list[benchmark.Contender]:
+def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings) -> dict[str, Method]:
     """`model.generate`, and its own version of each drafter that it has: as many tokens ahead, and no heuristics."""
-    model, found = loaded.model, dict[str, dict[str, Any]](transformers={})
-    for entry in entries:
-        if isinstance(entry.plan, NgramConfig):
-            ahead = {"prompt_lookup_num_tokens": entry.plan.tokens, "max_matching_ngram_size": entry.plan.n}
-            found[f"transformers, {entry.name}"] = ahead
-        if isinstance(entry.source, DraftModel) and isinstance(entry.source.tree, Tree):
-            chosen = entry.source.model.generation_config
-            chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = entry.source.tree.max_depth, "constant"
+    found: dict[str, dict[str, object]] = {"transformers": {}}
+    for name, (config, source) in entries.items():
+        if isinstance(config, NgramConfig):
+            ahead = {"prompt_lookup_num_tokens": config.tokens, "max_matching_ngram_size": config.n}
+            found[f"transformers, {name}"] = ahead
+        if isinstance(source, DraftModel) and isinstance(source.tree, Tree):
+            chosen = source.model.generation_config
+            chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = source.tree.max_depth, "constant"
             chosen.assistant_confidence_threshold = 0
-            found[f"transformers, {entry.name}"] = {"assistant_model": entry.source.model}
-    return [
-        benchmark.Contender(name, transformers_method(model, settings, loaded.tokenizer, **assistance))
-        for name, assistance in found.items()
-    ]
+            found[f"transformers, {name}"] = {"assistant_model": source.model}
+    tokenizer = loaded.tokenizer
+    return {name: transformers_method(loaded.model, settings, tokenizer, **more) for name, more in found.items()}
 
 
-def verified(args: argparse.Namespace, loaded: Loaded, entry: Entry, records: list[Record]) -> dict[str, Any]:
-    """The draws of `medusa verify`: the smallest p-value of those judged, and whether all pass."""
-    generator = torch.Generator(loaded.model.device).manual_seed(args.seed)
-    cases = []
-    for number, record in enumerate(records[: args.sampled_prompts]):
-        prompt = prompt_ids(record, loaded.tokenizer)
-        sampling = Settings(temperature=1.0)
-        experiment = Experiment(loaded.model, entry.source, prompt, sampling, generator)
-        rules = [rule for rule in rules_for(entry.source) if rule.acceptance == "rejection"]
+def verify(args: argparse.Namespace, models: Models, source: DrafterFactory) -> dict[str, object]:
+    """Draw as `medusa verify` does: the smallest p-value of those judged, and whether all pass."""
+    model, sampling, cases = models.loaded.model, Settings(temperature=1.0), []
+    generator = torch.Generator(model.device).manual_seed(args.seed)
+    for number, prompt in enumerate(models.prompts[: args.sampled_prompts]):
+        experiment = Experiment(model, None, None, prompt, sampling, generator, source)
+        rules = [rule for rule in rules_for(source) if rule.acceptance == "rejection"]
         cases += [experiment.run(rule, number, args.draws) for rule in rules]
     return {"smallest_p_value": min(p_values(cases)), "draws_pass": passes(cases)}
 
 
-def show(args: argparse.Namespace, table: dict[str, Any]) -> None:
-    console, rows = common.output_console(args), table["rows"]
-    console.width = max(console.width, WIDTH)
-    kinds = list(rows["plain"]["by_category"])
-    speed = plain_table(f"{args.backbone}, {table['prompts']} prompts, {args.max_new_tokens} greedy tokens", "drafter")
-    for head in [*kinds, "tau", "tokens/s", "x plain", "x generate"]:
-        speed.add_column(head, justify="right", no_wrap=True)
-    price = plain_table(
-        "what it holds beside the backbone and needs beforehand; whether it changes anything", "drafter"
-    )
-    for head in ("MB", "needs", "exact"):
-        price.add_column(head, justify="right" if head == "MB" else "left", no_wrap=True)
+def speed_table(title: str, rows: dict[str, dict[str, object]]) -> Table:
+    """tau by category, and speeds."""
+    categories = list(rows["plain"]["by_category"])
+    table = plain_table(title, ["drafter", *categories, "tau", "tokens/s", "x plain", "x generate"])
     for name, row in rows.items():
-        speed.add_row(
-            name,
-            *("" if is_theirs(name) else f"{row['by_category'][kind]['tau']:.2f}" for kind in kinds),
-            "" if is_theirs(name) else f"{row['tau']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}",
-            f"{row['speedup_vs_generate']:.2f}",
-        )
-        if "needs" in row:
-            price.add_row(name, f"{row['megabytes']:.1f}", row["needs"], in_words(row))
-    console.print(speed, price)
-    for name, why in table["left_out"].items():
-        console.print(f"{name} left out: {why}", highlight=False)
-
-
-def is_theirs(name: str) -> bool:
-    """Transformers does not tell its steps."""
-    return name.startswith("transformers,")
-
-
-def plain_table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(first, no_wrap=True)
+        taus = [row["by_category"][category]["tau"] for category in categories] + [row["tau"]]
+        # transformers does not report the steps of its assisted generation
+        told = [("" if name.startswith("transformers,") else f"{tau:.2f}") for tau in taus]
+        speeds = [f"{row[key]:.2f}" for key in ("speedup", "speedup_vs_generate")]
+        table.add_row(name, *told, f"{row['tokens_per_second']:.0f}", *speeds)
     return table
 
 
-def in_words(row: dict[str, Any]) -> str:
-    exact = row["equal_to_plain"] == 1 and row["draws_pass"]
-    texts = f"{row['equal_to_plain']:.0%} of texts equal"
-    return f"{'yes' if exact else 'NO'}: {texts}, smallest p-value {row['smallest_p_value']:.2g}"
+def price_table(rows: dict[str, dict[str, object]]) -> Table:
+    """What a drafter needs and holds besides the backbone, and whether it changes anything."""
+    table = plain_table(
+        "needs, memory besides the backbone, and exactness", ["drafter", "needs", "exact", "MB"], words=3
+    )
+    for name, row in rows.items():
+        if "needs" in row:
+            exact = "yes" if row["equal_to_plain"] == 1 and row["draws_pass"] else "NO"
+            exact += f": {row['equal_to_plain']:.0%} of texts equal, smallest p-value {row['smallest_p_value']:.2g}"
+            table.add_row(name, row["needs"], exact, f"{row['megabytes']:.1f}")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--on", nargs=2, action="append", required=True, metavar=("BACKBONE", "HEADS"))
+    common.add_prompts(parser)
+    parser.add_argument("--drafters", nargs="+", default=DRAFTERS, metavar="NAME", help="rest alone: that of --text")
+    parser.add_argument("--text", metavar="DATA", help="text for the datastore of rest")
+    parser.add_argument("--tree", metavar="FILE|NAME", help="of the heads, as for medusa generate")
+    parser.add_argument("--max-new-tokens", type=common.positive, default=96)
+    parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
+    parser.add_argument("--draws", type=common.positive, default=100_000, help="of each rule (default: 100,000)")
+    parser.add_argument("--sampled-prompts", type=common.positive, default=2, help="drawn from (default: the first 2)")
+    common.add_machine(parser)
+    args = parser.parse_args(argv)
+    if "rest" in args.drafters and args.text is None:
+        raise RequestError("the drafter rest needs --text; give one, or leave rest out of --drafters")
+    tables = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (backbone, heads) in enumerate(args.on):
+            own = argparse.Namespace(**vars(args) | {"backbone": backbone, "heads": heads, "compile": False})
+            own.batch_size, own.stop_drafting, own.revision, own.trust_remote_code = 1, 0.0, None, False
+            tables.append(compare(own, Path(folder) / str(number)))
+    common.write_results(args, {"machine": asdict(machine()), "tables": tables})
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

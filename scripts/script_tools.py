@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -55,26 +54,3 @@ def plain_table(title: str, head: Sequence[str], words: int = 1) -> Table:
         is_figure = index >= words
         table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure or index == 0)
     return table
-
-
-class PeakMemory:
-    """The most bytes in use since this object was made: tensors on a GPU, resident memory on a CPU (Linux only)."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.on_gpu = torch.device(device).type == "cuda"
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the high-water mark
-            self.before = _resident("VmRSS")
-
-    def grown(self) -> int:
-        """Bytes by which memory in use rose at most."""
-        return (torch.cuda.max_memory_allocated() if self.on_gpu else _resident("VmHWM")) - self.before
-
-
-def _resident(field: str) -> int:
-    """Bytes that the kernel counts under this name in /proc/self/status."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

@@ -12,9 +12,7 @@ from medusa.loading import load_backbone
 from tests.helpers import random_heads
 
 
-def test_all_kinds_of_rows_on_the_embedded_backbone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_kinds_of_rows_on_the_embedded_backbone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heads = random_heads(load_backbone("demo").model, 2, lm_head="shared")
     heads.save_pretrained(tmp_path / "heads")
     prompts = [
@@ -22,10 +20,10 @@ def test_all_kinds_of_rows_on_the_embedded_backbone(
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
     (tmp_path / "text.txt").write_text("Once upon a time there was a dog. The dog was big.\n" * 3, encoding="utf-8")
-    words = ["compare_drafters", "--on", "demo", str(tmp_path / "heads"), "--prompts", str(tmp_path / "prompts.jsonl")]
-    words += ["--text", str(tmp_path / "text.txt"), "--tree", "topk:2,1", "--threads", "1", "--max-new-tokens", "6"]
-    words += ["--rounds", "1", "--draws", "300", "--sampled-prompts", "1", "--json", str(tmp_path / "out.json")]
-    words += [
+    argv = ["--on", "demo", str(tmp_path / "heads"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    argv += ["--text", str(tmp_path / "text.txt"), "--tree", "topk:2,1", "--threads", "1", "--max-new-tokens", "6"]
+    argv += ["--rounds", "1", "--draws", "300", "--sampled-prompts", "1", "--json", str(tmp_path / "out.json")]
+    argv += [
         "--drafters",
         "heads",
         "model:demo",
@@ -34,8 +32,7 @@ def test_all_kinds_of_rows_on_the_embedded_backbone(
         "ngram",
         "mix:heads+ngram",
     ]
-    monkeypatch.setattr("sys.argv", words)
-    script.main()
+    script.main(argv)
     (table,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["tables"]
     rows = table["rows"]
     ours = ["heads", "model:demo", "rest", "ngram", "mix:heads+ngram"]

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-
-def run(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    file = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", [name, *arguments, "--threads", "1", "--json", str(file)])
-    module = importlib.import_module(name)
-    with contextlib.suppress(SystemExit):  # of measure_batches, which says by it whether speculation lost
-        module.main()
-    return json.loads(file.read_text())
+import measure_batches
+import measure_step
+from decode.bench.calibration import calibrate
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scripted_acceptance_on_a_random_llama(dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scripted_acceptance_on_a_random_llama(dtype: str, tmp_path: Path) -> None:
     """tau 2.5: steps of 2 and 3 tokens in turn, also where rounding differs between one token and many."""
-    arguments = ("--random", "2x64", "--tree", "topk:3,2", "--tau", "2.5", "--max-new-tokens", "41", "--dtype", dtype)
-    outcome = run("measure_step", monkeypatch, tmp_path, *arguments, "--prompt-tokens", "70", "--piece", "32")
+    argv = ["--random", "2x64", "--tree", "topk:3,2", "--tau", "2.5", "--max-new-tokens", "41", "--dtype", dtype]
+    argv += ["--prompt-tokens", "70", "--piece", "32", "--threads", "1", "--json", str(tmp_path / "out.json")]
+    measure_step.main(argv)
+    outcome = json.loads((tmp_path / "out.json").read_text())
     assert outcome["tau"] == pytest.approx(2.5, abs=0.05)
     ms = outcome["ms"]
     assert outcome["ratio"] == pytest.approx(ms["step"] / (ms["forward"] + ms["heads"]))
@@ -36,23 +29,25 @@ def test_scripted_acceptance_on_a_random_llama(dtype: str, monkeypatch: pytest.M
 
 
 def test_the_random_llama_counts() -> None:
-    module = importlib.import_module("measure_step")
-    model = module.counting_llama(3, 64)
+    model = measure_step.counting_llama(3, 64)
     with torch.no_grad():
-        ids = torch.randint(module.VOCAB, (1, 50))
-        assert model(ids).logits.argmax(-1).tolist() == ((ids + 1) % module.VOCAB).tolist()
+        ids = torch.randint(measure_step.VOCAB, (1, 50))
+        assert model(ids).logits.argmax(-1).tolist() == ((ids + 1) % measure_step.VOCAB).tolist()
 
 
-@pytest.mark.slow
 def test_batches_in_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once upon a time\nOne day, a girl\nThe dog\n")
-    models = ("--backbone", "demo", "--heads", "demo", "--prompts", str(prompts))
-    sizes = ("--batch-sizes", "1", "2", "--pairs", "6", "--max-new-tokens", "16", "--limit", "0")
-    outcome = run("measure_batches", monkeypatch, tmp_path, *models, *sizes)
-    assert [row["batch_size"] for row in outcome["rows"]] == [1, 2]
-    for row in outcome["rows"]:
+    for name, value in {"SIZES": (1, 4), "OWN_TEXTS": 4, "OPENING_TOKENS": 4, "OWN_TOKENS": 16}.items():
+        monkeypatch.setattr(calibrate, name, value)
+    argv = ["--backbone", "demo", "--heads", "demo", "--batch-sizes", "1", "2", "--pairs", "6", "--threads", "1"]
+    for start in ("Once upon a time", "One day, a girl", "The dog"):
+        argv += ["--prompt", start]
+    argv += ["--max-new-tokens", "12", "--json", str(tmp_path / "out.json")]
+    assert measure_batches.main([*argv, "--limit", "0"]) == 0, "no ratio is below 0"
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["batch_size"] for row in rows] == [1, 2]
+    for row in rows:
         assert row["equal_to_plain"] == 1
         assert row["interval"][0] <= row["ratio"] <= row["interval"][1]
+        assert row["pairs"] == 6
         assert row["nodes"] in (1, 4)
+    assert measure_batches.main([*argv, "--batch-sizes", "1", "--limit", "1000"]) == 1, "all are below 1000"
