@@ -128,7 +128,7 @@ def verify(args: argparse.Namespace, models: Models, source: DrafterFactory) -> 
     model, sampling, cases = models.loaded.model, Settings(temperature=1.0), []
     generator = torch.Generator(model.device).manual_seed(args.seed)
     for number, prompt in enumerate(models.prompts[: args.sampled_prompts]):
-        experiment = Experiment(model, None, None, prompt, sampling, generator, source)
+        experiment = Experiment(model, source, prompt, sampling, generator)
         rules = [rule for rule in rules_for(source) if rule.acceptance == "rejection"]
         cases += [experiment.run(rule, number, args.draws) for rule in rules]
     return {"smallest_p_value": min(p_values(cases)), "draws_pass": passes(cases)}

@@ -23,29 +23,11 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path) -> None:
     model = load_backbone("demo").model
     size, words = Backbone(model).hidden_size, Backbone(model).vocab_size
     for kind in ("medusa", "eagle"):
-<<<<<<< HEAD
         random_heads(model, 2, kind=kind, lm_head="shared").save_pretrained(tmp_path / kind)
-    words_of_command = [
-        "compare_kinds",
-        "--backbone",
-        "demo",
-        "--prompt",
-        "Once upon a time",
-        "--trees",
-        "chain",
-        "topk:2,2",
-    ]
-    words_of_command += ["--heads", f"one={tmp_path / 'medusa'}", f"two={tmp_path / 'eagle'}", "--threads", "1"]
-    words_of_command += ["--max-new-tokens", "6", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--quiet"]
-    monkeypatch.setattr("sys.argv", words_of_command)
-    script.main()
-=======
-        save_heads(random_heads(model, 2, kind=kind, lm_head="shared"), tmp_path / kind)
     argv = ["--backbone", "demo", "--prompt", "Once upon a time", "--trees", "chain", "topk:2,2"]
     argv += ["--heads", f"one={tmp_path / 'medusa'}", f"two={tmp_path / 'eagle'}", "--threads", "1"]
     argv += ["--max-new-tokens", "6", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--quiet"]
     script.main(argv)
->>>>>>> 8359a31 (Scripts share parser, tables, turns and models; check_calibration counts only, compare_kinds times trees)
     rows = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["heads"], row["tree"], row["nodes"]) for row in rows] == [
         ("one", "chain", 3),
