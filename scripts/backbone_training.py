@@ -27,7 +27,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from train.progress import ProgressBar
-from train.trainer import TimeBudget
+from train.time_budget import TimeBudget
 
 SPECIAL_TOKEN = "<|endoftext|>"
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from medusa.__main__ import COMMANDS, build_parser, main
-from train.config import load_config
+from train.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -249,7 +249,7 @@ def test_python_in_the_docs_imports_what_there_is(page: str, block: str) -> None
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_is_a_valid_configuration(path: Path) -> None:
-    load_config(path, [])
+    load_recipe(path, [])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -1,7 +1,8 @@
-"""A picture of a run: the loss, and how often each head's best guess was right, by step."""
+"""A picture of a run: the loss, and how often each head's best guess is right, by step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from medusa.files import replacing
 PICTURE = "training.png"
 
 
-def draw_curves(log: list[dict[str, Any]], path: Path) -> bool:
-    """Draw a run's log into `path`; whether that could be done: matplotlib is not everywhere."""
+def draw_curves(log: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw the log of a run into a PNG file; False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -38,8 +39,8 @@ def draw_curves(log: list[dict[str, Any]], path: Path) -> bool:
     return True
 
 
-def heads_in(lines: list[dict[str, Any]]) -> int:
-    """How many heads a log tells of."""
+def heads_in(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The number of heads in the last line of a log."""
     heads = 0
     while any(key.endswith(f"head{heads + 1}_top1") for key in lines[-1]):
         heads += 1

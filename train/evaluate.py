@@ -1,13 +1,16 @@
-"""How often each head's top-r guess is the backbone's own token.
+"""Head accuracy: how often each head's best guesses hold the backbone's own token.
 
-The reference is what the backbone itself goes on to write, never the data set's text: that is what acceptance compares
-with. In a text that the backbone wrote greedily, the rest of the text is its greedy continuation from every position.
+The reference is what the backbone itself writes next, never the data set's text, because acceptance compares with that.
+In a text that the backbone wrote greedily, the rest of the text is its greedy continuation from every position.
+
+Shapes: K heads, P positions, T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +21,8 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
+from train.chunks import chunk_rows
 from train.labels import IGNORE, head_labels
-from train.loss import chunk_rows
 
 TOPS = (1, 5, 10)
 
@@ -31,24 +34,53 @@ class OwnText(NamedTuple):
     prompt_tokens: int
 
 
+@dataclass(frozen=True)
+class HeadAccuracy:
+    """How often the guesses of one head are right."""
+
+    head: int
+    """Number of the head, from 1."""
+    top: dict[str, float]
+    """Share of labels among the head's best 1, 5 and 10 guesses."""
+    conditional_top1: float
+    """Share of labels that are its best guess, where the best guesses of all heads before are right."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How often the guesses of all heads are right, over a number of positions."""
+
+    heads: list[HeadAccuracy]
+    tokens: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form, as `medusa evaluate --json` writes it."""
+        return asdict(self)
+
+
 class GuessCounts:
-    """What is counted about guesses: everything is a sum, so counts of batches and processes add up.
+    """Counts of right guesses. All of them are sums, so counts of batches and processes add up.
 
     The expected tau of a tree is the mean over positions of one plus the guesses accepted there, as if a step were as
-    likely to start at one position as at another. In truth steps start where the last one ended: `medusa benchmark`
-    measures that; this costs nothing and moves with it.
+    likely to start at one position as at another. In decoding, steps start where the last one ended, which `medusa
+    benchmark` measures; the expected tau costs nothing and rises and falls with it.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
         self.tree = tree
         self.hits = torch.zeros(num_heads, max(TOPS), dtype=torch.float64)  # labels by rank
         self.labels = torch.zeros(num_heads, dtype=torch.float64)
-        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all heads before were right ...
-        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # ... and this one too
+        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all heads before were right
+        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # positions where this head was right, too
         self.walks = torch.zeros(2, dtype=torch.float64)  # accepted guesses, positions
 
     def add(self, ranks: Tensor, taught: Tensor) -> None:
-        """ranks [K, M] from `guess_ranks` and where there is a label [K, M]; chains count where all heads have one."""
+        """Count guesses; chains count at positions where all heads have a label.
+
+        Args:
+            ranks: [K, P] of the labels (`label_ranks`).
+            taught: [K, P] True where there is a label.
+        """
         ranks, taught = ranks.cpu(), taught.cpu()
         for rank in range(max(TOPS)):
             self.hits[:, rank] += ((ranks == rank) & taught).sum(1)
@@ -65,41 +97,42 @@ class GuessCounts:
         for name in ("hits", "labels", "given", "chained", "walks"):
             setattr(self, name, over_processes(getattr(self, name)))
 
-    def figures(self) -> list[dict[str, Any]]:
-        """For each head: its share of labels within the top 1, 5 and 10, and top-1 where all heads before are right."""
+    def figures(self) -> list[HeadAccuracy]:
+        """The accuracy of each head."""
         within = self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]
+        chained = self.chained / self.given.clamp_min(1)
         return [
-            {
-                "head": head + 1,
-                "top": {str(top): round(float(within[head, top - 1]), 4) for top in TOPS},
-                "conditional_top1": round(float(self.chained[head] / self.given[head].clamp_min(1)), 4),
-            }
+            HeadAccuracy(
+                head + 1,
+                {str(top): round(float(within[head, top - 1]), 4) for top in TOPS},
+                round(float(chained[head]), 4),
+            )
             for head in range(len(within))
         ]
 
     @property
     def expected_tau(self) -> float:
-        """Tokens a step with `tree`, the root included."""
+        """Tokens per step with `tree`, including the root."""
         return float(1 + self.walks[0] / self.walks[1].clamp_min(1))
 
 
 @torch.no_grad()
-def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> dict[str, Any]:
-    """What `medusa evaluate --json` writes: per head top-1, 5 and 10, and top-1 given that all heads before were right.
+def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> Accuracy:
+    """The accuracy of all heads on texts that the backbone wrote greedily.
 
-    Positions from the prompt's last on count: where a step can start. For every head the same positions count, those
-    from which the text goes on for as long as the heads reach.
+    Positions from the prompt's last token on count, since a step can start there. All heads count the same positions:
+    those after which the text is as long as the heads reach.
     """
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
         ids = torch.tensor([text.input_ids], device=backbone.device)
-        ranks = guess_ranks(backbone, heads, ids, text.prompt_tokens)  # [K, M]
+        ranks = guess_ranks(backbone, heads, ids, text.prompt_tokens)  # [K, P]
         counts.add(ranks, torch.ones_like(ranks, dtype=torch.bool))
-    return {"heads": counts.figures(), "tokens": int(counts.labels[0])}
+    return Accuracy(counts.figures(), int(counts.labels[0]))
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """ids [1, T] -> rank of the token that came among each head's guesses [K, M]; `MISSED`: not in the best ten."""
+    """Ranks of the tokens of a text [1, T] among each head's guesses [K, P]; `MISSED`: not among the best ten."""
     same = torch.zeros_like(ids)
     labels = head_labels(ids, torch.ones_like(ids), same, heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
@@ -110,7 +143,7 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """labels [K, M] at M positions -> rank of each among its head's guesses [K, M]; `MISSED`: not in the best ten."""
+    """Ranks of labels [K, P] among their head's guesses [K, P]; `MISSED`: not among the best ten."""
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs)

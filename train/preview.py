@@ -1,4 +1,4 @@
-"""A look at the training data without training: a few examples with the taught tokens marked, and all counts."""
+"""A preview of the training data: a few examples with the taught tokens marked, and all counts; nothing is trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -14,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.loading import LoadOptions, load_config, load_tokenizer
 from train.config import TrainConfig
-from train.data import Counts, Example, pack, read_examples, require_data, row_length
+from train.data import require_data, row_length
+from train.examples import DataCounts, Example, ExampleReader
+from train.packing import pack
 
 TAUGHT = "bold green"
 BRACKETS = "⟦", "⟧"  # where there are no colours
@@ -22,15 +23,16 @@ BRACKETS = "⟦", "⟧"  # where there are no colours
 
 @dataclass
 class Preview:
-    """A few examples, and the counts of all (of a stream: of these)."""
+    """A few examples, and the counts of all data (of a stream: of these examples)."""
 
     examples: list[Example]
-    counts: Counts
+    counts: DataCounts
     tokenizer: PreTrainedTokenizerBase | None
     whole: bool
     """Whether the counts are of all data."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form."""
         return {
             "counts": self.counts.to_dict(),
             "examples": [
@@ -44,18 +46,18 @@ def preview(config: TrainConfig, count: int) -> Preview:
     """The first `count` examples as training would read them; neither weights nor rows are kept.
 
     Raises:
-        RequestError: what training would refuse the data with.
+        RequestError: the data would be refused in training.
     """
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
     sizes = load_config(config.backbone, options).get_text_config(decoder=True)
     tokenizer = load_tokenizer(config.backbone, options)
     length = row_length(config.data, getattr(sizes, "max_position_embeddings", None))
-    counts = Counts()
+    counts = DataCounts()
     shown: list[Example] = []
 
     def examples() -> Iterator[Example]:
-        found = read_examples(config.data, tokenizer, sizes.vocab_size, length, counts)
+        found = ExampleReader(config.data, tokenizer, sizes.vocab_size, length).read(counts)
         for example in islice(found, count if config.data.streaming else None):
             if len(shown) < count:
                 shown.append(example)
@@ -66,7 +68,7 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
 
 def show(found: Preview, console: Console, ids: bool = False) -> None:
-    """Print it: taught tokens green, or in ⟦brackets⟧ where there are no colours; with `ids` a line a token as well."""
+    """Print a preview: taught tokens are green, or in ⟦brackets⟧ without colours; `ids` adds a line per token."""
     for number, example in enumerate(found.examples, 1):
         about = f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} taught"
         console.print(Text(f"{number}  {example.where}  {about}", style="bold cyan"), soft_wrap=True)
@@ -79,7 +81,7 @@ def show(found: Preview, console: Console, ids: bool = False) -> None:
 
 
 def marked(example: Example, tokenizer: PreTrainedTokenizerBase | None, coloured: bool) -> Text:
-    """The example as text, what is taught in it coloured or between brackets."""
+    """An example as text, with what is taught in it coloured or between brackets."""
     out = Text()
     for taught, piece in _pieces(example, tokenizer):
         if not taught:
@@ -96,7 +98,7 @@ def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> Iter
     borders = [at for at in range(1, len(example.loss_mask)) if example.loss_mask[at] != example.loss_mask[at - 1]]
     shown = ""
     for end in [*borders, len(example.loss_mask)]:
-        # A part decoded alone may lose the space that it begins with, so it is what a longer beginning has more.
+        # A part decoded alone may lose its leading space, so it is cut from the text decoded up to its end.
         text = _spelled(example.input_ids[:end], tokenizer)
         yield example.loss_mask[end - 1], text[len(shown) :]
         shown = text

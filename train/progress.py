@@ -1,37 +1,44 @@
-"""How training goes, on standard error: a bar, and a line of figures now and then."""
+"""What a run reports on standard error: a progress bar, a line of figures now and then, and messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from train.time_budget import TimeBudget
 
-class Budget(Protocol):
-    """A time budget, as far as a bar is concerned."""
 
-    seconds: float
-
-    def spent(self) -> float: ...
+def say(message: str) -> None:
+    """Print a message on standard error; of several processes, the first one speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
 
 
 class ProgressBar(TrainerCallback):
-    """A bar of steps, with every logged line printed above it or the latest figures beside it."""
+    """A bar that counts steps or, with a time budget, seconds."""
 
-    def __init__(self, lines: bool = True, budget: Callable[[], Budget | None] = lambda: None) -> None:
-        """`lines`: print every logged line above the bar, instead of the latest figures beside it.
-
-        Where there is a time `budget` the bar counts its seconds, not steps.
-        """
+    def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
+        """`lines`: print every line of the log above the bar, instead of the latest figures next to it."""
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
-        self.task: Any = None
+        self.task = TaskID(0)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if not state.is_local_process_zero:
             return
@@ -47,7 +54,9 @@ class ProgressBar(TrainerCallback):
         self.task = self.progress.add_task("", total=round(budget.seconds) if budget else state.max_steps)
         self.progress.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self.progress is not None:
             budget = self._budget()
             done = round(budget.spent()) if budget else state.global_step
@@ -58,8 +67,8 @@ class ProgressBar(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: object,
     ) -> None:
         if self.progress is None or not logs or not ("loss" in logs or "eval_loss" in logs):
             return
@@ -71,14 +80,14 @@ class ProgressBar(TrainerCallback):
             self.progress.console.print(f"step {state.global_step:>6}  {summary}{rate}", highlight=False)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
 
 
-def summarize(logs: dict[str, Any]) -> str:
+def summarize(logs: Mapping[str, Any]) -> str:
     """One line of the log: the weighted loss, and how often each head's best guess is right."""
     prefix = "eval_" if "eval_loss" in logs else ""
     shares: list[str] = []

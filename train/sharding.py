@@ -1,7 +1,7 @@
-"""A frozen backbone cut over several processes (FSDP2), for one that a single GPU cannot hold.
+"""A frozen backbone sharded over several processes (FSDP2), for one that is too large for a single GPU.
 
 Its blocks are sharded, and gathered one at a time while they run. The embedding and the LM head stay whole on every
-process: the loss reads the LM head's weights in chunks. Heads are trained beside it as always, in DDP.
+process, because the loss reads the LM head's weights in chunks. Heads are trained in DDP, as without sharding.
 """
 
 from __future__ import annotations
@@ -20,30 +20,38 @@ from medusa.errors import RequestError
 from medusa.loading import LoadOptions
 
 
-def require_shardable(model: PreTrainedModel) -> None:
-    """Raises:
-    RequestError: there is a single process, or the model does not say what its blocks are."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        raise RequestError(
-            "shard_backbone: true needs several processes; start with torchrun --nproc-per-node N -m medusa train ..."
-        )
-    if not blocks(model):
-        raise RequestError(f"{type(model).__name__} does not say what its blocks are; leave shard_backbone out")
+def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
+    """`options` for this process: under a launcher each has a GPU of its own.
+
+    A backbone that is to be sharded is read into main memory first; `config` says in which dtype.
+    """
+    device, rank = options.device, os.environ.get("LOCAL_RANK")
+    if device in (None, "cuda"):
+        device = f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
+    if not shard or device is None:
+        return replace(options, device=device)
+    dtype = options.dtype or str(config.dtype or torch.float32).removeprefix("torch.")
+    return replace(options, device="cpu", dtype=dtype)
 
 
-def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that transformers keeps in one piece: the decoder's blocks."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+def launched_alone() -> bool:
+    """Whether accelerate was asked for several processes on a CPU and started a single one (as of 1.15 it does)."""
+    several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    return several and "RANK" not in os.environ
 
 
 def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     """Shard a frozen `model` in place over all processes; what stays whole goes to `device`.
 
     Raises:
-        RequestError: see `require_shardable`.
+        RequestError: there is a single process, or the model does not say what its blocks are.
     """
-    require_shardable(model)
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        raise RequestError(
+            "shard_backbone: true needs several processes; start with torchrun --nproc-per-node N -m medusa train ..."
+        )
+    if not blocks(model):
+        raise RequestError(f"{type(model).__name__} does not say what its blocks are; leave shard_backbone out")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     for module in whole:
@@ -54,22 +62,7 @@ def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     fully_shard(model.get_decoder(), mesh=mesh, ignored_params=kept)
 
 
-def local_device() -> str | None:
-    """This process's own GPU under a launcher, or `None`."""
-    rank = os.environ.get("LOCAL_RANK")
-    return f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
-
-
-def placement(options: LoadOptions, shard: bool, sizes: PretrainedConfig) -> LoadOptions:
-    """`options` with the device and dtype of this process; a backbone to be sharded is read into main memory first."""
-    device = local_device() if options.device in (None, "cuda") else options.device
-    if not shard or device is None:
-        return replace(options, device=device)
-    dtype = options.dtype or str(sizes.dtype or torch.float32).removeprefix("torch.")
-    return replace(options, device="cpu", dtype=dtype)
-
-
-def launched_alone() -> bool:
-    """Whether accelerate was asked for several processes on a CPU and started a single one (as of 1.15 it does)."""
-    several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    return several and "RANK" not in os.environ
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's blocks: the modules that transformers never splits over devices."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

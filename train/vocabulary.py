@@ -1,6 +1,6 @@
 """Which tokens heads with a vocabulary of their own guess (`medusa.vocabulary`): the training text's most frequent.
 
-What that costs is known before training: a label that the list does not hold is a guess that can never be right.
+The cost is known before training: a label that is not in the vocabulary is a guess that can never be right.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from train.architecture import vocabulary_gain
+from train.architecture import BackboneSizes, vocabulary_gain
 from train.data import PackedDataset, StreamedDataset
-from train.features import Features
+from train.features import PER_TOKEN, Features
 from train.labels import IGNORE, head_labels
 
 ROWS = 1024  # counted at a time
 
 
-class Chosen(NamedTuple):
-    """A vocabulary, and how much of the text it holds."""
+class FrequentTokens(NamedTuple):
+    """The most frequent tokens of a text, and how much of it they are."""
 
     ids: Tensor
     """[N] tokens, the most frequent first."""
     coverage: float
-    """Share of the labels of one half of the text that the most frequent tokens of the other half hold."""
+    """Share of one half's labels that are among the most frequent tokens of the other half."""
 
 
-def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> Chosen:
-    """The `size` most frequent labels of a text; among equals those with the lower ids, which tokenizers learnt first.
+def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
+    """The `size` most frequent labels of a text; equals are in the order of their ids, as tokenizers learnt them.
 
     Raises:
         RequestError: a stream, which has no end, or more tokens than there are.
@@ -46,44 +47,42 @@ def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int
         )
     counts = torch.zeros(2, vocab_size, dtype=torch.long)
     for number, labels in enumerate(_labels(dataset)):
-        # A row to either half; what is not many rows (features on disk) is cut in two.
+        # Rows go to the two halves in turn; a piece that is one long row (features on disk) is cut in two.
         halves = (labels[::2], labels[1::2]) if len(labels) > 1 else labels.flatten().chunk(2)
         for half, part in enumerate(halves):
             counts[(half + number) % 2] += torch.bincount(part[part != IGNORE], minlength=vocab_size)
-    found = sum(int(counts[1 - half, ids].sum()) for half in range(2) for ids in [_most_frequent(counts[half], size)])
-    return Chosen(_most_frequent(counts.sum(0), size), found / max(int(counts.sum()), 1))
+    found = sum(int(counts[1 - half, _first(counts[half], size)].sum()) for half in range(2))
+    return FrequentTokens(_first(counts.sum(0), size), found / max(int(counts.sum()), 1))
 
 
-def _most_frequent(counts: Tensor, size: int) -> Tensor:
+def _first(counts: Tensor, size: int) -> Tensor:
     return counts.sort(descending=True, stable=True).indices[:size]
 
 
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
-    """Labels of the first head, in pieces [B, T]; the others have the same but for a document's first tokens."""
-    names = ("input_ids", "loss_mask", "document_ids")
+    """Labels of the first head, in pieces [B, T]; other heads lack only a document's first tokens."""
     if isinstance(dataset, PackedDataset):
-        whole = [getattr(dataset, name) for name in names]
-        pieces = [[column[start : start + ROWS] for column in whole] for start in range(0, len(dataset), ROWS)]
+        whole = {name: getattr(dataset, name) for name in PER_TOKEN}
+        starts = range(0, len(dataset), ROWS)
+        pieces = [{name: column[start : start + ROWS] for name, column in whole.items()} for start in starts]
     else:
-        pieces = [[shard[name][None] for name in names] for shard in dataset.tokens]
-    for ids, mask, documents in pieces:
-        yield head_labels(ids.long(), mask, documents.long(), 1)[0]
+        pieces = [{name: shard[name][None] for name in PER_TOKEN} for shard in dataset.tokens]
+    for piece in pieces:
+        yield head_labels(piece["input_ids"].long(), piece["loss_mask"], piece["document_ids"].long(), 1)[0]
 
 
-def require_worthwhile(heads: MedusaHeads, backbone: nn.Module, coverage: float, insist: bool) -> str:
-    """A line about what the heads' vocabulary wins.
+def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
+    """A line about what the heads' vocabulary gains.
 
     Raises:
-        RequestError: it is expected to lose, and nobody insists.
+        RequestError: the vocabulary is expected to slow decoding down, and `force` is not set.
     """
     config = heads.config
     assert config.vocabulary is not None
     assert config.vocab_size is not None
     of_lm_heads = 0 if heads.lm_heads is None else heads.lm_heads.numel()
     gain = vocabulary_gain(
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        backbone_parameters=sum(parameter.numel() for parameter in backbone.parameters()),
+        BackboneSizes(config.hidden_size, config.vocab_size, sum(p.numel() for p in model.parameters())),
         num_heads=config.num_heads,
         blocks=heads.num_parameters - of_lm_heads,
         lm_heads=config.num_heads if heads.lm_heads is not None or heads.follows_path else 1,
@@ -94,6 +93,6 @@ def require_worthwhile(heads: MedusaHeads, backbone: nn.Module, coverage: float,
         f"heads.vocabulary {config.vocabulary} of {config.vocab_size} tokens holds {coverage:.2%} of the labels and is "
         f"expected to make decoding {gain:.3f} times as fast"
     )
-    if gain < 1 and not insist:
+    if gain < 1 and not force:
         raise RequestError(f"{line}; leave it out, take more tokens, or insist with heads.force_vocabulary=true")
     return line

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _records(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
     from decode.drafters.retrieval.datastore import Piece
-    from train.data import to_example
+    from train.examples import to_example
 
     for record in read_records(args.data, split=args.split, separator=args.document_separator):
         if record.text is not None:

@@ -108,7 +108,7 @@ def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Pa
 def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, output: Path) -> MedusaHeads:
     """Stage 2: heads, trained on that text."""
     from medusa.heads.independent import MedusaHeads
-    from train.config import parse_config
+    from train.recipe import parse_recipe
     from train.run import train
 
     folder = output / "heads"
@@ -125,9 +125,9 @@ def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, 
     content["data"]["path"], content["output_dir"] = str(text), str(folder)
     content["training"] |= {"max_minutes": args.minutes, "seed": args.seed, "log_lines": False}
     content |= {"dtype": args.dtype, "device": args.device, "attention": args.attention}
-    figures = train(parse_config(content, "demo"), overwrite=True, quiet=args.quiet)
-    shares = ", ".join(f"head {k} {figures[f'head{k}_top1']:.0%}" for k in range(1, 5) if f"head{k}_top1" in figures)
-    console.print(f"    {figures['steps']} steps; best guesses that were right: {shares}\n")
+    figures = train(parse_recipe(content, "demo"), overwrite=True, quiet=args.quiet)
+    shares = ", ".join(f"head {head} {share:.0%}" for head, share in enumerate(figures.top1, 1))
+    console.print(f"    {figures.steps} steps; best guesses that were right: {shares}\n")
     return MedusaHeads.from_pretrained(folder, dtype=loaded.model.dtype, device=loaded.model.device)
 
 

@@ -1,17 +1,22 @@
-"""How often each head's top guesses are the backbone's own token.
+"""Measure how often each head's best guesses hold the backbone's own token.
 
   medusa evaluate --backbone demo --heads demo --data prompts.jsonl
 
-The backbone first continues the beginning of every record greedily; heads are compared with that, not with the file.
+The backbone first continues the start of every record greedily. Heads are compared with that text, not with the file.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa.commands import common
 from medusa.records import DOCUMENT_SEPARATOR
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from train.evaluate import Accuracy
 
 OPENING = 16  # tokens of a text that serve as its prompt
 
@@ -57,18 +62,18 @@ def run(args: argparse.Namespace) -> None:
     for prompt in track(prompts, "writing", console=common.console(args), disable=args.quiet):
         result = method([prompt], None)[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
-    figures = head_accuracy(backbone, heads, texts)
-    _show(args, figures)
-    common.write_results(args, figures)
+    accuracy = head_accuracy(backbone, heads, texts)
+    common.output_console(args).print(_table(accuracy))
+    common.write_results(args, accuracy.to_dict())
 
 
-def _show(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+def _table(accuracy: Accuracy) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"right guesses at {figures['tokens']} positions of the backbone's own greedy text")
+    table = Table(title=f"right guesses at {accuracy.tokens} positions of the backbone's own greedy text")
     for name in ("head", "top 1", "top 5", "top 10", "top 1 if all before were right"):
         table.add_column(name, justify="right")
-    for head in figures["heads"]:
-        shares = [head["top"]["1"], head["top"]["5"], head["top"]["10"], head["conditional_top1"]]
-        table.add_row(str(head["head"]), *(f"{share:.3f}" for share in shares))
-    common.output_console(args).print(table)
+    for head in accuracy.heads:
+        shares = [*head.top.values(), head.conditional_top1]
+        table.add_row(str(head.head), *(f"{share:.3f}" for share in shares))
+    return table

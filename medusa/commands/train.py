@@ -1,4 +1,4 @@
-"""Fit heads on a frozen backbone, as a YAML file says; `key=value` overrides any of it.
+"""Train heads on a frozen backbone, as a YAML file says; `key=value` overrides any of its keys.
 
   medusa train configs/medusa1.yaml
   medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl training.learning_rate=1e-3
@@ -13,56 +13,49 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
 
 from medusa.commands import common
-
-if TYPE_CHECKING:
-    from train.config import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", help="backbone, data, output_dir, heads, training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example heads.num=5")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
-    parser.add_argument("--overwrite", action="store_true", help="train anew where output_dir holds heads")
+    parser.add_argument("--overwrite", action="store_true", help="train again where output_dir holds heads")
     parser.add_argument(
         "--inspect",
         nargs="?",
         type=common.positive,
         const=3,
         metavar="N",
-        help="show N examples (3) with what is taught in them, count the data, and do not train",
+        help="show N examples (default: 3) with what is taught in them, count the data, and do not train",
     )
-    parser.add_argument("--ids", action="store_true", help="with --inspect: a line for every token, too")
+    parser.add_argument("--ids", action="store_true", help="with --inspect: add a line for every token")
     parser.add_argument(
-        "--plan", action="store_true", help="only say what features on disk (cache_features) would take and save"
+        "--plan", action="store_true", help="report what features on disk (cache_features) would take and save"
     )
     parser.add_argument("--threads", type=common.positive, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--json", metavar="FILE", help="write the final figures")
-    parser.add_argument("--quiet", action="store_true", help="no progress, no log lines")
+    parser.add_argument("--quiet", action="store_true", help="print no progress and no log lines")
 
 
 def run(args: argparse.Namespace) -> None:
-    from train.config import load_config
-    from train.run import train
+    from train.preview import preview, show
+    from train.recipe import load_recipe
+    from train.run import plan_features, train
 
     common.check_output(args.json)
-    config = load_config(args.config, args.overrides)
+    config = load_recipe(args.config, args.overrides)
     args.seed = int(config.training.get("seed", 42))
     common.prepare_machine(args)
+    figures: dict[str, object]
     if args.inspect:
-        inspect(args, config)
-        return
-    figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet, plan=args.plan)
+        found = preview(config, args.inspect)
+        show(found, common.output_console(args), ids=args.ids)
+        figures = found.to_dict()
+    elif args.plan:
+        figures = plan_features(config, args.quiet).to_dict()
+    else:
+        figures = train(config, resume=args.resume, overwrite=args.overwrite, quiet=args.quiet).to_dict()
     if os.environ.get("RANK", "0") == "0":  # of several processes one writes
         common.write_results(args, figures)
-
-
-def inspect(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Show what would be taught."""
-    from train.preview import preview, show
-
-    found = preview(config, args.inspect)
-    show(found, common.output_console(args), ids=args.ids)
-    common.write_results(args, found.to_dict())

@@ -16,7 +16,7 @@ from medusa.fingerprint import fingerprint
 from tests.commands.test_cli import Place, build
 from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.train.templates import GEMMA
-from train.features import Recorder
+from train.recorder import Recorder
 
 Argv = list[str]
 
@@ -310,7 +310,7 @@ def test_recordings_where_they_do_not_belong(
     said = refused(*generate(place, "--record", str(tmp_path / "theirs")))
     assert "theirs holds features of another backbone or dtype" in said
     assert "give another folder" in said
-    monkeypatch.setattr("train.features.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("train.recorder.free_bytes", lambda path: 1000)
     said = refused(*generate(place, "--record", str(tmp_path / "new")))
     assert "where 1 kB are free" in said
     assert "fewer new tokens" in said
@@ -421,7 +421,7 @@ def recipe(place: Place, tmp_path: Path) -> Callable[..., Path]:
         ({"heads": {"nun": 3}}, "unknown key heads.nun; did you mean heads.num?"),
         ({"training": {"learning_rat": 1}}, "did you mean training.learning_rate?"),
         ({"heads": {"num": "four"}}, "heads.num is 'four'"),
-        ({"backbone": None}, "says no backbone"),
+        ({"backbone": None}, "backbone is missing"),
         ({"backbone": "/no/such/folder"}, "/no/such/folder"),
         ({"data": "/no/such/file.jsonl"}, "/no/such/file.jsonl"),
         ({"dtype": "float8"}, "float8"),

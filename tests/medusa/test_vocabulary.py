@@ -34,15 +34,18 @@ from medusa.heads.inputs import HeadInputs
 from medusa.heads.kinds import KINDS
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
-from train import loss as loss_module
-from train.architecture import vocabulary_gain
-from train.config import parse_config
-from train.data import Example, PackedDataset, StreamedDataset
+from train.architecture import BackboneSizes, vocabulary_gain
+from train.build import require_adaptable
+from train.data import PackedDataset, StreamedDataset
 from train.evaluate import label_ranks
+from train.examples import Example
 from train.labels import IGNORE
-from train.loss import Teacher, Weighting, head_losses, head_losses_plain
-from train.run import _require_adaptable, train
+from train.loss import head_losses, head_losses_plain
+from train.recipe import parse_recipe
+from train.run import train
+from train.teacher import Teacher
 from train.vocabulary import most_frequent
+from train.weighting import Weighting
 
 WORDS, HEADS = 40, 3
 LM_HEADS = ["own", "shared"]
@@ -294,7 +297,7 @@ def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
 def test_the_loss_in_chunks_is_the_plain_one(
     lm_head: str, objective: str, weighting: Weighting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda *args: 7)
+    monkeypatch.setattr("train.chunked_loss.chunk_rows", lambda *args: 7)
     model = tiny_model("llama").requires_grad_(False)
     _, some = pair(model, lm_head=lm_head)
     inputs = shown(model, some)
@@ -350,20 +353,14 @@ def test_the_most_frequent_labels_and_how_many_of_them_are_on_the_list() -> None
 
 
 def test_what_it_wins_is_time_and_what_it_loses_is_tau() -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 4096,
-        "vocab_size": 128_256,
-        "backbone_parameters": 8_000_000_000,
-        "num_heads": 4,
-        "blocks": 134_000_000,
-        "lm_heads": 4,
-    }
-    assert vocabulary_gain(**sizes, vocabulary=128_256, coverage=1.0) == 1
+    sizes = BackboneSizes(hidden_size=4096, vocab_size=128_256, parameters=8_000_000_000)
+    heads = {"num_heads": 4, "blocks": 134_000_000, "lm_heads": 4}
+    assert vocabulary_gain(sizes, **heads, vocabulary=128_256, coverage=1.0) == 1
     # 1.6 x 8.005e9 + 0.134e9 weights, and 4 x 4096 a word.
     time = (12.942e9 + 16384 * 128_256) / (12.942e9 + 16384 * 32_000)
-    assert vocabulary_gain(**sizes, vocabulary=32_000, coverage=1.0) == pytest.approx(time)
+    assert vocabulary_gain(sizes, **heads, vocabulary=32_000, coverage=1.0) == pytest.approx(time)
     tau = sum(0.72**depth for depth in range(5)) / sum(0.75**depth for depth in range(5))
-    assert vocabulary_gain(**sizes, vocabulary=32_000, coverage=0.96) == pytest.approx(time * tau)
+    assert vocabulary_gain(sizes, **heads, vocabulary=32_000, coverage=0.96) == pytest.approx(time * tau)
 
 
 @pytest.fixture
@@ -381,7 +378,7 @@ def recipe(tmp_path: Path) -> Callable[..., Any]:
             "device": "cpu",
             "training": {"max_steps": 3, "use_cpu": True} | (training or {}),
         }
-        return train(parse_config(content, "test"), quiet=True, overwrite=True)
+        return train(parse_recipe(content, "test"), quiet=True, overwrite=True)
 
     return run
 
@@ -414,10 +411,10 @@ def test_a_teacher_that_leans_on_all_tokens_is_refused(llama: Any) -> None:
     _, some = pair(llama)
     content: dict[str, Any] = {"backbone": "demo", "data": "text.txt", "output_dir": "out", "adapter": {}}
     with pytest.raises(
-        RequestError, match=r"adapter.teacher_tilt needs heads that know all tokens; add adapter.teacher_tilt=0"
+        RequestError, match=r"adapter.teacher_tilt needs heads that guess among all tokens; add adapter.teacher_tilt=0"
     ):
-        _require_adaptable(parse_config(content, "test"), some)
-    _require_adaptable(parse_config(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some)
+        require_adaptable(parse_recipe(content, "test"), some)
+    require_adaptable(parse_recipe(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some)
 
 
 def test_streams_and_tiny_lists_are_refused(recipe: Any) -> None:

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from medusa.backbone import Backbone
 from medusa.loading import load_backbone
 from train import MedusaTrainer, run
-from train.config import load_config
+from train.recipe import load_recipe
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    config = load_config(sys.argv[1], [])
+    config = load_recipe(sys.argv[1], [])
     train = MedusaTrainer.train
 
     def look_and_train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def main() -> None:
     MedusaTrainer.train = look_and_train
     figures = run.train(config, quiet=True)
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(figures), encoding="utf-8")
+        Path(sys.argv[2]).write_text(json.dumps(figures.to_dict()), encoding="utf-8")
     dist.destroy_process_group()
 
 

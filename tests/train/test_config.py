@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from medusa.errors import RequestError
-from train.architecture import choose
-from train.config import HeadsConfig, TrainConfig, load_config, parse_config
-from train.trainer import MedusaTrainingArguments
+from train.architecture import BackboneSizes, HeadShape, choose
+from train.arguments import MedusaTrainingArguments
+from train.config import HeadsConfig, TrainConfig
+from train.recipe import load_recipe, parse_recipe
 
 LEAST = {"backbone": "b", "data": "d.jsonl", "output_dir": "o"}
 
@@ -23,7 +24,7 @@ def read(tmp_path: Path) -> Any:
     def run(content: Any, *overrides: str) -> TrainConfig:
         path = tmp_path / "recipe.yaml"
         path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
-        return load_config(path, list(overrides))
+        return load_recipe(path, list(overrides))
 
     return run
 
@@ -144,11 +145,28 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("heads.expansion=-1", "expansion"),
         ("data.sequence_length=0", "sequence_length"),
         ("data.exclude_window=0", "exclude_window"),
+        ("features_dtype=int8", "choose one of float64, float32, bfloat16, float16"),
+        ("quantization=3bit", "choose one of 4bit, 8bit"),
+        ("attention=flash", "choose one of sdpa, eager"),
+        ("adapter.schedule=cosine", "choose one of constant, linear, sine"),
+        ("adapter.lm_loss=mse", "choose one of kl, text"),
+        ("adapter.rank=0", "at least 1"),
+        ("adapter.heads_first=1.0", "at least 0 and below 1"),
+        ("adapter.dropout=1", "at least 0 and below 1"),
+        ("adapter.lambda_0=0", "above 0"),
+        ("adapter.lambda_0=.nan", "a finite number"),
+        ("adapter.teacher_tilt=1.0", "at least 0 and below 1"),
+        ("adapter={teacher_tilt: 0.1, lm_loss: text}", "only lm_loss kl has a teacher"),
+        ("adapter.modules=5", "text .* or a list"),
+        ("training.hidden_noise=-1", "at least 0"),
+        ("heads.block=gated", "needs heads.kind eagle"),
+        ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_with_what_is_allowed(read: Any, override: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=said) as refusal:
         read(LEAST, override)
+    assert f"recipe.yaml: {override.partition('=')[0]}" in str(refusal.value) or override.startswith(("h", "adapter={"))
 
 
 @pytest.mark.parametrize("name", list(LEAST))
@@ -177,12 +195,12 @@ def test_what_is_no_mapping_is_refused_with_the_files_name(read: Any, text: str)
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"absent\.yaml"):
-        load_config(tmp_path / "absent.yaml", [])
+        load_recipe(tmp_path / "absent.yaml", [])
 
 
 def test_a_recipe_from_python_is_checked_the_same() -> None:
     with pytest.raises(RequestError, match="here: unknown key headz"):
-        parse_config(LEAST | {"headz": {}}, "here")
+        parse_recipe(LEAST | {"headz": {}}, "here")
 
 
 @pytest.mark.parametrize(
@@ -194,9 +212,9 @@ def test_training_fields_of_ours_are_checked(tmp_path: Path, settings: dict[str,
 
 
 def test_what_was_asked_of_the_heads_stands_and_the_rest_is_chosen() -> None:
-    free = choose(64, 1000, 10**6, HeadsConfig())
-    assert free.keys() == {"block", "num_layers", "expansion", "lm_head"}
-    asked = choose(64, 1000, 10**6, HeadsConfig(block="square", layers=3, lm_head="own"))
-    assert asked == {"block": "square", "num_layers": 3, "expansion": 1.0, "lm_head": "own"}
-    asked = choose(64, 1000, 10**6, HeadsConfig(block="mlp", layers=3, expansion=2.0, lm_head="shared"))
-    assert asked == {"block": "mlp", "num_layers": 3, "expansion": 2.0, "lm_head": "shared"}
+    sizes = BackboneSizes(hidden_size=64, vocab_size=1000, parameters=10**6)
+    assert choose(sizes, HeadsConfig()).block == "mlp"
+    asked = choose(sizes, HeadsConfig(block="square", layers=3, lm_head="own"))
+    assert asked == HeadShape("square", 3, 1.0, "own")
+    asked = choose(sizes, HeadsConfig(block="mlp", layers=3, expansion=2.0, lm_head="shared"))
+    assert asked == HeadShape("mlp", 3, 2.0, "shared")

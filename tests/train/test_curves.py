@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import random_ids, tiny_model
-from train.config import parse_config
 from train.curves import draw_curves, heads_in
 from train.progress import summarize
+from train.recipe import parse_recipe
 from train.run import train
 
 LOG: list[dict[str, Any]] = [
@@ -57,10 +57,10 @@ def test_a_run_leaves_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture,
         "device": "cpu",
         "training": {"max_steps": 2, "logging_steps": 1, "save_strategy": "no"},
     }
-    train(parse_config(content, "test"))
+    train(parse_recipe(content, "test"))
     assert (tmp_path / "out" / "training.png").is_file()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    train(parse_config(content | {"output_dir": str(tmp_path / "without")}, "test"))
+    train(parse_recipe(content | {"output_dir": str(tmp_path / "without")}, "test"))
     assert not (tmp_path / "without" / "training.png").exists()
     assert "no training.png: it needs matplotlib" in capsys.readouterr().err
 

@@ -17,7 +17,9 @@ from medusa.errors import RequestError
 from medusa.records import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
-from train.data import DataConfig, Example, PackedDataset, StreamedDataset, load_dataset, positions_of, to_example
+from train.config import DataConfig
+from train.data import PackedDataset, StreamedDataset, load_dataset, positions_of
+from train.examples import Example, to_example
 from train.labels import IGNORE, head_labels
 
 
@@ -83,7 +85,7 @@ def test_packed_documents_do_not_see_each_other(attention: str) -> None:
 
 
 def test_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
-    config = DataConfig(jsonl(tmp_path / "d.jsonl", {"input_ids": random_ids(40)}), sequence_length=512)
+    config = DataConfig(path=jsonl(tmp_path / "d.jsonl", {"input_ids": random_ids(40)}), sequence_length=512)
     assert load_dataset(config, None, VOCAB, context=16).input_ids.shape == (3, 16)
     assert load_dataset(config, None, VOCAB, context=None).input_ids.shape == (1, 512)
 
@@ -124,7 +126,7 @@ def test_what_becomes_of_documents_longer_than_a_row(
     rows = [{"input_ids": [n] * length} for n, length in ((1, 3), (2, 8), (3, 3))]
     data = jsonl(tmp_path / "d.jsonl", *rows, {"input_ids": [4] * 7, "prompt_tokens": 6})
     config = DataConfig(
-        data, sequence_length=6, long_documents=policy, max_examples=4, streaming=streaming, shuffle_buffer=1
+        path=data, sequence_length=6, long_documents=policy, max_examples=4, streaming=streaming, shuffle_buffer=1
     )
     dataset = load_dataset(config, None, VOCAB, context=None)
     if isinstance(dataset, StreamedDataset):
@@ -180,9 +182,9 @@ def test_a_stream_gives_the_rows_of_the_packed_data_again_and_again(
         path = str(tmp_path / name)
     else:
         path = jsonl(tmp_path / name, *({"text": text} for text in texts))
-    packed = load_dataset(DataConfig(path, sequence_length=8), byte_tokenizer(), 512, 64)
+    packed = load_dataset(DataConfig(path=path, sequence_length=8), byte_tokenizer(), 512, 64)
     stream = load_dataset(
-        DataConfig(path, sequence_length=8, streaming=True, shuffle_buffer=1), byte_tokenizer(), 512, 64
+        DataConfig(path=path, sequence_length=8, streaming=True, shuffle_buffer=1), byte_tokenizer(), 512, 64
     )
     assert isinstance(packed, PackedDataset)
     once = packed.input_ids.tolist()
@@ -196,7 +198,7 @@ def test_a_streams_order_is_the_seeds_alone(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(20)))
 
     def rows(seed: int, buffer: int = 8) -> list[list[int]]:
-        config = DataConfig(data, sequence_length=4, streaming=True, shuffle_buffer=buffer)
+        config = DataConfig(path=data, sequence_length=4, streaming=True, shuffle_buffer=buffer)
         return rows_of(load_dataset(config, None, VOCAB, None, seed), 40)
 
     assert rows(1) == rows(1)
@@ -209,7 +211,7 @@ def test_a_streams_order_is_the_seeds_alone(tmp_path: Path) -> None:
 
 def test_workers_share_a_stream(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(6)))
-    stream = load_dataset(DataConfig(data, sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None)
+    stream = load_dataset(DataConfig(path=data, sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None)
     loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert [int(row["input_ids"][0]) for row in islice(loader, 6)] == list(range(6))
 
@@ -218,7 +220,9 @@ def test_a_streams_broken_line_is_named_when_it_is_reached(tmp_path: Path) -> No
     data = Path(jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(6))))
     with data.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
-    stream = load_dataset(DataConfig(str(data), sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None)
+    stream = load_dataset(
+        DataConfig(path=str(data), sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None
+    )
     with pytest.raises(RequestError, match=r"d\.jsonl:7: not JSON"):
         rows_of(stream, 7)
 
@@ -237,7 +241,7 @@ def test_what_was_dropped_is_counted_with_the_reason(tmp_path: Path) -> None:
         {"input_ids": [1, 2, 3], "prompt_tokens": 3},
         {"input_ids": [1, 2]},
     )
-    packed = load_dataset(DataConfig(data, exclude=test_set, exclude_window=8), None, VOCAB, 64)
+    packed = load_dataset(DataConfig(path=data, exclude=test_set, exclude_window=8), None, VOCAB, 64)
     assert packed.counts.documents == 2
     assert packed.counts.dropped == {"shared with the excluded text": 1, "with nothing to teach": 2}
     told = f"dropped: 1 shared with the excluded text (first: {data}:2), 2 with nothing to teach (first: {data}:4)"
@@ -246,7 +250,7 @@ def test_what_was_dropped_is_counted_with_the_reason(tmp_path: Path) -> None:
 
 def test_no_more_examples_are_read_than_asked_for(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n, n, n]} for n in range(5)))
-    assert load_dataset(DataConfig(data, max_examples=2), None, VOCAB, 64).counts.documents == 2
+    assert load_dataset(DataConfig(path=data, max_examples=2), None, VOCAB, 64).counts.documents == 2
 
 
 def test_only_the_answer_of_distilled_text_is_taught() -> None:
@@ -273,26 +277,26 @@ def test_nothing_to_teach_is_said_with_reason_and_line(
 ) -> None:
     data = jsonl(tmp_path / "d.jsonl", row)
     with pytest.raises(RequestError, match=rf"nothing to train on.*: 1 {reason} \(first: .*d\.jsonl:1\)"):
-        load_dataset(DataConfig(data, streaming=streaming), byte_tokenizer(CHATML), 512, 64)
+        load_dataset(DataConfig(path=data, streaming=streaming), byte_tokenizer(CHATML), 512, 64)
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_line(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", {"input_ids": [1, 2, 3]}, {"input_ids": [1, VOCAB, 3]})
     with pytest.raises(RequestError, match=r"d\.jsonl:2.*61"):
-        load_dataset(DataConfig(data), None, VOCAB, 64)
+        load_dataset(DataConfig(path=data), None, VOCAB, 64)
 
 
 @pytest.mark.parametrize("row", [{"text": "hello"}, {"messages": [{"role": "user", "content": "hi"}]}])
 def test_text_without_a_tokenizer_is_refused_by_line(tmp_path: Path, row: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"d\.jsonl:1.*input_ids"):
-        load_dataset(DataConfig(jsonl(tmp_path / "d.jsonl", row)), None, VOCAB, 64)
+        load_dataset(DataConfig(path=jsonl(tmp_path / "d.jsonl", row)), None, VOCAB, 64)
 
 
 def test_documents_of_a_text_file_are_separated_by_the_backbones_own_tokens(tmp_path: Path) -> None:
     """The separator is no text: in its place stand the end of one document and the beginning of the next."""
     (tmp_path / "d.txt").write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\n", encoding="utf-8")
     tokenizer = byte_tokenizer()
-    packed = load_dataset(DataConfig(str(tmp_path / "d.txt"), sequence_length=32), tokenizer, 512, 64)
+    packed = load_dataset(DataConfig(path=str(tmp_path / "d.txt"), sequence_length=32), tokenizer, 512, 64)
     ids = packed.input_ids[0, : packed.counts.tokens].tolist()
     assert tokenizer.decode(ids) == "<s>one</s><s>two\nlines</s>"
     assert packed.counts.documents == 2
@@ -303,7 +307,9 @@ def test_bos_eos_and_padding_may_be_one_id(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("a\n---\nb\n", encoding="utf-8")
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = tokenizer.eos_token = tokenizer.pad_token = "</s>"
-    packed = load_dataset(DataConfig(str(tmp_path / "d.txt"), "train", "---", sequence_length=8), tokenizer, 512, 64)
+    packed = load_dataset(
+        DataConfig(path=str(tmp_path / "d.txt"), document_separator="---", sequence_length=8), tokenizer, 512, 64
+    )
     assert tokenizer.decode(packed.input_ids[0, :6].tolist()) == "</s>a</s></s>b</s>"
     assert packed.loss_mask.int().tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
 
@@ -315,5 +321,5 @@ def test_questions_can_be_kept_out_of_a_base_models_data(tmp_path: Path) -> None
     """MT-bench's questions are conversations; a base model has no chat template, and they are text all the same."""
     questions = jsonl(tmp_path / "question.jsonl", {"question_id": 81, "turns": ["write about a trip to Hawaii"]})
     data = jsonl(tmp_path / "d.jsonl", {"text": "Please write about a trip to Hawaii."}, {"text": "something else"})
-    packed = load_dataset(DataConfig(data, exclude=questions, exclude_window=16), byte_tokenizer(), 512, 64)
+    packed = load_dataset(DataConfig(path=data, exclude=questions, exclude_window=16), byte_tokenizer(), 512, 64)
     assert packed.counts.dropped == {"shared with the excluded text": 1}

@@ -92,29 +92,29 @@ def test_accuracy_is_what_a_loop_counts(llama: Any, texts: list[OwnText], lm_hea
             parameter.data *= 0.2  # near the backbone's own guess, so that some of theirs are right
     figures = head_accuracy(Backbone(llama), heads, texts)
     expected, positions = by_hand(llama, heads, texts)
-    assert figures["tokens"] == positions
-    for ours, theirs in zip(figures["heads"], expected, strict=True):
-        assert ours["head"] == theirs["head"]
-        assert ours["top"] == pytest.approx(theirs["top"], abs=5e-5), "rounded to four digits"
-        assert ours["conditional_top1"] == pytest.approx(theirs["conditional_top1"], abs=5e-5)
-    assert any(0 < share["top"]["10"] < 1 for share in figures["heads"]), "or nothing was compared"
+    assert figures.tokens == positions
+    for ours, theirs in zip(figures.heads, expected, strict=True):
+        assert ours.head == theirs["head"]
+        assert ours.top == pytest.approx(theirs["top"], abs=5e-5), "rounded to four digits"
+        assert ours.conditional_top1 == pytest.approx(theirs["conditional_top1"], abs=5e-5)
+    assert any(0 < share.top["10"] < 1 for share in figures.heads), "or nothing was compared"
 
 
 def test_heads_that_are_always_right(llama: Any, texts: list[OwnText]) -> None:
     figures = head_accuracy(Backbone(llama), Scripted(texts, [0, 0, 0]), texts)  # type: ignore[arg-type]
-    for head in figures["heads"]:
-        assert head["top"] == {"1": 1.0, "5": 1.0, "10": 1.0}
-        assert head["conditional_top1"] == 1.0
+    for head in figures.heads:
+        assert head.top == {"1": 1.0, "5": 1.0, "10": 1.0}
+        assert head.conditional_top1 == 1.0
 
 
 def test_every_rank_counts_where_it_belongs(llama: Any, texts: list[OwnText]) -> None:
     figures = head_accuracy(Backbone(llama), Scripted(texts, [4, 0, 10]), texts)  # type: ignore[arg-type]
-    assert [head["top"] for head in figures["heads"]] == [
+    assert [head.top for head in figures.heads] == [
         {"1": 0.0, "5": 1.0, "10": 1.0},
         {"1": 1.0, "5": 1.0, "10": 1.0},
         {"1": 0.0, "5": 0.0, "10": 0.0},
     ]
-    assert [head["conditional_top1"] for head in figures["heads"]] == [0.0, 0.0, 0.0], "the first is always wrong"
+    assert [head.conditional_top1 for head in figures.heads] == [0.0, 0.0, 0.0], "the first is always wrong"
 
 
 def test_ranks_begin_where_a_step_can_start(llama: Any, texts: list[OwnText]) -> None:
@@ -128,8 +128,8 @@ def test_ranks_begin_where_a_step_can_start(llama: Any, texts: list[OwnText]) ->
 
 def test_text_that_ends_before_the_heads_reach_counts_nothing(llama: Any) -> None:
     figures = head_accuracy(Backbone(llama), random_heads(llama, HEADS), [OwnText([1, 2, 3], 2)])
-    assert figures["tokens"] == 0
-    assert figures["heads"][0]["top"] == {"1": 0.0, "5": 0.0, "10": 0.0}
+    assert figures.tokens == 0
+    assert figures.heads[0].top == {"1": 0.0, "5": 0.0, "10": 0.0}
 
 
 def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
@@ -137,7 +137,7 @@ def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
 
     model = tiny_model("llama", vocab_size=7)
     figures = head_accuracy(Backbone(model), random_heads(model, 2), [OwnText([1, 2, 3, 4, 5, 6, 0, 1], 1)])
-    assert figures["heads"][0]["top"]["10"] == 1.0
+    assert figures.heads[0].top["10"] == 1.0
 
 
 def test_a_tree_accepts_the_deepest_path_whose_every_guess_is_right() -> None:
@@ -149,7 +149,7 @@ def test_a_tree_accepts_the_deepest_path_whose_every_guess_is_right() -> None:
     taught[2, 5] = False  # the text ends before the last head's label: no chain, but the nearer heads' labels count
     counts.add(ranks, taught)
     assert counts.expected_tau == 1 + (3 + 2 + 1 + 0 + 1) / 5
-    assert [head["top"]["1"] for head in counts.figures()] == pytest.approx([4 / 6, 4 / 6, 0.0], abs=5e-5)
-    assert [head["conditional_top1"] for head in counts.figures()] == pytest.approx([3 / 5, 1 / 3, 0.0], abs=5e-5)
+    assert [head.top["1"] for head in counts.figures()] == pytest.approx([4 / 6, 4 / 6, 0.0], abs=5e-5)
+    assert [head.conditional_top1 for head in counts.figures()] == pytest.approx([3 / 5, 1 / 3, 0.0], abs=5e-5)
     counts.reduce(lambda sums: 2 * sums)  # two processes that counted the same
     assert counts.expected_tau == 1 + 7 / 5

@@ -17,11 +17,13 @@ from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import HIDDEN, random_ids, tiny_model
-from train import features as features_module
-from train.config import parse_config
-from train.data import Example, PackedDataset
-from train.features import MANIFEST, FeatureCache, Features, Plan, Recorder, is_features, shards
-from train.run import train
+from train.data import PackedDataset
+from train.examples import Example
+from train.feature_cache import FeatureCache, FeaturePlan
+from train.features import MANIFEST, Features, is_features, shards, write_shard
+from train.recipe import parse_recipe
+from train.recorder import Recorder
+from train.run import plan_features, train
 
 LENGTH, ROWS = 20, 10
 ROW_BYTES = LENGTH * (4 * HIDDEN + 4 + 4 + 1)
@@ -46,7 +48,9 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     lines = [json.dumps({"input_ids": random_ids(40, seed=seed)}) for seed in range(16)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
-    def run(output: str = "out", with_: Any = None, training: Any = None, **overrides: Any) -> dict[str, Any]:
+    def run(
+        output: str = "out", with_: Any = None, training: Any = None, plan: bool = False, **overrides: Any
+    ) -> dict[str, Any]:
         content = {
             "backbone": str(tmp_path / "backbone"),
             "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 40},
@@ -56,7 +60,10 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "training": {"num_train_epochs": 3, "logging_steps": 1, "save_strategy": "no", "seed": 1}
             | (training or {}),
         }
-        return train(parse_config(content | overrides, "test"), quiet=True, **(with_ or {}))
+        config = parse_recipe(content | overrides, "test")
+        if plan:
+            return plan_features(config, quiet=True).to_dict()
+        return train(config, quiet=True, **(with_ or {})).to_dict()
 
     return run
 
@@ -79,7 +86,7 @@ def written(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> Fea
 def test_rows_come_back_with_the_backbones_hidden_states(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int
 ) -> None:
-    monkeypatch.setattr(features_module, "SHARD_BYTES", rows_per_shard * ROW_BYTES)
+    monkeypatch.setattr("train.feature_cache.SHARD_BYTES", rows_per_shard * ROW_BYTES)
     features = written(tmp_path, rows, model).read()
     assert len(shards(tmp_path)) == -(-ROWS // rows_per_shard)
     assert len(features) == len(rows) == ROWS
@@ -107,8 +114,6 @@ def test_shorter_dtypes_halve_the_disk(rows: PackedDataset, model: Any, tmp_path
         hidden = cache.read()[0]["hidden"]
         assert str(hidden.dtype) == f"torch.{dtype}"
         torch.testing.assert_close(hidden.float(), exact[0]["hidden"], rtol=error, atol=1e-6)
-    with pytest.raises(RequestError, match=r"features_dtype is 'int8'; choose one of"):
-        cache_of(tmp_path, rows, model, dtype="int8")
 
 
 def test_features_travel_to_worker_processes(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
@@ -120,7 +125,7 @@ def test_features_travel_to_worker_processes(rows: PackedDataset, model: Any, tm
 def test_a_folder_that_was_recorded_elsewhere_reads_in_rows(tmp_path: Path) -> None:
     """The format asks for no equal shards: whoever has text and hidden states may add one."""
     for number, length in enumerate((50, 7)):
-        features_module.write_shard(
+        write_shard(
             tmp_path / f"{number:05}.safetensors",
             torch.arange(length * HIDDEN, dtype=torch.float32).reshape(length, HIDDEN),
             input_ids=torch.arange(length, dtype=torch.int32),
@@ -181,7 +186,7 @@ def test_the_backbone_runs_once_and_not_in_training(recipe: Any, monkeypatch: py
 def test_an_interrupted_writer_goes_on_where_it_was(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features_module, "SHARD_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr("train.feature_cache.SHARD_BYTES", 3 * ROW_BYTES)
     whole = written(tmp_path / "whole", rows, model)
     cache = cache_of(tmp_path / "cut", rows, model)
     for _, _ in zip(range(5), cache.write(1), strict=False):  # five rows: one shard and two thirds
@@ -199,7 +204,7 @@ def test_an_interrupted_writer_goes_on_where_it_was(
 def test_processes_share_the_shards(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features_module, "SHARD_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr("train.feature_cache.SHARD_BYTES", 3 * ROW_BYTES)
     cache = cache_of(tmp_path, rows, model)
     assert sum(cache.write(3, process=0, processes=2)) == 6
     assert sum(cache.write(3, process=1, processes=2)) == 4
@@ -274,7 +279,7 @@ def test_what_use_leaves_is_training_data(recipe: Any, model: Any, tmp_path: Pat
 
 
 def test_prompts_are_recorded_and_not_taught(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features_module, "SHARD_BYTES", 20 * 4 * HIDDEN)
+    monkeypatch.setattr("train.recorder.SHARD_BYTES", 20 * 4 * HIDDEN)
     recorder = record(tmp_path, model, [random_ids(13, seed=seed) for seed in range(3)])
     assert len(shards(tmp_path)) == 1, "the second text filled a shard"
     recorder.flush()
@@ -312,7 +317,7 @@ def test_recordings_do_not_mix(recipe: Any, rows: PackedDataset, model: Any, tmp
 
 
 def test_the_plan_counts_bytes_and_what_is_saved() -> None:
-    plan = Plan(1000, 5_000_000, 8_000_000, backbone_seconds=0.8, heads_seconds=0.2, epochs=4)
+    plan = FeaturePlan(1000, 5_000_000, 8_000_000, backbone_seconds=0.8, heads_seconds=0.2, epochs=4)
     assert plan.saved_per_epoch == pytest.approx(0.8)
     assert plan.saved == pytest.approx(0.6), "the backbone runs once in four epochs: 0.8 * 3 / 4"
     assert str(plan) == (
@@ -320,13 +325,13 @@ def test_the_plan_counts_bytes_and_what_is_saved() -> None:
         "run (4 epochs)"
     )
     plan.require_space(Path("x"))
-    assert Plan(1, 1, 1, 1, 1, epochs=0.5).saved == 0
+    assert FeaturePlan(1, 1, 1, 1, 1, epochs=0.5).saved == 0
     with pytest.raises(RequestError, match=r"would take 9 MB in x, where 8 MB are free; .*float16"):
-        Plan(1000, 9_000_000, 8_000_000, 0.8, 0.2, 4).require_space(Path("x"))
+        FeaturePlan(1000, 9_000_000, 8_000_000, 0.8, 0.2, 4).require_space(Path("x"))
 
 
 def test_a_plan_is_told_before_anything_is_written(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    plan = recipe(with_={"plan": True})
+    plan = recipe(plan=True)
     assert plan["missing_bytes"] == 16 * 40 * (4 * HIDDEN + 9)
     assert plan["tokens"] == 16 * 40
     assert plan["epochs"] == 3
@@ -334,15 +339,15 @@ def test_a_plan_is_told_before_anything_is_written(recipe: Any, tmp_path: Path, 
     assert "features: 640 tokens, 87.7 kB to write" in capsys.readouterr().err
     assert not (tmp_path / "out" / "features").exists()
     recipe(cache_features=True)
-    assert recipe(with_={"plan": True})["missing_bytes"] == 0
-    assert recipe(with_={"plan": True}, training={"max_steps": 2})["epochs"] == 0.5
+    assert recipe(plan=True)["missing_bytes"] == 0
+    assert recipe(plan=True, training={"max_steps": 2})["epochs"] == 0.5
     assert (tmp_path / "out" / "medusa_lm_head.safetensors").is_file(), "a plan touches nothing"
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.features.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("train.feature_cache.free_bytes", lambda path: 1000)
     with pytest.raises(RequestError, match="features would take"):
         recipe(cache_features=True)
     assert not (tmp_path / "out" / "features" / MANIFEST).exists()

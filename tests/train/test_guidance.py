@@ -17,9 +17,11 @@ from medusa.heads.kinds import KINDS
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig
-from train.data import Example, PackedDataset
-from train.run import new_heads
-from train.trainer import HeadsOnBackbone, with_noise
+from train.data import PackedDataset
+from train.examples import Example
+from train.guidance import with_noise, with_own_guesses
+from train.heads import new_heads
+from train.module import HeadsOnBackbone
 
 HEADS, STEPS = 3, 6
 GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "scheduled_sampling": 0.5}
@@ -127,7 +129,7 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
     """Written down once more, a position at a time: with probability 1 every token but the root is a guess."""
     module = on_backbone(kind, scheduled_sampling=1.0).train()
     module.scheduled_sampling = 1.0
-    backbone, inputs = module._outside[0], batch()
+    backbone, inputs = module.backbone, batch()
     hidden = module.states(inputs["input_ids"], inputs["position_ids"])
     rows = module.taught(**inputs).inputs.following
     assert rows is not None
@@ -145,16 +147,15 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
 @torch.no_grad()
 def test_own_guesses_come_with_their_probability_in_training_and_not_in_evaluation() -> None:
     module = on_backbone("hydra", scheduled_sampling=0.3)
-    text, backbone = torch.randint(VOCAB, (2000, HEADS)), module._outside[0]
+    text, backbone = torch.randint(VOCAB, (2000, HEADS)), module.backbone
     inputs = HeadInputs(torch.randn(2000, backbone.hidden_size), backbone.embed(text))
-    module.scheduled_sampling = 1.0
-    guesses = module.with_scheduled_sampling(inputs, text)
-    module.scheduled_sampling = 0.3
-    changed = module.with_scheduled_sampling(inputs, text) != text
+    guesses = with_own_guesses(module.heads, backbone, inputs, text, 1.0)
+    changed = with_own_guesses(module.heads, backbone, inputs, text, 0.3) != text
     wrong = guesses != text
     assert not changed[:, 0].any()
     assert not (changed & ~wrong).any()
     assert abs(float(changed[wrong].float().mean()) - 0.3) < 0.03  # 4000 draws: sigma is 0.007
+    module.scheduled_sampling = 0.3
     before = module.eval().taught(**batch()).inputs.following
     module.scheduled_sampling = 0.0
     assert torch.equal(before, module.taught(**batch()).inputs.following)
@@ -208,10 +209,10 @@ def test_a_seed_says_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, kind:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_noise": -0.1}, "training.hidden_noise is -0.1; it must be 0"),
+        ({"hidden_noise": -0.1}, "training.hidden_noise is -0.1; it must be at least 0"),
         ({"hidden_noise": float("nan")}, "training.hidden_noise is nan"),
         ({"dropout": 1.0}, "training.dropout is 1.0; it must be at least 0"),
-        ({"scheduled_sampling": 1.5}, "training.scheduled_sampling is 1.5; it must lie between 0 and 1"),
+        ({"scheduled_sampling": 1.5}, "training.scheduled_sampling is 1.5; it must be at least 0 and at most 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, float], message: str) -> None:

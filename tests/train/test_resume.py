@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerState
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
-from train.config import parse_config
+from train.recipe import parse_recipe
 from train.resume import LogBeforeSaving, checkpoints, is_whole
 from train.run import train
 from train.trainer import MedusaTrainer
@@ -80,7 +80,7 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(parse_config(recipe("whole"), "test"), quiet=True)
+    train(parse_recipe(recipe("whole"), "test"), quiet=True)
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
     at = sorted(rng.sample(range(SAVE_STEPS + 1, STEPS), 3))
@@ -101,7 +101,7 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
                 "__init__",
                 lambda self, *args, **kwargs: init(self, *args, callbacks=[Tell()], **kwargs),
             )
-            train(parse_config(recipe("killed"), "test"), quiet=True, resume=bool(checkpoints(killed)))
+            train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=bool(checkpoints(killed)))
 
         process = forked(run)
         os.close(writer)
@@ -133,10 +133,10 @@ def test_other_heads_than_the_checkpoints_are_refused(recipe: Any, heads: dict[s
     once = recipe("out")
     once["heads"] |= {"lm_head": "shared"}
     once["training"] |= {"max_steps": SAVE_STEPS}
-    train(parse_config(once, "test"), quiet=True)
+    train(parse_recipe(once, "test"), quiet=True)
     other = once | {"heads": {"lm_head": "shared"} | heads}
     with pytest.raises(RequestError, match=rf"--resume: .*checkpoint-4 has {said}; ask for the same heads again"):
-        train(parse_config(other, "test"), quiet=True, resume=True)
+        train(parse_recipe(other, "test"), quiet=True, resume=True)
 
 
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
 
     def run() -> None:
         cut_off(stage, monkeypatch)
-        train(parse_config(recipe("out"), "test"), quiet=True)
+        train(parse_recipe(recipe("out"), "test"), quiet=True)
 
     process = forked(run)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
@@ -185,8 +185,8 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     assert not is_whole(out / "checkpoint-8")
     assert checkpoints(out) == [out / "checkpoint-4"]
     assert MedusaHeads.from_pretrained(out / "checkpoint-4").config.num_heads == 2
-    figures = train(parse_config(recipe("out"), "test"), quiet=True, resume=True)
-    assert figures["steps"] == STEPS
+    figures = train(parse_recipe(recipe("out"), "test"), quiet=True, resume=True)
+    assert figures.steps == STEPS
     assert "checkpoint-8 was cut off while it was written; going on from checkpoint-4" in capsys.readouterr().err
     assert [path.name for path in checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
 

@@ -21,7 +21,7 @@ from medusa.errors import RequestError, RunError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
-from train.config import parse_config
+from train.recipe import parse_recipe
 from train.resume import checkpoints
 from train.run import train
 
@@ -59,7 +59,7 @@ def recipe(backbone: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def run(path: Path, **kwargs: Any) -> dict[str, Any]:
-    return train(parse_config(json.loads(path.read_text(encoding="utf-8")), "test"), quiet=True, **kwargs)
+    return train(parse_recipe(json.loads(path.read_text(encoding="utf-8")), "test"), quiet=True, **kwargs).to_dict()
 
 
 def same(left: Path, right: Path) -> bool:
@@ -104,7 +104,7 @@ def test_counts_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
     with pytest.raises(RequestError, match=r"training\.max_steps or training\.max_minutes"):
         run(recipe(data_with={"streaming": True}, max_steps=-1))
 
@@ -118,7 +118,7 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
 
 
 CONVERSATION = {"messages": [{"role": "user", "content": "hi [bold]"}, {"role": "assistant", "content": "hello\nyou"}]}
@@ -161,7 +161,7 @@ def test_what_is_taught_is_coloured_on_a_terminal(talking: dict[str, Any]) -> No
 
     from train.preview import preview, show
 
-    found = preview(parse_config(talking | {"output_dir": "none"}, "test"), 1)
+    found = preview(parse_recipe(talking | {"output_dir": "none"}, "test"), 1)
     console = Console(force_terminal=True, color_system="standard", record=True, width=200)
     with console.capture() as captured:
         show(found, console)
@@ -202,7 +202,7 @@ def test_a_disk_known_to_be_too_small_is_refused_before_training(recipe: Any, mo
         return Usage(10**6, 0, 10**4)
 
     monkeypatch.setattr("shutil.disk_usage", usage)
-    monkeypatch.setattr("train.run.MedusaTrainer", lambda *args, **kwargs: pytest.fail("training began"))
+    monkeypatch.setattr("train.build.MedusaTrainer", lambda *args, **kwargs: pytest.fail("training began"))
     path = recipe()
     with pytest.raises(RequestError, match=r"heads of .* MB and 3 checkpoints of .* MB, but .* 10 kB left; .*limit"):
         run(path)

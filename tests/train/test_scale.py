@@ -21,7 +21,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
-from train.config import parse_config
+from train.recipe import parse_recipe
 from train.resume import checkpoints
 from train.run import train
 from train.sharding import blocks, placement
@@ -85,15 +85,15 @@ def launch(*command: str) -> None:
 
 def test_accumulated_micro_batches_are_one_batch(recipe: Any, tmp_path: Path) -> None:
     """Rows 0 and 1 of every four have ten times the labels of rows 2 and 3."""
-    train(parse_config(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    train(parse_config(recipe("four", **accumulated), "test"), quiet=True)
+    train(parse_recipe(recipe("four", **accumulated), "test"), quiet=True)
     same_losses(losses(tmp_path / "four"), losses(tmp_path / "one"))
     same_heads(tmp_path / "four", tmp_path / "one")
 
 
 def test_two_processes_are_one_with_the_same_global_batch(recipe: Any, tmp_path: Path) -> None:
-    train(parse_config(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     content = recipe("two", per_device_train_batch_size=2) | {"cache_features": True}
     (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
     settings = str(ROOT / "configs" / "accelerate" / "two_processes_cpu.yaml")
@@ -112,7 +112,7 @@ def test_two_processes_are_one_with_the_same_global_batch(recipe: Any, tmp_path:
 
 def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(recipe: Any, tmp_path: Path) -> None:
     """FSDP2 by torchrun and gloo; `sharded_run.py` sees that the parameters are DTensors (accelerate would run DDP)."""
-    train(parse_config(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     content = recipe("two", per_device_train_batch_size=2) | {"shard_backbone": True}
     (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
     launch(
@@ -132,13 +132,13 @@ def test_a_launcher_that_started_one_process_of_several_is_told_on(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    train(parse_config(recipe("out", max_steps=1), "test"), quiet=True)
+    train(parse_recipe(recipe("out", max_steps=1), "test"), quiet=True)
     assert "accelerate launch --cpu starts one process" in capsys.readouterr().err
 
 
 def test_sharding_needs_processes(recipe: Any) -> None:
     with pytest.raises(RequestError, match=r"shard_backbone: true needs several processes; start with torchrun"):
-        train(parse_config(recipe("out") | {"shard_backbone": True}, "test"), quiet=True)
+        train(parse_recipe(recipe("out") | {"shard_backbone": True}, "test"), quiet=True)
 
 
 def test_blocks_are_what_transformers_keeps_in_one_piece(llama: Any) -> None:
@@ -164,7 +164,7 @@ def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path, lm_he
     finals = {}
     for bf16 in (False, True):
         content = recipe(f"{lm_head}-{bf16}", bf16=bf16) | {"heads": {"num": 2, "lm_head": lm_head}}
-        finals[bf16] = train(parse_config(content, "test"), quiet=True)["head1_loss"]
+        finals[bf16] = train(parse_recipe(content, "test"), quiet=True).heads["head1_loss"]
     assert finals[True] != finals[False], "autocast was on"
     # bfloat16 keeps 8 bits: logits of some units are off by some 1e-2, and the loss by less than that on average.
     assert finals[True] == pytest.approx(finals[False], abs=0.1)
@@ -176,13 +176,13 @@ def test_a_backbone_spread_over_devices_can_be_trained_on(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`device: auto`; here its second layer is on disk, as where memory is short."""
-    plain = train(parse_config(recipe("plain"), "test"), quiet=True)
+    plain = train(parse_recipe(recipe("plain"), "test"), quiet=True)
     loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
     here = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     places = dict.fromkeys(here, "cpu")
     loaded.model = dispatch_model(
         loaded.model, places | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path / "offload"
     )
-    monkeypatch.setattr("train.run.load_backbone", lambda *args, **kwargs: loaded)
-    spread = train(parse_config(recipe("spread"), "test"), quiet=True)
-    assert spread["head1_loss"] == plain["head1_loss"]
+    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: loaded)
+    spread = train(parse_recipe(recipe("spread"), "test"), quiet=True)
+    assert spread.heads == plain.heads

@@ -24,14 +24,17 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
-from train.config import HeadsConfig, parse_config
-from train.data import Example, PackedDataset
+from train.config import HeadsConfig
+from train.data import PackedDataset
 from train.evaluate import OwnText, head_accuracy
-from train.loss import Weighting
+from train.examples import Example
+from train.heads import describe, new_heads
 from train.progress import summarize
+from train.recipe import parse_recipe
 from train.resume import checkpoints
-from train.run import describe, new_heads, train
-from train.trainer import TimeBudget
+from train.run import train
+from train.time_budget import TimeBudget
+from train.weighting import Weighting
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
@@ -80,7 +83,7 @@ def recipe(folder: Path, texts: list[OwnText], tmp_path: Path) -> Callable[..., 
             "device": "cpu",
             "training": {"max_steps": 4, "logging_steps": 2, "save_steps": 2, "use_cpu": True} | training,
         }
-        return train(parse_config(content, "test"), quiet=True, **(train_with or {}))
+        return train(parse_recipe(content, "test"), quiet=True, **(train_with or {})).to_dict()
 
     return run
 
@@ -187,8 +190,8 @@ def test_heads_learn_what_the_backbone_says_and_decoding_gets_shorter(
     before = head_accuracy(backbone, run.heads, texts)
     run.train()
     after = head_accuracy(backbone, run.heads.eval(), texts)
-    for untrained, trained in zip(before["heads"], after["heads"], strict=True):
-        assert trained["top"]["1"] > untrained["top"]["1"] + 0.3
+    for untrained, trained in zip(before.heads, after.heads, strict=True):
+        assert trained.top["1"] > untrained.top["1"] + 0.3
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]
     prompts = [text.input_ids[:4] for text in texts]
@@ -224,12 +227,12 @@ def test_heads_that_follow_the_path_learn_from_the_tokens_before(
         loss_backend=backend,
     )
     run.train()
-    found = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 1) for text in made])["heads"]
+    found = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 1) for text in made]).heads
     for head in found:
         if run.heads.follows_path:
-            assert head["top"]["1"] > 0.45, "half of the labels can be known"
+            assert head.top["1"] > 0.45, "half of the labels can be known"
         else:
-            assert head["top"]["1"] < 0.25, "learnt by heart: no power"
+            assert head.top["1"] < 0.25, "learnt by heart: no power"
 
 
 def test_the_log_tells_every_heads_loss_and_top1(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
@@ -255,9 +258,9 @@ def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[O
     line = next(line for line in run.state.log_history if "eval_loss" in line)
     # The first label of the answer, at 4, is head 1's at position 2: one before the prompt's last.
     expected = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 3) for text in texts])
-    first = expected["heads"][0]
-    assert line["eval_head1_conditional"] == first["conditional_top1"]
-    chain = [head["conditional_top1"] for head in expected["heads"]]
+    first = expected.heads[0]
+    assert line["eval_head1_conditional"] == first.conditional_top1
+    chain = [head.conditional_top1 for head in expected.heads]
     gain = chain[0] + chain[0] * chain[1] + chain[0] * chain[1] * chain[2]
     assert line["eval_tau"] == pytest.approx(1 + gain, abs=5e-4), "each is rounded to four digits"
     assert line["eval_tau"] > 1.1, "or nothing was compared"
@@ -282,7 +285,7 @@ def test_heads_in_float32_beside_a_bfloat16_backbone(
     figures = run.evaluate()
     assert 0 < figures["eval_loss"] < 100
     assert figures["eval_tau"] > 1.1, "fresh heads repeat the backbone's guess, which is right here and there"
-    assert head_accuracy(Backbone(backbone), run.heads, texts[:1])["tokens"] > 0
+    assert head_accuracy(Backbone(backbone), run.heads, texts[:1]).tokens > 0
 
 
 def test_distillation_is_evaluated_by_what_the_backbone_would_say(model: Any, tmp_path: Path) -> None:
@@ -436,8 +439,8 @@ def test_a_bfloat16_backbone_can_be_trained_on(recipe: Any, folder: Path, tmp_pa
         "dtype": "bfloat16",
         "training": {"max_steps": 2, "use_cpu": True, "logging_steps": 1},
     }
-    figures = train(parse_config(content, "test"), quiet=True)
-    assert 0 < figures["head1_loss"] < 20
+    figures = train(parse_recipe(content, "test"), quiet=True)
+    assert 0 < figures.heads["head1_loss"] < 20
 
 
 # --- stopping and going on -------------------------------------------------------------------------------------------
@@ -519,7 +522,7 @@ def test_a_budget_of_cpu_time_is_the_process_own(model: Any, texts: list[OwnText
 
 def test_the_learning_rate_follows_steps_or_the_clock_whichever_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("train.trainer.time.monotonic", lambda: now)
+    monkeypatch.setattr("train.time_budget.time.monotonic", lambda: now)
     for spent, factor, where in [
         (0.5, 0.5, "half of the warm-up"),
         (5.5, 0.5, "half of the fall"),

@@ -22,7 +22,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from train.config import HeadsConfig
-from train.run import new_heads
+from train.heads import new_heads
 
 HEADS, LAYERS = 3, 3
 EPS, THETA = 1e-3, 500.0
@@ -193,7 +193,7 @@ def test_the_copied_embedding_tells_their_backbone_from_another(model: Any, tmp_
 
 def test_they_are_for_decoding(model: Any, tmp_path: Path) -> None:
     write(tmp_path, checkpoint(model))
-    with pytest.raises(RequestError, match="holds the original Hydra's heads; they are to be decoded with only"):
+    with pytest.raises(RequestError, match="holds the original Hydra's heads, which can decode but not be trained"):
         new_heads(model, HeadsConfig(num=HEADS, kind="hydra", start=str(tmp_path)), "tiny")
 
 

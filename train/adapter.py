@@ -1,0 +1,86 @@
+"""The LoRA adapter through which Medusa-2 trains the backbone: put in, switched off, merged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.files import replacing_folder
+from medusa.fingerprint import fingerprint
+from medusa.heads.independent import MedusaHeads
+from train.config import AdapterConfig
+
+ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
+
+
+def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """Put a new adapter into a frozen `model`, in place; it changes nothing until it is trained.
+
+    Raises:
+        RequestError: there is one already, no such layers, or a model whose logits are not its LM head's output.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RequestError("the backbone is an adapter's folder already; train on one that is merged (adapter.merge)")
+    if not Backbone(model).splits:
+        raise RequestError(f"{type(model).__name__} scales or caps its logits; it can be trained on, but not adapted")
+    modules: str | list[str] = config.modules
+    if config.lm_head:
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        modules = sorted((linear if modules == "all-linear" else set(modules)) | {head})
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=modules,
+    )
+    try:
+        model.add_adapter(lora)
+    except ValueError as error:
+        raise RequestError(f"adapter.modules: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def untouched(model: PreTrainedModel) -> Iterator[None]:
+    """The model as it was before `adapt`, within this context: adapter and dropout are off."""
+    training = model.training
+    model.eval()
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+        model.train(training)
+
+
+def without_adapter(layer: nn.Module) -> nn.Module:
+    """A layer as it was before `adapt`."""
+    base = getattr(layer, "base_layer", layer)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def write_merged(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
+) -> Path:
+    """Merge the adapter in `output` into a fresh `base` and write it to output/merged, with the heads in its folder.
+
+    These are the same heads; only the fingerprint of their backbone is that of the merged model.
+    """
+    merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
+    with replacing_folder(output / "merged") as folder:
+        merged.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        known, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
+        heads.save_pretrained(folder / "heads")
+        heads.config.backbone = known
+    return output / "merged"

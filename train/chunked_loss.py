@@ -1,0 +1,154 @@
+"""The loss in chunks of positions: the gradients are made in the forward, and K x R x V logits are never held.
+
+Shapes: K heads, R positions that are taught, C of them in a chunk, H hidden size, V vocabulary. Capitals at the end of
+a name are its shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from train.chunks import MIN_ROWS, MIN_ROWS_OWN, chunk_rows
+from train.labels import IGNORE
+from train.teacher import SoftTargets, Teacher
+from train.weighting import Weighting
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Gives the figures of `train.loss.head_losses_plain` (objective, loss, correct, total) from features.
+
+    The weighting is part of the forward: an own LM head's gradient is a sum over positions, which cannot be weighted
+    afterwards.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x_KRH: Tensor,
+        weight: Tensor,  # [V, H] shared, or [K, H, V]
+        bias_V: Tensor | None,
+        labels: Tensor,
+        weighting: Weighting,
+        teacher: Teacher | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        device = x_KRH.device.type
+        # A shared LM head may be kept in bfloat16 with heads in float32, and autocast asks for bfloat16 too.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        num_heads, positions, _ = x_KRH.shape
+        own = weight.dim() == 3
+        learns_x, learns_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad_x = torch.empty_like(x_KRH) if learns_x else None
+        sums = _Sums(
+            matrix=weight.to(dtype) if own else weight.to(dtype).T,
+            bias_V=bias_V,
+            weighting=weighting,
+            objective=x_KRH.new_zeros(num_heads, dtype=torch.float),
+            loss=x_KRH.new_zeros(num_heads, dtype=torch.float),
+            correct=x_KRH.new_zeros(num_heads, dtype=torch.long),
+            grad_weight=torch.zeros_like(weight) if learns_weight and own else None,  # a shared one is frozen
+        )
+        counts = (labels != IGNORE).sum(1)
+        step = chunk_rows(num_heads, sums.matrix.shape[-1], device, MIN_ROWS_OWN if own else MIN_ROWS)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, positions, step):
+                rows = slice(start, start + step)
+                target, soft = labels[:, rows], None
+                if teacher is not None:
+                    soft = teacher.targets(rows, target)
+                    target = soft.labels
+                mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
+                sums.add(x_KRH[:, rows].to(dtype), target, soft, mean, None if grad_x is None else grad_x[:, rows])
+                del soft  # otherwise the next chunk's distributions are made while these are held
+        ctx.save_for_backward(grad_x, sums.grad_weight)  # type: ignore[arg-type]
+        ctx.mark_non_differentiable(sums.loss, sums.correct, counts)
+        return sums.objective, sums.loss, sums.correct, counts
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        scale = grads[0][:, None, None]  # of each head
+        # An own LM head's gradient is the largest tensor here. It is scaled in place, so a second backward is an error.
+        return (
+            None if grad_x is None else grad_x * scale.to(grad_x.dtype),
+            None if grad_weight is None else grad_weight.mul_(scale),
+            *(None,) * 4,
+        )
+
+
+@dataclass
+class _Sums:
+    """The figures of all heads, summed over chunks; see `train.loss.HeadLosses`."""
+
+    matrix: Tensor
+    """[H, V] the shared LM head, or [K, H, V]."""
+    bias_V: Tensor | None
+    weighting: Weighting
+    objective: Tensor
+    """[K]"""
+    loss: Tensor
+    """[K]"""
+    correct: Tensor
+    """[K]"""
+    grad_weight: Tensor | None
+    """[K, H, V] gradient of own LM heads."""
+
+    def add(
+        self, x_KCH: Tensor, target_KC: Tensor, soft: SoftTargets | None, mean_KC: Tensor, grad_x: Tensor | None
+    ) -> None:
+        """Add a chunk's figures and write its gradient into `grad_x` [K, C, H].
+
+        `mean_KC` is the weight of each label in its head's mean. (A function of its own, so that a chunk's logits are
+        freed before the next chunk's are made.)
+        """
+        logits = _times(x_KCH, self.matrix).float()  # [K, C, V]; becomes the gradient, in place
+        if self.bias_V is not None:
+            logits += self.bias_V
+        taught = target_KC != IGNORE
+        at_label, cross_entropy = [], []
+        for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # one by one: less memory at a time
+            log_p = logits[head].log_softmax(-1)
+            found = log_p.gather(1, target)[:, 0]
+            self.correct[head] += ((log_p.argmax(-1) == target[:, 0]) & taught[head]).sum()
+            at_label.append(found)
+            gradient = torch.exp(log_p, out=logits[head])
+            if soft is None:
+                cross_entropy.append(-found)
+                gradient.scatter_add_(1, target, torch.full_like(found, -1.0)[:, None])
+            else:
+                wanted = soft.distributions[soft.which[head]]
+                cross_entropy.append(-torch.linalg.vecdot(wanted, log_p))
+                gradient -= wanted
+                del wanted
+            del log_p
+        entropies = torch.stack(cross_entropy)
+        weights = self.weighting(torch.stack(at_label).exp(), taught) * mean_KC
+        self.loss.add_((entropies * mean_KC).sum(1))
+        self.objective.add_((entropies * weights).sum(1))
+        if grad_x is not None or self.grad_weight is not None:
+            gradient_KCV = logits.to(self.matrix.dtype)
+            if grad_x is not None:
+                grad_x.copy_(_times(gradient_KCV, self.matrix.mT).float() * weights[..., None])
+            if self.grad_weight is not None:
+                weighted = (x_KCH * weights[..., None]).to(self.matrix.dtype)
+                _add_products(self.grad_weight, weighted, gradient_KCV)
+
+
+def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
+    """x [K, C, A] times one matrix [A, B], or one for each head [K, A, B] -> [K, C, B]."""
+    if matrix.dim() == 3:
+        return torch.bmm(x_KCA, matrix)
+    # Flat, because `matmul` may copy the matrix for each head otherwise.
+    return (x_KCA.flatten(0, 1) @ matrix).unflatten(0, x_KCA.shape[:2])
+
+
+def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
+    """Add x^T gradient to `total`, in place and head by head."""
+    for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
+        if total.dtype == x.dtype:
+            total.addmm_(x.T, gradient)
+        else:
+            total += x.T @ gradient

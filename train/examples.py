@@ -1,0 +1,166 @@
+"""Training examples from records (`medusa.records`): ids and which of them are taught; unusable records are counted.
+
+records -> examples (here) -> rows of one length (`train.packing`) -> datasets (`train.data`)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from medusa.errors import RequestError
+from medusa.records import Record, prompt_ids, read_records
+from train.chat import conversation
+from train.config import DataConfig
+from train.labels import FIRST_OFFSET
+
+
+class Example(NamedTuple):
+    """One document."""
+
+    input_ids: list[int]
+    """[T]"""
+    loss_mask: list[bool]
+    """[T] which tokens are taught."""
+    where: str = ""
+    """File and line."""
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether some head has a label: even the first head is not taught a document's first two tokens."""
+        return any(self.loss_mask[FIRST_OFFSET:])
+
+
+@dataclass
+class DataCounts:
+    """What was read, and what was dropped and why."""
+
+    documents: int = 0
+    tokens: int = 0
+    taught: int = 0
+    rows: int = 0
+    cut: int = 0
+    """Documents longer than a row: split over several, or truncated."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Records by the reason for dropping them."""
+    first: dict[str, str] = field(default_factory=dict)
+    """File and line of the first record dropped for each reason."""
+
+    def add(self, example: Example) -> None:
+        """Count a document that is used."""
+        self.documents += 1
+        self.tokens += len(example.input_ids)
+        self.taught += sum(example.loss_mask)
+
+    def drop(self, reason: str, where: str) -> None:
+        """Count a record that is dropped."""
+        self.dropped[reason] += 1
+        self.first.setdefault(reason, where)
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form."""
+        return asdict(self) | {"dropped": dict(self.dropped)}
+
+    def __str__(self) -> str:
+        reasons = [f"{n} {why} (first: {self.first[why]})" for why, n in sorted(self.dropped.items())]
+        return (
+            f"{self.documents} documents ({self.cut} longer than a row), {self.tokens} tokens, {self.taught} taught, "
+            f"{self.rows} rows; dropped: {', '.join(reasons) or 'none'}"
+        )
+
+
+class ExampleReader:
+    """Reads the examples of a data set in their order."""
+
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, row_length: int
+    ) -> None:
+        """Ids must lie below `vocab_size`; examples longer than `row_length` are treated as `config` says."""
+        self.config, self.tokenizer = config, tokenizer
+        self.vocab_size, self.row_length = vocab_size, row_length
+        self.excluded = excluded_windows(config, tokenizer)
+
+    def read(self, counts: DataCounts) -> Iterator[Example]:
+        """One pass over the data; records that are dropped are counted in `counts`.
+
+        Raises:
+            RequestError: a record that cannot be read, or the ids of another tokenizer.
+        """
+        for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
+            example = to_example(record, self.tokenizer)
+            if example.input_ids and max(example.input_ids) >= self.vocab_size:
+                raise RequestError(
+                    f"{record.where}: the id {max(example.input_ids)} is beyond the backbone's vocabulary of "
+                    f"{self.vocab_size}; these are another tokenizer's ids"
+                )
+            too_long = len(example.input_ids) > self.row_length
+            if reason := self._reason_to_drop(record, example, too_long):
+                counts.drop(reason, record.where)
+                continue
+            if too_long and self.config.long_documents == "truncate":
+                ids, mask, where = example
+                example = Example(ids[: self.row_length], mask[: self.row_length], where)
+                if not example.is_taught:
+                    counts.drop("with nothing taught within a row", record.where)
+                    continue
+            counts.cut += too_long
+            yield example
+
+    def _reason_to_drop(self, record: Record, example: Example, too_long: bool) -> str | None:
+        if record.text is not None and not record.text.strip():
+            return "empty"
+        if record.messages is not None and not any(message["role"] == "assistant" for message in record.messages):
+            return "without an assistant turn"
+        if not example.is_taught:
+            return "with nothing to teach"
+        if self.excluded and not self.excluded.isdisjoint(_windows(example.input_ids, self.config.exclude_window)):
+            return "shared with the excluded text"
+        if too_long and self.config.long_documents == "drop":
+            return "longer than a row"
+        return None
+
+
+def records_of(config: DataConfig, source: str) -> Iterator[Record]:
+    """Records of `source`, read as `config` says."""
+    return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
+
+
+def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Example:
+    """Ids and loss mask of one record: a text is taught whole, a conversation where the assistant speaks.
+
+    Raises:
+        RequestError: a text without a tokenizer, or a conversation whose assistant turns are not certain.
+    """
+    if record.input_ids is not None:
+        taught = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
+        return Example(record.input_ids, taught, record.where)
+    if tokenizer is None:
+        raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
+    if record.messages is not None:
+        return Example(*conversation(record, tokenizer), record.where)
+    begin, end = ([] if token is None else [token] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    ids = begin + tokenizer(record.text or "", add_special_tokens=False)["input_ids"] + end
+    return Example(ids, [True] * len(ids), record.where)
+
+
+def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
+    """All runs of `exclude_window` tokens in the file `exclude`; examples that share one are dropped."""
+    windows: set[tuple[int, ...]] = set()
+    for record in records_of(config, config.exclude) if config.exclude else ():
+        ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
+        if len(ids) < config.exclude_window:
+            warnings.warn(
+                f"{config.exclude} holds a text shorter than exclude_window; it excludes nothing", stacklevel=2
+            )
+        windows.update(_windows(ids, config.exclude_window))
+    return windows
+
+
+def _windows(ids: list[int], size: int) -> Iterator[tuple[int, ...]]:
+    return (tuple(ids[start : start + size]) for start in range(len(ids) - size + 1))

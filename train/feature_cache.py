@@ -1,0 +1,217 @@
+"""The features of one dataset (`train.features`): planned, written where they are missing, and read."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from medusa.backbone import Backbone
+from medusa.config import Fingerprint
+from medusa.errors import RequestError
+from medusa.files import free_bytes, readable
+from medusa.loading import DTYPES
+from train.data import Batch, PackedDataset
+from train.features import (
+    PER_TOKEN,
+    SHARD_BYTES,
+    Features,
+    Manifest,
+    is_features,
+    read_shard,
+    token_bytes,
+    write_shard,
+)
+
+if TYPE_CHECKING:
+    from train.trainer import MedusaTrainer
+
+
+@dataclass(frozen=True)
+class FeaturePlan:
+    """What features would take and save, estimated before anything is written."""
+
+    tokens: int
+    missing_bytes: int
+    """Bytes of hidden states, ids and masks that are still to be written."""
+    free_bytes: int
+    backbone_seconds: float
+    """The part of a training step in the backbone's forward, which features save."""
+    heads_seconds: float
+    """The rest of a training step."""
+    epochs: float
+
+    @property
+    def saved_per_epoch(self) -> float:
+        """Share of the time that features save in every epoch after the first."""
+        return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
+
+    @property
+    def saved(self) -> float:
+        """Share of the whole run's time that features save; the backbone still runs once."""
+        return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form."""
+        return asdict(self) | {"saved_per_epoch": self.saved_per_epoch, "saved": self.saved}
+
+    def __str__(self) -> str:
+        return (
+            f"features: {self.tokens:,} tokens, {readable(self.missing_bytes)} to write, "
+            f"{readable(self.free_bytes)} free; "
+            f"they save {self.saved_per_epoch:.0%} of every epoch after the first, {self.saved:.0%} of this run "
+            f"({self.epochs:.3g} epochs)"
+        )
+
+    def require_space(self, folder: Path) -> None:
+        """Check that the disk can hold the features.
+
+        Raises:
+            RequestError: it cannot.
+        """
+        if self.missing_bytes > self.free_bytes:
+            raise RequestError(
+                f"features would take {readable(self.missing_bytes)} in {folder}, "
+                f"where {readable(self.free_bytes)} are free; "
+                "leave cache_features out, give another features_dir, or features_dtype: float16"
+            )
+
+
+class FeatureCache:
+    """A folder with the features of one dataset."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rows: PackedDataset,
+        backbone: Backbone,
+        known: Fingerprint,
+        dtype: str | None = None,
+    ) -> None:
+        """`known` is the backbone's fingerprint; `dtype` is that of the stored states, by default the backbone's."""
+        self.folder, self.rows, self.backbone = folder, rows, backbone
+        self.dtype = DTYPES[dtype] if dtype else backbone.dtype
+        self.row_length = rows.input_ids.shape[1]
+        self.row_bytes = self.row_length * token_bytes(backbone.hidden_size, self.dtype)
+        self.rows_per_shard = max(1, min(len(rows), SHARD_BYTES // self.row_bytes))
+        self.manifest = Manifest(
+            known,
+            str(self.dtype).removeprefix("torch."),
+            backbone.hidden_size,
+            len(rows),
+            self.row_length,
+            self.rows_per_shard,
+        )
+
+    def shard_rows(self) -> Iterator[tuple[Path, slice]]:
+        """Every shard's file and the rows that it holds, written or not."""
+        for number, start in enumerate(range(0, len(self.rows), self.rows_per_shard)):
+            yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
+
+    def require_belonging(self, replace: bool = False) -> None:
+        """Check that the folder holds these features, a part of them or nothing; `replace` deletes other features.
+
+        Raises:
+            RequestError: the features are another backbone's, or of other data, or damaged.
+        """
+        try:
+            self._compare()
+        except RequestError:
+            if not replace or not is_features(self.folder):  # nothing but features is ever deleted
+                raise
+            shutil.rmtree(self.folder)
+
+    def _compare(self) -> None:
+        if not is_features(self.folder):
+            if self.folder.is_dir() and any(self.folder.iterdir()):
+                raise RequestError(f"{self.folder} holds something else than features; give another features_dir")
+            return
+        held = Manifest.read(self.folder)
+        if _identity(held) != _identity(self.manifest):
+            raise self._foreign("another backbone or dtype of it")
+        if held.dtype != self.manifest.dtype:
+            raise self._foreign("another dtype")
+        if held != replace(self.manifest, backbone=held.backbone):
+            raise self._foreign("other data")
+        for path, rows in self.shard_rows():
+            if path.is_file():
+                stored, wanted = read_shard(path, *PER_TOKEN), self._tokens(rows)
+                if not all(torch.equal(stored[name], wanted[name]) for name in PER_TOKEN):
+                    raise self._foreign("other data")
+
+    def _foreign(self, what: str) -> RequestError:
+        return RequestError(
+            f"the features in {self.folder} are of {what}; give another features_dir, or --overwrite to replace them"
+        )
+
+    def _tokens(self, rows: slice) -> dict[str, Tensor]:
+        return {name: getattr(self.rows, name)[rows].flatten() for name in PER_TOKEN}
+
+    @property
+    def missing_rows(self) -> int:
+        """Rows of all shards that are not written yet."""
+        return sum(len(range(len(self.rows))[rows]) for path, rows in self.shard_rows() if not path.is_file())
+
+    def plan(self, trainer: MedusaTrainer) -> FeaturePlan:
+        """Time a few training steps, the backbone's part of them and the rest, and count bytes."""
+        args, forwards = trainer.args, []
+
+        def timed(batch: Batch) -> Batch:
+            start = time.perf_counter()
+            batch = self._with_hidden(batch)
+            batch["hidden"][-1, -1, -1].item()  # waits for the device
+            forwards.append(time.perf_counter() - start)
+            return batch
+
+        heads = trainer.seconds_per_step(timed)
+        steps = args.max_steps if trainer.budget is None else trainer.budget.seconds / heads
+        rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        epochs = steps * rows_per_step / len(self.rows) if steps > 0 else args.num_train_epochs
+        return FeaturePlan(
+            tokens=len(self.rows) * self.row_length,
+            missing_bytes=self.missing_rows * self.row_bytes,
+            free_bytes=free_bytes(self.folder),
+            backbone_seconds=min(forwards) * args.gradient_accumulation_steps,
+            heads_seconds=heads,
+            epochs=epochs,
+        )
+
+    @torch.no_grad()
+    def _with_hidden(self, batch: Batch) -> Batch:
+        hidden = self.backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        return batch | {"hidden": hidden.to(self.dtype)}
+
+    def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
+        """Write the missing ones of every `processes`-th shard from number `process` on; yields rows when done."""
+        if process == 0 and not is_features(self.folder):
+            self.manifest.write(self.folder)
+        for path, rows in list(self.shard_rows())[process::processes]:
+            if path.is_file():
+                continue
+            hidden, numbers = [], range(len(self.rows))[rows]
+            for start in range(0, len(numbers), batch_size):
+                batch = [self.rows[number] for number in numbers[start : start + batch_size]]
+                stacked = {name: torch.stack([row[name] for row in batch]) for name in ("input_ids", "position_ids")}
+                stacked = {name: tensor.to(self.backbone.device) for name, tensor in stacked.items()}
+                hidden.append(self._with_hidden(stacked)["hidden"].flatten(0, 1).cpu())
+                yield len(batch)
+            write_shard(path, torch.cat(hidden), **self._tokens(rows))
+
+    def read(self) -> Features:
+        """The rows with their hidden states, once all are written."""
+        features = Features(self.folder, self.row_length)
+        if len(features) != len(self.rows):
+            raise RequestError(f"{self.folder} holds {len(features)} of {len(self.rows)} rows; run again to write them")
+        features.counts = self.rows.counts
+        return features
+
+
+def _identity(manifest: Manifest) -> tuple[object, object]:
+    """What of a fingerprint determines the hidden states; the backbone's name does not."""
+    return manifest.weights, (manifest.backbone or {}).get("dtype")

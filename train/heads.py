@@ -1,0 +1,133 @@
+"""The heads that a run starts with: new ones for a backbone, trained ones, or those of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from medusa.backbone import Backbone
+from medusa.config import GATED, ORIGINAL_HYDRA, Fingerprint, MedusaConfig
+from medusa.errors import RequestError
+from medusa.fingerprint import fingerprint
+from medusa.heads.independent import MedusaHeads
+from train.architecture import BackboneSizes, choose
+from train.config import NUM_HEADS, HeadsConfig, TrainConfig
+
+SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")
+HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for name in SAME_NAMES}}
+"""Fields of a heads' configuration, and the keys of a recipe's section `heads` that ask for them."""
+
+
+def new_heads(
+    model: PreTrainedModel,
+    asked: HeadsConfig,
+    name: str,
+    revision: str | None = None,
+    vocabulary: Tensor | None = None,
+) -> MedusaHeads:
+    """Heads for `model`: what was asked for, and the rest chosen for its sizes; they start as the identity.
+
+    Args:
+        name, revision: of the backbone, for its fingerprint.
+        vocabulary: [N] the tokens that the heads guess among, where these are not all (`train.vocabulary`).
+
+    Raises:
+        RequestError: a backbone without a linear LM head, or trained heads that differ from what is asked for.
+    """
+    backbone = Backbone(model)
+    if not isinstance(backbone.head, nn.Linear):
+        kind = type(backbone.head).__name__
+        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained for a plain Linear one")
+    if asked.start is not None:
+        return _trained_heads(asked.start, asked, backbone, fingerprint(model, name, revision))
+    heads = MedusaHeads.from_config(
+        new_config(asked, model, name, revision, None if vocabulary is None else len(vocabulary))
+    )
+    if vocabulary is not None:
+        heads.vocabulary = vocabulary
+    heads.start_from(backbone.head_weight.detach())
+    return heads.to(backbone.head_weight.device)
+
+
+def new_config(
+    asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None, vocabulary_size: int | None
+) -> MedusaConfig:
+    """The configuration of new heads: what was asked for, and the rest chosen for the sizes of `model`."""
+    backbone = Backbone(model)
+    if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
+        # LM heads of their own have no bias, and would start far from the backbone's guess.
+        asked = asked.model_copy(update={"lm_head": "shared"})
+    sizes = BackboneSizes(backbone.hidden_size, backbone.vocab_size, model.num_parameters())
+    return MedusaConfig(
+        hidden_size=backbone.hidden_size,
+        vocab_size=backbone.vocab_size,
+        num_heads=asked.num or NUM_HEADS,
+        kind=asked.kind or "medusa",
+        prefix_layers=asked.prefix_layers or 0,
+        base_model_name_or_path=name,
+        backbone=fingerprint(model, name, revision),
+        vocabulary=vocabulary_size,
+        **choose(sizes, asked)._asdict(),
+    )
+
+
+def _has_bias(backbone: Backbone) -> bool:
+    return getattr(backbone.head, "bias", None) is not None
+
+
+def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone, known: Fingerprint) -> MedusaHeads:
+    heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
+    held = heads.config
+    if held.block == ORIGINAL_HYDRA:
+        raise RequestError(
+            f"heads.start: {start} holds the original Hydra's heads, which can decode but not be trained"
+        )
+    wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | {"hidden_size": backbone.hidden_size}
+    if held.vocab_size is not None:
+        wanted["vocab_size"] = backbone.vocab_size
+    for key, value in wanted.items():
+        if value is not None and value != (getattr(held, key) or 0):  # a vocabulary of all tokens: `None` there, 0 here
+            raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
+    held.backbone, held.tree = known, None  # the tree was for the old weights
+    return heads.train()
+
+
+def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
+    """Check that a recipe asks for the heads that a checkpoint holds.
+
+    Raises:
+        RequestError: it asks for others.
+    """
+    held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
+    if asked.start is None:
+        wanted = new_config(asked, model, config.backbone, config.revision, asked.vocabulary or None)
+    else:
+        wanted = MedusaHeads.from_pretrained(asked.start).config
+    for key in ("hidden_size", "vocab_size", *HEADS_ASKED):
+        if getattr(held, key) != getattr(wanted, key):
+            raise RequestError(
+                f"--resume: {checkpoint} has {key} {getattr(held, key)!r}, not {getattr(wanted, key)!r}; ask for the "
+                "same heads again, or start in another output_dir"
+            )
+
+
+def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
+    """One line about heads that are to be trained, and which programs will be able to load them."""
+    width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
+    line = (
+        f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "
+        + (f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else "")
+        + f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
+    )
+    if config.lm_head == "own" and _has_bias(backbone):
+        line += (
+            "; the backbone's LM head has a bias, which theirs lack: with heads.lm_head=shared they begin nearer to it"
+        )
+    if not config.servable:
+        line += (
+            "; servers load square blocks of kind medusa, and kind eagle with block gated: these heads run here only"
+        )
+    return line

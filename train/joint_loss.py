@@ -1,0 +1,121 @@
+"""The LM loss of Medusa-2, which keeps the backbone what it is, and the weights that rise over a run.
+
+    loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k, with lambda_k = head_decay^k in the paper
+
+L_LM is the divergence from the original backbone (the paper's self-distillation, 2.3.2), which is the same weights with
+the adapter off, or the cross-entropy on the text.
+
+With `adapter.teacher_tilt` (ours) the teacher p is tilted towards q, what the first head predicted one token before:
+
+    target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^teacher_tilt / normaliser
+
+This is the distribution with the least KL(target || p) - teacher_tilt E[log q]. Among tokens that are nearly as good,
+the backbone learns to take the one that was predicted, which costs little of its perplexity.
+
+Shapes: M positions with a next token, H hidden size, V vocabulary, B rows, T tokens, C positions in a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from medusa.backbone import Backbone
+from medusa.heads.independent import MedusaHeads
+from train.adapter import without_adapter
+from train.chunks import chunk_rows
+from train.config import AdapterConfig
+
+Tilt = Callable[[slice], Tensor]
+"""For a slice of the M positions, what is added to the teacher's log-probabilities [C, V]."""
+
+
+def lm_loss(
+    head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None, teacher_tilt: Tilt | None = None
+) -> Tensor:
+    """Mean over M positions of KL(original || adapted), or of the cross-entropy on the text, in nats.
+
+    No more than a chunk of logits is held: the backward makes them again.
+
+    Args:
+        head: the LM head, adapted or not.
+        hidden: [M, H] hidden states of the adapted backbone.
+        labels: [M] next tokens, for the cross-entropy.
+        teacher: [M, H] hidden states of the original backbone, for the divergence.
+    """
+    plain_head = without_adapter(head)
+
+    def chunk(hidden_rows: Tensor, rows: slice) -> Tensor:
+        log_q = head(hidden_rows).float().log_softmax(-1)
+        if teacher is None:
+            return F.nll_loss(log_q, labels[rows], reduction="sum")
+        with torch.no_grad():
+            log_p = plain_head(teacher[rows]).float().log_softmax(-1)
+            if teacher_tilt is not None:
+                log_p = (log_p + teacher_tilt(rows)).log_softmax(-1)
+        return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+
+    loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph also where there is no label
+    weight = plain_head.weight
+    assert isinstance(weight, Tensor)
+    step = chunk_rows(1, weight.shape[0], hidden.device.type)
+    for start in range(0, len(hidden), step):
+        rows = slice(start, start + step)
+        loss = loss + checkpoint(chunk, hidden[rows], rows, use_reentrant=False)
+    return loss / max(len(hidden), 1)
+
+
+@torch.no_grad()
+def tilt_towards(
+    heads: MedusaHeads,
+    backbone: Backbone,
+    exponent: float,
+    hidden: Tensor,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    document_ids: Tensor,
+    taught: Tensor,
+) -> Tilt:
+    """A tilt towards the first head's prediction; 0 where a document begins, since nothing was predicted there.
+
+    Args:
+        exponent: `teacher_tilt`.
+        hidden: [B, T, H] hidden states of the adapted backbone.
+        input_ids, position_ids, document_ids: [B, T].
+        taught: [B, T] True at the M positions.
+    """
+    lm_head = without_adapter(backbone.head)
+    positions, documents = position_ids[:, :-1], document_ids[:, :-1]
+    inputs = heads.inputs(hidden[:, :-1], input_ids, backbone.embed, positions, documents, num_heads=1)
+    training = heads.training
+    heads.eval()  # what they predict in decoding: no dropout
+    features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
+    heads.train(training)
+    if heads.lm_heads is None:
+        features = features.to(next(lm_head.parameters()).dtype)
+    known = F.pad(document_ids[:, 1:] == document_ids[:, :-1], (1, 0))[taught]
+    exponents = exponent * known.float()[:, None]
+
+    def gain(rows: slice) -> Tensor:
+        return exponents[rows] * heads.logits(features[None, rows], lm_head)[0].float().log_softmax(-1)
+
+    return gain
+
+
+def risen(config: AdapterConfig, progress: float) -> float | None:
+    """Share of lambda_0 and teacher_tilt in force after `progress` of the run; `None` while the heads learn alone."""
+    if progress < config.heads_first:
+        return None
+    progress = (progress - config.heads_first) / (1 - config.heads_first)
+    return {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}[config.schedule]
+
+
+def heads_weight(config: AdapterConfig, progress: float) -> float:
+    """lambda_0 after `progress` of the run; 1 while the heads learn alone, and theirs is the only loss."""
+    share = risen(config, progress)
+    return 1.0 if share is None else config.lambda_0 * share

@@ -1,0 +1,124 @@
+"""The module that the Trainer trains: heads as parameters, and the frozen backbone outside the module tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs, following_ids
+from medusa.vocabulary import rows_for
+from train.arguments import MedusaTrainingArguments
+from train.guidance import with_noise, with_own_guesses
+from train.labels import IGNORE, head_labels
+from train.loss import HeadLosses, head_losses
+from train.teacher import Teacher, backbone_choices
+
+
+class Taught(NamedTuple):
+    """The R positions of a batch at which heads are taught."""
+
+    inputs: HeadInputs
+    labels: Tensor
+    """[K, R] tokens, or IGNORE where a head has no label."""
+    teacher: Teacher | None
+    """The backbone's distributions there, for the objective distill."""
+
+
+class HeadsOnBackbone(nn.Module):
+    """Heads, with the backbone that they read.
+
+    Parameters, state dict, optimiser and checkpoints are the heads' alone.
+    """
+
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
+        """`model` is frozen.
+
+        Raises:
+            RequestError: an argument that these heads or this backbone cannot be trained with.
+        """
+        super().__init__()
+        self.heads, self.args = heads, args
+        self.weighting = args.weighting
+        self.scheduled_sampling = 0.0  # the probability in force, which the trainer raises over the run
+        if args.scheduled_sampling and not heads.follows_path:
+            raise RequestError(
+                f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses; leave it out, or take "
+                "a kind that follows the path (docs/heads.md)"
+            )
+        if args.dropout:
+            heads.set_dropout(args.dropout)
+        if getattr(model, "hf_device_map", None):  # spread over devices: the Trainer then moves no heads
+            self.hf_device_map = model.hf_device_map
+        self.backbone = Backbone(model.requires_grad_(False).eval())  # no nn.Module, so no submodule
+        if args.objective == "distill" and not self.backbone.splits:
+            raise RequestError(
+                "training.objective distill: this backbone caps or scales its LM head's output, so that its softmax is "
+                "not the backbone's distribution; take argmax, which is the same either way"
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        loss_mask: Tensor,
+        hidden: Tensor | None = None,
+    ) -> HeadLosses:
+        """Losses of the heads on a batch; ids, positions, documents and mask are all [B, T].
+
+        `hidden` [B, T, H] are the backbone's hidden states, where they are known already.
+        """
+        inputs, labels, teacher = self.taught(input_ids, position_ids, document_ids, loss_mask, hidden)
+        lm_head = self.backbone.head
+        if self.heads.vocabulary is not None and self.heads.lm_heads is None:
+            lm_head = rows_for(self.heads, lm_head)
+        return head_losses(self.heads, inputs, labels, lm_head, self.weighting, teacher, self.args.loss_backend)
+
+    def taught(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        loss_mask: Tensor,
+        hidden: Tensor | None = None,
+    ) -> Taught:
+        """Where heads are taught in a batch, what they are shown there, and what they are taught; see `forward`."""
+        backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
+        # An evaluation compares the heads' guesses with tokens, under the objective distill too.
+        argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
+        if hidden is None:
+            hidden = self.states(input_ids, position_ids)
+        hidden = hidden.to(backbone.dtype)  # may carry gradients
+        with torch.no_grad():
+            tokens = backbone_choices(backbone, hidden, input_ids) if argmax else input_ids
+        labels = head_labels(tokens, loss_mask, document_ids, num_heads).flatten(1)
+        # No decoding step starts where head 0 has no label: the next token but one is not the backbone's there.
+        places = (labels[0] != IGNORE).nonzero()[:, 0]
+        teacher = None
+        if args.objective == "distill":
+            given = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)
+            teacher = Teacher(hidden.flatten(0, 1), places, backbone.head, *given)
+        shown = hidden.to(self.heads.dtype)
+        if self.training and args.hidden_noise:
+            shown = with_noise(shown, args.hidden_noise)
+        inputs = self.heads.inputs(shown, input_ids, backbone.embed, position_ids, document_ids, places)
+        if self.training and self.scheduled_sampling:
+            ids = following_ids(input_ids, num_heads).flatten(0, 1)[places]
+            ids = with_own_guesses(self.heads, backbone, inputs, ids, self.scheduled_sampling)
+            with torch.no_grad():
+                inputs = inputs._replace(following=backbone.embed(ids).to(inputs.hidden))
+        return Taught(inputs, labels[:, places], teacher)
+
+    def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The backbone's hidden states [B, T, H] of ids and positions [B, T].
+
+        They keep the backbone's dtype also under mixed precision, because decoding shows the heads no other states.
+        """
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)

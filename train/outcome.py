@@ -1,0 +1,91 @@
+"""What a run leaves on record: its figures, and where its heads come from."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from medusa.memory import peak_memory
+from train.build import Rows
+from train.config import TrainConfig
+from train.disk import checkpoint_bytes, weight_bytes
+from train.quality import Quality
+from train.trainer import MedusaTrainer
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """The figures of a whole run."""
+
+    steps: int
+    seconds: float | None
+    loss: float | None
+    """Mean over the run."""
+    reading_share: float
+    """Share of the time spent waiting for data."""
+    peak_memory_bytes: dict[str, int]
+    """Of the process and of each GPU (`medusa.memory`)."""
+    heads_bytes: int
+    checkpoint_bytes: int | None
+    """With the optimiser's state; `None` where no checkpoint was written."""
+    heads: dict[str, float]
+    """Each head's loss and top-1 in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
+    quality: Quality | None
+    """Perplexities of an adapted backbone."""
+
+    @classmethod
+    def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], quality: Quality | None) -> RunFigures:
+        """The figures of a trainer that has trained; `metrics` are those that it gave."""
+        last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
+        return cls(
+            steps=trainer.state.global_step,
+            seconds=metrics.get("train_runtime"),
+            loss=metrics.get("train_loss"),
+            reading_share=round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
+            peak_memory_bytes=peak_memory(),
+            heads_bytes=weight_bytes(trainer.heads),
+            checkpoint_bytes=checkpoint_bytes(Path(str(trainer.args.output_dir))),
+            heads={key: value for key, value in last.items() if key.startswith("head")},
+            quality=quality,
+        )
+
+    @property
+    def top1(self) -> list[float]:
+        """Share of labels that are each head's best guess, in the last line of the log."""
+        return [share for key, share in self.heads.items() if key.endswith("_top1")]
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form, which is flat."""
+        figures = dict(vars(self))
+        heads, quality = figures.pop("heads"), figures.pop("quality")
+        if quality is not None:
+            figures |= {"perplexity_before": quality.before, "perplexity_after": quality.after}
+        return figures | heads
+
+    def __str__(self) -> str:
+        memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in self.peak_memory_bytes.items())
+        saved = "" if self.checkpoint_bytes is None else f"; a checkpoint {self.checkpoint_bytes / 1e6:,.1f} MB"
+        return f"peak memory: {memory}; heads {self.heads_bytes / 1e6:,.1f} MB{saved}"
+
+
+def provenance(config: TrainConfig, dataset: Rows, trainer: MedusaTrainer) -> dict[str, object]:
+    """Where a set of heads comes from."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "config": config.model_dump(),
+        "data": dataset.counts.to_dict(),
+        "backbone": trainer.heads.config.backbone,
+        "max_steps": trainer.args.max_steps,
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
