@@ -181,7 +181,7 @@ class BackboneTrainer(Trainer):
 
         def factor(step: int) -> float:
             budget = self.budget
-            done = step / num_training_steps if budget is None else min(1.0, budget.now() / budget.seconds)
+            done = step / num_training_steps if budget is None else budget.progress()
             return learning_rate_factor(step, done, self.recipe.warmup_steps)
 
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)

@@ -31,7 +31,9 @@ from medusa.files import write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from script_tools import markdown_table, run_script, script_parser
-from train.loss import Teacher, Weighting, head_losses
+from train.loss import head_losses
+from train.teacher import Teacher
+from train.weighting import Weighting
 
 PASSES = 3
 
