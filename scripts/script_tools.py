@@ -32,6 +32,7 @@ def medusa(command: str, *more: object) -> None:
 
 def write_jsonl(path: Path, records: Iterable[dict[str, object]]) -> None:
     """Write one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
