@@ -4,12 +4,11 @@
     README.md                                                       the model card (`medusa.export.card`)
     custom_generate/generate.py, requirements.txt                   for `model.generate(custom_generate="org/heads")`
 
-The code is a copy of `medusa/export/hub_generate.py`.
+The code is one file made of `medusa/export/hub_code/`.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,10 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError, RunError, first_line
 from medusa.export.card import model_card
 from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
+from medusa.export.hub_code import bundle
 from medusa.files import write_text
 from medusa.tree import load_tree
 
-CODE = Path(__file__).with_name("hub_generate.py")
 CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"
 NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"
 """transformers checks these before it runs the code."""
@@ -61,8 +60,7 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
     save(written, folder)
     with_code = why_no_code(config) is None
     if with_code:
-        (folder / GENERATE).parent.mkdir()
-        shutil.copyfile(CODE, folder / GENERATE)
+        write_text(folder / GENERATE, bundle())
         write_text(folder / REQUIREMENTS, NEEDS)
     write_text(folder / CARD, model_card(written, replace(facts, provenance=provenance), with_code))
     return written

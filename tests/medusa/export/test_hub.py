@@ -25,10 +25,12 @@ from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
 from medusa.checkpoints.layout import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
-from medusa.export import hub_generate
 from medusa.export.card import model_card
 from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
-from medusa.export.repository import CARD, CODE, GENERATE, REQUIREMENTS, push, write_repository
+from medusa.export.hub_code import bundle
+from medusa.export.hub_code.decoding import keep, tree_forward
+from medusa.export.hub_code.heads import CandidateTree
+from medusa.export.repository import CARD, GENERATE, REQUIREMENTS, push, write_repository
 from medusa.loading import DEMO as DEMO_BACKBONE
 from tests.helpers import (
     VOCAB,
@@ -96,7 +98,7 @@ def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
     """Paths longer than a window, so that a node's own ancestors fall out of it; kept nodes stand behind others."""
     model = tiny_model(family)
     tree = Tree.from_paths([*random_tree(12, seed=3, max_depth=4).rank_paths, *[[7] * d for d in range(1, 8)]])
-    shipped = hub_generate.Tree(tree.rank_paths, model.device)
+    shipped = CandidateTree(tree.rank_paths, model.device)
     assert shipped.depth == tree.depth.tolist()
     assert torch.equal(shipped.ancestors, tree.ancestors)
     text, nodes = random_ids(9, seed=1), random_ids(tree.num_nodes, seed=2)
@@ -104,10 +106,10 @@ def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
         cache = DynamicCache()
         model(input_ids=torch.tensor([text]), past_key_values=cache)
         for _ in range(2):
-            found = hub_generate._tree_forward(model, cache, nodes, shipped, len(text))
+            found = tree_forward(model, cache, nodes, shipped, len(text))
             torch.testing.assert_close(found, path_logits(model, text, nodes, tree), atol=2e-5, rtol=1e-4)
             path = [node for node in tree.paths[-1].tolist() if node >= 0]
-            hub_generate._keep(cache, len(text), path)
+            keep(cache, len(text), path)
             text = text + [nodes[node] for node in path]
             assert cache.get_seq_length() == len(text)
 
@@ -346,12 +348,14 @@ def test_without_our_packages(tmp_path: Path, request: pytest.FixtureRequest) ->
     assert all(max(lengths) > 1 for _, lengths in expected), "heads that fit are right now and then"
 
 
-def test_code_imports_little() -> None:
+def test_code_imports_little(tmp_path: Path) -> None:
     """transformers tries every import of such a file, and tells its reader to install what is missing."""
-    from transformers.dynamic_module_utils import get_imports
+    from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
+    (tmp_path / "generate.py").write_text(bundle())
+    assert not get_relative_imports(tmp_path / "generate.py")
     standard = set(sys.stdlib_module_names)
-    assert set(get_imports(CODE)) - standard == {"torch", "transformers", "safetensors"}
+    assert set(get_imports(tmp_path / "generate.py")) - standard == {"torch", "transformers", "safetensors"}
 
 
 # -------------------------------------------------------------------------------------------------- to and from the Hub
@@ -451,7 +455,7 @@ def test_push(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("upload_folder", {"repo_id": "org/heads", "revision": "v2"} | message),
     ]
     assert set(hub.files) == {CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
-    assert hub.files[GENERATE] == CODE.read_bytes()
+    assert hub.files[GENERATE].decode() == bundle()
     assert json.loads(hub.files[PROVENANCE])["command"] == "medusa train x.yaml"
     card = hub.files[CARD].decode()
     assert 'custom_generate="org/heads"' in card

@@ -1,0 +1,185 @@
+"""Medusa decoding for transformers' `generate`, in one file that needs nothing but torch and transformers.
+
+    model.generate(**inputs, custom_generate="org/heads", trust_remote_code=True, max_new_tokens=256)
+
+`org/heads`, on the Hub or a local folder, holds this file as `custom_generate/generate.py`, with `config.json` and
+`medusa_lm_head.safetensors`. The model is the one that the heads were trained for, loaded as always.
+
+How it works (Cai et al. 2024, https://arxiv.org/abs/2401.10774). The heads guess the tokens after the next one from
+the last hidden state. Their best guesses form a tree, and one forward of the model reads the whole tree: every node
+sees the text, its ancestors and itself. Then the model writes token by token as always, through the same logits
+processors and stopping criteria. If a node of the tree holds the token that the model decided on, the logits after
+that token are known already and cost no forward. So nothing is approximate: greedy text is the model's greedy text, a
+sample is a sample of the model's distribution, and for one prompt a seed gives the same text as `generate` without
+this file. (In bfloat16 and float16 a forward over many tokens rounds differently than one over a single token, so
+near-ties may fall the other way.)
+
+Rows of a batch are decoded one after the other, each by itself. Options besides those of `generate`:
+
+    medusa_heads           a folder or a Hub id of heads; by default the one given as `custom_generate`
+    medusa_tree            paths such as [[0], [1], [0, 0]]: the rank of each head's guess; by default the tree in
+                           `config.json`
+    medusa_step_lengths    a list, to which the number of tokens of each forward is appended
+
+Shapes: N nodes of the tree with its root, K heads, H hidden size, V vocabulary, T tokens of text in the cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .decoding import Continuation, decode
+from .heads import CandidateTree, Heads, heads_for
+from .support import require, require_supported
+from .tree_check import require_tree_support
+
+HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies")
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+    streamer: Any = None,
+    medusa_heads: str | None = None,
+    medusa_tree: Sequence[Sequence[int]] | None = None,
+    medusa_step_lengths: list[int] | None = None,
+    **kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Return what `model.generate` returns for prompts [B, T], padded on the left with an `attention_mask` [B, T].
+
+    Raises:
+        ValueError: in one line: no heads there, heads for another model, a model that cannot hold a tree, or an option
+            that cannot be combined with heads.
+    """
+    where = medusa_heads or _named_in_generate()
+    heads = heads_for(model, where, {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs})
+    tree = CandidateTree(medusa_tree or heads.tree, model.device)
+    require(tree.max_depth <= len(heads), f"the tree is {tree.max_depth} deep, and there are {len(heads)} heads")
+    require_tree_support(model)
+
+    prompts = inputs if inputs is not None else input_ids
+    require(prompts is not None, "no prompt: pass input_ids (inputs_embeds cannot be continued with heads)")
+    assert prompts is not None
+    kwargs = _with_stop_strings(model, kwargs)
+    for name in ("assistant_model", "synced_gpus"):
+        require(not kwargs.get(name), f"{name} cannot be combined with heads; leave it out")
+    copies = kwargs.pop("num_return_sequences", None) or _setting(model, kwargs, "num_return_sequences") or 1
+    rows = [row for row in range(len(prompts)) for _ in range(copies)]
+    require(streamer is None or len(rows) == 1, "a streamer takes one prompt at a time")
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and len(rows) > 1:
+            raise ValueError(f"{name} is of a whole batch, and its rows are decoded alone; give one prompt at a time")
+
+    decoder = RowDecoder(model, heads, tree, streamer, medusa_step_lengths)
+    new = []
+    for row in rows:
+        prompt, own = prompts[row : row + 1], dict(kwargs)
+        if attention_mask is not None:  # without one nothing is padding, whatever the ids are
+            prompt = prompt[:, attention_mask[row].bool()]
+        if prefix_allowed_tokens_fn is not None:
+            own["prefix_allowed_tokens_fn"] = lambda _, ids, of=prefix_allowed_tokens_fn, row=row: of(row, ids)
+        new.append(decoder.continued(prompt, own))
+    pad = getattr(decoder.config, "_pad_token_tensor", None)
+    padded = torch.nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=0 if pad is None else int(pad))
+    sequences = torch.cat([prompts[rows], padded.to(prompts.device)], dim=1)
+    if decoder.config is None or not decoder.config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+
+
+class RowDecoder:
+    """Decodes one row after the other, each through transformers' own `generate`, which prepares everything."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        heads: Heads,
+        tree: CandidateTree,
+        streamer: Any,
+        step_lengths: list[int] | None,
+    ) -> None:
+        self.model, self.heads, self.tree = model, heads, tree
+        self.streamer, self.step_lengths = streamer, step_lengths
+        self.config: GenerationConfig | None = None
+        """The config as `generate` prepared it for the last row."""
+
+    def continued(self, prompt: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """prompt [1, T] -> its new ids."""
+        require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
+        kwargs |= {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
+        if self.streamer is not None:
+            self.streamer.put(prompt.cpu())
+        stock: Any = type(self.model)  # the class's method: `model.generate` may be this very function
+        new_ids: Tensor = stock.generate(self.model, prompt, custom_generate=self.decoding_method, **kwargs)
+        if self.streamer is not None:
+            self.streamer.end()
+        return new_ids
+
+    def decoding_method(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """The method that transformers' `generate` calls with everything it prepared for a row."""
+        self.config = generation_config
+        require_supported(generation_config, model_kwargs)
+        text = Continuation(model, input_ids, logits_processor, stopping_criteria, generation_config)
+        for step in decode(model, self.heads, self.tree, text):
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(step))
+            if self.step_lengths is not None:
+                self.step_lengths.append(len(step))
+        return text.ids[0, input_ids.shape[1] :]
+
+
+def _named_in_generate() -> str:
+    """The `custom_generate` that transformers' `generate` was called with.
+
+    `generate` passes on everything but that, and runs this file as a copy in a cache, far from the heads. So the name
+    is read from the frame of the `generate` that called us.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_locals.get("custom_generate")
+        if frame.f_globals.get("__name__") == "transformers.generation.utils" and isinstance(name, str):
+            return name
+        frame = frame.f_back
+    raise ValueError("whose heads? pass medusa_heads=, a folder or a Hub id")
+
+
+def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Turn `stop_strings` and `tokenizer` into a criterion: transformers keeps the tokenizer from decoding methods."""
+    stops = kwargs.pop("stop_strings", None) or _setting(model, kwargs, "stop_strings")
+    tokenizer = kwargs.pop("tokenizer", None)
+    if not stops:
+        return kwargs
+    require(tokenizer is not None, "stop_strings need the tokenizer; pass tokenizer=...")
+    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stops)]
+    config = GenerationConfig.from_dict((kwargs.get("generation_config") or model.generation_config).to_dict())
+    config.stop_strings = None
+    return kwargs | {"stopping_criteria": StoppingCriteriaList(criteria), "generation_config": config}
+
+
+def _setting(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
+    return getattr(kwargs.get("generation_config") or model.generation_config, name, None)

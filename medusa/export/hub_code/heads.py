@@ -1,0 +1,141 @@
+"""The heads, from `config.json` and `medusa_lm_head.safetensors`, and the tree of their guesses."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from .support import require, text_config
+
+CONFIG, WEIGHTS = "config.json", "medusa_lm_head.safetensors"
+KINDS = ("medusa", "cascade")
+
+
+class Heads:
+    """K heads: from one hidden state to guesses for the tokens at distance 2, 3, ... K + 1.
+
+    A head is a few residual blocks and an LM head, its own or the model's. Blocks are the paper's x + SiLU(W x + b), or
+    x + D SiLU(U x + b) + c. Heads of kind `medusa` all start from the hidden state; those of kind `cascade` start from
+    the blocks' output of the head before.
+    """
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
+        self.kind, self.lm_head = config.get("kind", "medusa"), lm_head
+        heads, layers = config["medusa_num_heads"], config["medusa_num_layers"]
+        self.tree: list[list[int]] = config.get("tree") or [[0] * depth for depth in range(1, heads + 1)]
+        block = "{}.{}." if self.kind == "medusa" else "stacks.{}.layers.{}."
+        self.blocks = [
+            [_with_prefix(tensors, block.format(head, layer)) for layer in range(layers)] for head in range(heads)
+        ]
+        self.lm_heads: list[Tensor] | None = None  # each [V, H]
+        if config.get("lm_head", "own") == "own":
+            stacked = tensors.get("lm_heads")  # [K, H, V]
+            own = [tensors[f"{head}.{layers}.weight"] for head in range(heads)] if stacked is None else list(stacked.mT)
+            self.lm_heads = own
+        self.like = next(iter(tensors.values()))  # of the heads' device and dtype
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def guesses(self, hidden: Tensor, count: int, top: int) -> Tensor:
+        """hidden [H] -> the `top` best tokens of each of the first `count` heads [count, top], best first."""
+        start = hidden.to(self.like)  # a model may lie on several devices, its LM head in another dtype
+        logits, x = [], start
+        for head in range(count):
+            x = start if self.kind == "medusa" else x
+            for block in self.blocks[head]:
+                x = _residual(x, block)
+            own = None if self.lm_heads is None else self.lm_heads[head]
+            logits.append(self.lm_head(x.to(hidden.dtype)) if own is None else F.linear(x, own))
+        return torch.stack(logits).float().topk(top).indices
+
+
+def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
+    """One block on x [H]."""
+    if "linear.weight" in block:
+        return x + F.silu(F.linear(x, block["linear.weight"], block["linear.bias"]))
+    inner = F.silu(F.linear(x, block["up.weight"], block["up.bias"]))
+    return x + F.linear(inner, block["down.weight"], block["down.bias"])
+
+
+class CandidateTree:
+    """Nodes from paths of ranks: [0, 2] is the third best guess of head 2 under the best guess of head 1.
+
+    Node 0 is the root; parents come before their children.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
+        nodes = [(), *sorted({tuple(path) for path in paths if path}, key=lambda path: (len(path), path))]
+        index = {path: node for node, path in enumerate(nodes)}
+        self.depth = [len(path) for path in nodes]
+        self.rank = [path[-1] if path else 0 for path in nodes]
+        self.children: list[list[int]] = [[] for _ in nodes]
+        ancestors = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
+        for node, path in enumerate(nodes):
+            require(path[:-1] in index, f"the tree's path {list(path)} has no parent; add the path {list(path[:-1])}")
+            ancestors[node, [index[path[:depth]] for depth in range(len(path) + 1)]] = True
+            if path:
+                self.children[index[path[:-1]]].append(node)
+        self.ancestors = ancestors.to(device)  # [N, N] a node and the nodes above it
+        self.max_depth, self.max_rank = max(self.depth), max(self.rank)
+
+
+# The heads that were last used with each living model, and the files they came from.
+_LOADED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Heads]] = weakref.WeakKeyDictionary()
+
+
+def heads_for(model: PreTrainedModel, where: str, hub_options: dict[str, Any]) -> Heads:
+    """The heads in the folder or Hub repository `where`, in the model's dtype next to its LM head; loaded once."""
+    # On the Hub, code and weights are of one commit: this copy of the code lies in a folder with its name.
+    commit = next((part for part in Path(__file__).parts if re.fullmatch("[0-9a-f]{40}", part)), None)
+    if commit is not None and not Path(where).is_dir():
+        hub_options.setdefault("revision", commit)
+    try:
+        files = [cached_file(where, name, **hub_options) for name in (CONFIG, WEIGHTS)]
+    except OSError as error:
+        raise ValueError(f"no heads at {where}: {str(error).strip().splitlines()[0]}") from None
+    paths = [Path(file) for file in files if file is not None]
+    lm_head = model.get_output_embeddings()
+    require(lm_head is not None, f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
+    device = lm_head.weight.device
+    if device.type == "meta":  # offloaded
+        device = model.device
+    key = (*((str(path), path.stat().st_mtime_ns) for path in paths), model.dtype, device)
+    known = _LOADED.get(model)
+    if known is not None and known[0] == key:
+        return known[1]
+    config = json.loads(paths[0].read_text(encoding="utf-8"))
+    _require_fit(config, model, where)
+    tensors = {name: tensor.to(device, model.dtype) for name, tensor in load_file(paths[1]).items()}
+    heads = Heads(config, tensors, lm_head)
+    _LOADED[model] = key, heads
+    return heads
+
+
+def _require_fit(config: dict[str, Any], model: PreTrainedModel, where: str) -> None:
+    supported = config.get("kind", "medusa") in KINDS
+    require(
+        supported and not config.get("prefix_layers") and not config.get("vocabulary"),
+        f"the heads at {where} are of a kind that this file does not know; use the package that they come from",
+    )
+    text, of = text_config(model), config.get("base_model_name_or_path") or "another model"
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = config.get(name), getattr(text, name)
+        require(
+            theirs in (None, ours), f"the heads at {where} have {name} {theirs}, the model {ours}; they are for {of}"
+        )
