@@ -1,13 +1,13 @@
-"""Our exports, loaded by their consumers' own code: each in an environment of its own, without this package.
+"""Load our exports with the code of their consumers, each in an environment of its own, without this package.
 
     python scripts/check_exports.py write --heads HEADS --backbone BACKBONE --output exported
     python scripts/check_exports.py vllm exported          in an environment with vllm 0.32, no GPU needed
     python scripts/check_exports.py modelopt exported      with nvidia-modelopt
     python scripts/check_exports.py medusa-llm exported    with medusa-llm (FasterDecoding's, also called medusa)
-    python scripts/check_exports.py vllm-eagle3 exported   with vllm, of heads of kind eagle with block gated
+    python scripts/check_exports.py vllm-eagle3 exported   with vllm, for heads of kind eagle with block gated
 
-`write` exports in every format that holds these heads, and what they say of eight hidden states beside it; the others
-load what was written for them and compare. docs/formats.md has what came out.
+`write` exports in every format that holds these heads, and keeps their logits for eight hidden states. The other
+commands load what was written for them and compare. docs/formats.md has the results.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +32,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # the same products in another order; 
 
 
 def write(args: argparse.Namespace) -> None:
-    """Export, and keep what the heads say."""
+    """Export in every format that holds these heads, and keep their logits."""
     from medusa.__main__ import main
     from medusa.export.lm_head import read_lm_head
     from medusa.heads.independent import MedusaHeads
@@ -51,17 +53,15 @@ def write(args: argparse.Namespace) -> None:
 
 
 def vllm(folder: Path) -> tuple[Tensor, str]:
-    """Its config class, its model class and its loader, as its proposer calls them."""
+    """Load by vLLM's config class, model class and loader, as its proposer does; returns logits and its version."""
     import vllm
     from vllm.model_executor.models.medusa import Medusa
     from vllm.transformers_utils.configs.medusa import MedusaConfig
 
     config = MedusaConfig.from_pretrained(folder / "vllm")
-    with _of_vllm():
-        model = Medusa(vllm_config=_asked(config))
-        # Outside a server these tensors are made by `torch.empty`: what the loader misses must not pass for zero.
-        for parameter in model.parameters():
-            parameter.data.fill_(float("nan"))
+    with vllm_process():
+        model = Medusa(vllm_config=vllm_config(config))
+        fill_with_nan(model)
         loaded = model.load_weights(load_file(folder / "vllm/model.safetensors").items())
         assert loaded == set(dict(model.named_parameters())), "not every parameter was loaded"
         said = load_file(folder / EXPECTED)
@@ -73,24 +73,23 @@ def vllm(folder: Path) -> tuple[Tensor, str]:
 
 
 def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
-    """The loader of its EAGLE-3 class: every parameter, and nothing besides, from our tensors."""
+    """Load by vLLM's EAGLE-3 class: every parameter must come from our tensors, and nothing else."""
     import vllm
     from transformers import AutoConfig
     from vllm.model_executor.models import llama, llama_eagle3
 
     config = AutoConfig.from_pretrained(folder / "vllm")
     tensors = load_file(folder / "vllm/model.safetensors")
-    with _of_vllm() as current:
+    with vllm_process() as current:
         asked = copy(current)
-        asked.speculative_config = _asked(config).speculative_config
+        asked.speculative_config = vllm_config(config).speculative_config
         asked.speculative_config.parallel_drafting = False
         sizes = {"get_total_num_hidden_layers": lambda: 1, "get_vocab_size": lambda: config.vocab_size}
         asked.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config, is_deepseek_mla=False, **sizes)
         llama.Attention = lambda *args, **kwargs: torch.nn.Identity()  # kernels of a device, without weights
         llama_eagle3.get_draft_quant_config = lambda config: None  # nothing is quantised
         model = llama_eagle3.Eagle3LlamaForCausalLM(vllm_config=asked)
-        for parameter in model.parameters():
-            parameter.data.fill_(float("nan"))
+        fill_with_nan(model)
         model.load_weights(tensors.items())
     layer = "model.layers.0."
     expected = {
@@ -106,35 +105,36 @@ def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
     return None, f"vllm {vllm.__version__}"
 
 
-def _asked(config: Any) -> SimpleNamespace:
+def fill_with_nan(model: torch.nn.Module) -> None:
+    """Make what a loader misses visible: `torch.empty` might hold zeros."""
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+
+
+def vllm_config(config: Any) -> SimpleNamespace:
+    """The part of a vLLM configuration that its draft models read."""
     return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config)))
 
 
-class _of_vllm:
-    """One process in the place of a tensor-parallel group, and a configuration for its layers to look at."""
+@contextmanager
+def vllm_process() -> Iterator[Any]:
+    """One process as a tensor-parallel group, and a configuration that vLLM's layers read."""
+    from vllm import distributed
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
-    def __enter__(self) -> Any:
-        from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-        from vllm.distributed import init_distributed_environment, initialize_model_parallel
-
-        config = VllmConfig(device_config=DeviceConfig(device="cpu"))
-        self.context = set_current_vllm_config(config)
-        self.context.__enter__()
-        place = Path(tempfile.mkdtemp()) / "rendezvous"
-        init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
-        initialize_model_parallel(1)
-        return config
-
-    def __exit__(self, *error: object) -> None:
-        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-
-        destroy_model_parallel()
-        destroy_distributed_environment()
-        self.context.__exit__(*error)
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        distributed.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        distributed.initialize_model_parallel(1)
+        try:
+            yield config
+        finally:
+            distributed.destroy_model_parallel()
+            distributed.destroy_distributed_environment()
 
 
 def modelopt(folder: Path) -> tuple[Tensor, str]:
-    """Its conversion of the backbone in the folder, and the heads' tensors strictly into it."""
+    """Convert the backbone in the folder by modelopt, and load the tensors of the heads strictly."""
     import modelopt
     import modelopt.torch.speculative as mtsp
     from transformers import AutoModelForCausalLM
@@ -145,8 +145,7 @@ def modelopt(folder: Path) -> tuple[Tensor, str]:
     settings = {f"medusa_{key}".replace("medusa_num_medusa", "medusa_num"): value for key, value in about.items()}
     mtsp.convert(model, [("medusa", settings)])
     assert model.config.medusa == about
-    for parameter in model.medusa_heads.parameters():
-        parameter.data.fill_(float("nan"))
+    fill_with_nan(model.medusa_heads)
     files = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
     held: dict[str, Tensor] = {}
     for name in sorted(set(files.values())):
@@ -161,15 +160,14 @@ def modelopt(folder: Path) -> tuple[Tensor, str]:
 
 
 def medusa_llm(folder: Path) -> tuple[Tensor, str]:
-    """FasterDecoding's released class, which loads backbone and heads by itself."""
+    """Load by FasterDecoding's released class, which reads backbone and heads."""
     from importlib.metadata import version
 
     from medusa.model import medusa_model
 
-    # It loads the backbone's tokenizer, too; its old tokenizers cannot read files of today, and none is needed here.
+    # The class also loads the tokenizer. Its old tokenizers library cannot read today's files, and needs none here.
     medusa_model.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: None)
-    MedusaModel = medusa_model.MedusaModel
-    model = MedusaModel.from_pretrained(str(folder / "original-v1"))
+    model = medusa_model.MedusaModel.from_pretrained(str(folder / "original-v1"))
     hidden = load_file(folder / EXPECTED)["hidden"]
     with torch.no_grad():
         logits = torch.stack([head(hidden) for head in model.medusa_head])
@@ -180,11 +178,10 @@ CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "modelopt": modelopt, "me
 
 
 def check(name: str, folder: Path) -> str:
-    """What a consumer makes of our files, compared; returns its name and version.
+    """Compare a consumer's logits with ours; returns a line with its name and version.
 
     Raises:
-        AssertionError: something else than the heads say.
-    """
+        AssertionError: the logits differ."""
     logits, version = CONSUMERS[name](folder)
     if logits is None:
         return f"{version}: every tensor where it belongs"
@@ -193,19 +190,24 @@ def check(name: str, folder: Path) -> str:
     return f"{version}: {len(logits)} heads, largest difference {(logits - expected).abs().max():.1e}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    # usage: a wrong request ends in one line, as in the scripts that import this package
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    first = commands.add_parser("write")
+    first = commands.add_parser("write", usage=argparse.SUPPRESS)
     for name in ("--heads", "--backbone"):
         first.add_argument(name, required=True)
     first.add_argument("--output", required=True, type=Path)
     for name in CONSUMERS:
-        commands.add_parser(name).add_argument("folder", type=Path)
-    args = parser.parse_args()
+        commands.add_parser(name, usage=argparse.SUPPRESS).add_argument("folder", type=Path)
+    args = parser.parse_args(argv)
     if args.command == "write":
         args.output.mkdir(parents=True, exist_ok=True)
         write(args)
+    elif not args.folder.is_dir():
+        parser.error(f"no such folder: {args.folder}")
     else:
         print(check(args.command, args.folder))
 

@@ -1,12 +1,12 @@
-"""The pictures of docs/exactness.md: what is accepted and what is residual, and a million draws on the demo backbone.
+"""Draw the pictures of docs/exactness.md: accepted and residual mass, and a million draws on the demo backbone.
 
 python scripts/draw_exactness.py docs/images
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,25 +19,27 @@ from decode.bench.report.verify_page import TokenNames, draw
 from decode.drafters.trained_heads import TrainedHeads
 from decode.request import resolve_tree
 from decode.settings import Settings
+from medusa.files import ASSETS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from script_tools import run_script, script_parser
 
-PROMPTS = Path(__file__).parents[1] / "medusa" / "assets" / "prompts.jsonl"
+PROMPTS = ASSETS / "prompts.jsonl"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the two PNG files go")
     parser.add_argument("--prompt", type=int, default=2, help="line of the package's prompts (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=1_000_000)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     draw_residual().savefig(args.folder / "rejection.png", dpi=150, bbox_inches="tight")
     draw_experiment(args.prompt, args.draws).savefig(args.folder / "verify.png", dpi=120, bbox_inches="tight")
 
 
 def draw_residual() -> Figure:
-    """Two distributions over eight words, drawn as what becomes of each bit of the target."""
+    """Draw two distributions over eight words: which part of the target is accepted, and which is residual."""
     words = ["the", "a", "his", "her", "one", "my", "no", "all"]
     p = torch.tensor([0.34, 0.22, 0.14, 0.10, 0.08, 0.06, 0.04, 0.02])
     q = torch.tensor([0.18, 0.36, 0.05, 0.20, 0.04, 0.10, 0.05, 0.02])
@@ -55,7 +57,7 @@ def draw_residual() -> Figure:
 
 
 def draw_experiment(line: int, draws: int) -> Figure:
-    """`medusa verify` for one prompt of the package."""
+    """Draw the experiment of `medusa verify` for one prompt of the package."""
     loaded, heads = load_backbone("demo"), MedusaHeads.from_pretrained("demo")
     assert loaded.tokenizer is not None
     record = json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[line - 1])
@@ -67,4 +69,4 @@ def draw_experiment(line: int, draws: int) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

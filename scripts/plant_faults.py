@@ -1,21 +1,21 @@
 """Plant small faults in a copy of the repository, one at a time, and run the tests that should catch them.
 
-python scripts/plant_faults.py                             # all faults of scripts/faults.yaml
-python scripts/plant_faults.py --only "cache: *" --json faults.json
-python scripts/plant_faults.py --all-tests                 # the whole suite for each fault
+    python scripts/plant_faults.py                             # all faults of scripts/faults.yaml
+    python scripts/plant_faults.py --only "cache: *" --json faults.json
+    python scripts/plant_faults.py --all-tests                 # the whole suite for each fault
 
 Exit status 1 if a fault passed unnoticed, or if a test fails without any fault.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,7 +24,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from medusa.errors import RequestError
 from medusa.files import write_json
+from script_tools import plain_table, run_script, script_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "faults.yaml"
@@ -111,23 +113,23 @@ def try_fault(folder: Path, fault: Fault, all_tests: bool) -> Outcome:
 
 def table_of(outcomes: list[Outcome]) -> Table:
     """The outcomes for people."""
-    table = Table("fault", "file", "caught by", "seconds")
+    table = plain_table("", ["fault", "file", "caught by", "seconds"], words=3)
     for outcome in outcomes:
         caught = outcome.test.partition("::")[2] if outcome.caught else "[red]NOTHING[/red]"
         table.add_row(outcome.name, outcome.file, caught, f"{outcome.seconds:.0f}")
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="faults by name or pattern")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite instead of each fault's tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     console = Console(stderr=True)
     faults = [fault for fault in read_faults() if any(fnmatch(fault.name, pattern) for pattern in args.only)]
     if not faults:
-        parser.error(f"no fault is called {' or '.join(args.only)}; see {FAULTS.relative_to(ROOT)}")
+        raise RequestError(f"no fault is called {' or '.join(args.only)}; see {FAULTS.relative_to(ROOT)}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "repository"
         copy_repository(ROOT, folder)
@@ -149,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -1,14 +1,14 @@
-"""A picture of a benchmark: speed by method, how deep guesses are accepted, where a step's time goes.
+"""Draw a benchmark: speed by method, the depth of accepted guesses, and where the time of a step goes.
 
-medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --json b.json
-python scripts/plot_benchmark.py b.json docs/images/benchmark.png
+    medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --json b.json
+    python scripts/plot_benchmark.py b.json docs/images/benchmark.png
 
 `medusa benchmark --report` makes a page of the same pictures and more; this is one PNG, for a README.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -17,20 +17,21 @@ from decode.bench.figures import BenchmarkResult
 from decode.bench.report import plots
 from decode.bench.report.colors import INK
 from medusa.files import read_json
+from script_tools import run_script, script_parser
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = script_parser(__doc__)
     parser.add_argument("benchmark", type=Path, help="JSON of medusa benchmark")
     parser.add_argument("picture", type=Path, help="PNG to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     result = BenchmarkResult.from_json(read_json(args.benchmark), str(args.benchmark))
     draw(result).savefig(args.picture, dpi=150, bbox_inches="tight")
 
 
 def draw(result: BenchmarkResult) -> Figure:
-    """Four panels, and the machine below."""
+    """Draw four panels, with the machine below them."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     panels = figure.subplots(2, 2)
     plots.rates(panels[0, 0], result.methods)
@@ -49,4 +50,4 @@ def draw(result: BenchmarkResult) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

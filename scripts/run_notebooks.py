@@ -1,35 +1,39 @@
-"""Run the notebooks and save what comes out, so that GitHub and the site show it.
+"""Run the notebooks and save their outputs, so that GitHub and the site show them.
 
     python scripts/run_notebooks.py                        # all of notebooks/
     python scripts/run_notebooks.py notebooks/tour.ipynb
 
-What goes to standard error (progress bars, warnings) is not kept, nor are times of execution. Tests run the notebooks
-smaller, without saving: a cell with the tag `parameters` holds their sizes.
+Standard error (progress bars, warnings) and execution times are not kept. Tests run the notebooks with smaller sizes,
+which stand in a cell with the tag `parameters`, and do not save them.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 
+from medusa.errors import RequestError
+from script_tools import run_script, script_parser
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = script_parser(__doc__)
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all of notebooks/")
-    for path in parser.parse_args().notebooks or sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for path in parser.parse_args(argv).notebooks or sorted((ROOT / "notebooks").glob("*.ipynb")):
+        if not path.is_file():
+            raise RequestError(f"no such notebook: {path}")
         notebook = nbformat.read(path, as_version=4)
         run(notebook, path.parent)
         nbformat.write(notebook, path)
 
 
-def run(notebook: Any, folder: Path, seconds_a_cell: int = 1800) -> None:
-    """Execute all cells in `folder`; outputs stay in `notebook`, tidied.
+def run(notebook: nbformat.NotebookNode, folder: Path, seconds_a_cell: int = 1800) -> None:
+    """Execute all cells in `folder`; `notebook` then holds their outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
@@ -43,4 +47,4 @@ def run(notebook: Any, folder: Path, seconds_a_cell: int = 1800) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
