@@ -1,18 +1,19 @@
-"""The wheel, tried where no sources are: built from the sdist, installed in an environment of its own, used from an
-empty folder.
+"""Try the wheel where no sources are: build it from the sdist, install it in a new environment, use it elsewhere.
 
     python scripts/check_wheel.py                  # with this environment's dependencies: seconds; a test runs it
     python scripts/check_wheel.py --full           # dependencies from the index as well: minutes and gigabytes
     python scripts/check_wheel.py --output dist    # keep sdist and wheel
 
-The wheel must hold every file that lies in the packages' folders, and no other; all its modules must be importable;
-`medusa` must say its version, describe the shipped heads and write text with them.
+The wheel must hold every file that lies in the packages' folders, and no other. All its modules must be importable.
+`medusa` must print its version, describe the shipped heads and write text with them. This script needs the package
+`build` and no other, because a release runs it where nothing is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("medusa", "train", "decode")
-LEFT_BEHIND = (".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site", "shared")
-
+LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site", "shared")
 USE = """
 import importlib, pkgutil, sys
 from pathlib import Path
@@ -44,95 +44,82 @@ assert main(["generate", "--backbone", "demo", "--heads", "demo", *asked]) == 0
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="build and install with what the index has")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="keep sdist and wheel here")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        wheel = build(place, isolated=args.full)
-        differences = sorted(packaged(wheel) ^ on_disk())
-        if differences:
-            print(
-                f"wheel and sources differ in {len(differences)} files: {', '.join(differences[:5])}", file=sys.stderr
-            )
-            return 1
-        python = install(place, wheel, full=args.full)
-        status = use(place, python)
-        if status == 0 and args.output:
-            shutil.copytree(wheel.parent, args.output, dirs_exist_ok=True)
-        return status
-
-
 def build(place: Path, isolated: bool) -> Path:
-    """The wheel of the sdist of a copy of the sources; what earlier builds have left behind is not in the copy."""
+    """Build sdist and wheel of a copy of the sources, without what earlier builds left; returns the wheel."""
     copy = place / "sources"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
     how = [] if isolated else ["--no-isolation"]
     run([sys.executable, "-m", "build", *how, "--outdir", str(place / "dist"), str(copy)], cwd=place)
     (wheel,) = (place / "dist").glob("*.whl")
     return wheel
 
 
-def packaged(wheel: Path) -> set[str]:
-    """All files of the packages in a wheel; any other top-level folder is one too many and comes along."""
+def require_all_files(wheel: Path) -> None:
+    """End the program if the wheel lacks a file of the packages' folders, or holds another file."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if ".dist-info/" not in name}
-
-
-def on_disk() -> set[str]:
-    """What a wheel should hold: every file below the packages' folders."""
+        packaged = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
-    return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    on_disk = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    if differences := sorted(packaged ^ on_disk):
+        sys.exit(f"wheel and sources differ in {len(differences)} files: {', '.join(differences[:5])}")
 
 
 def install(place: Path, wheel: Path, full: bool) -> Path:
-    """An environment with the wheel in it; without `full` its dependencies are those of the running one."""
+    """Install the wheel in a new environment; without `full` its dependencies are those of the running one."""
     venv.create(place / "venv", with_pip=False)
     python = place / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python), "install"]
-    run([*pip, str(wheel)] if full else [*pip, "--no-deps", "--no-index", str(wheel)], cwd=place)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
+    run([*pip, "install", *([] if full else ["--no-deps", "--no-index"]), str(wheel)], cwd=place)
     if full:
-        run([*pip[:-1], "check"], cwd=place)
-    else:
-        # A folder that a .pth file names is searched, but its own .pth files, those of editable installs, are not read.
-        (site,) = (place / "venv").glob("**/site-packages")
-        borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-        (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
+        run([*pip, "check"], cwd=place)
+        return python
+    # A folder that a .pth file names is searched, but its own .pth files, those of editable installs, are not read.
+    (site,) = (place / "venv").glob("**/site-packages")
+    borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
     return python
 
 
-def use(place: Path, python: Path) -> int:
-    """Use the installed packages from an empty folder; returns the exit status."""
+def use(place: Path, python: Path) -> None:
+    """Use the installed packages from an empty folder."""
     empty = place / "empty"
     empty.mkdir()
     version = run([str(python.with_name("medusa")), "--version"], cwd=empty).strip()
     print(version)
     if version != f"medusa {declared_version()}":
-        print(f"the wheel says {version!r}, the sources {declared_version()!r}", file=sys.stderr)
-        return 1
+        sys.exit(f"the wheel has version {version!r}, the sources {declared_version()!r}")
     print(run([str(python), "-c", USE], cwd=empty))
-    return 0
 
 
 def declared_version() -> str:
-    """The version where it is written, without importing anything."""
-    namespace: dict[str, str] = {}
-    for line in (ROOT / "medusa" / "__init__.py").read_text(encoding="utf-8").splitlines():
-        if line.startswith("__version__"):
-            exec(line, namespace)
-    return namespace["__version__"]
+    """The version in the sources, read without importing anything."""
+    source = (ROOT / "medusa" / "__init__.py").read_text(encoding="utf-8")
+    return re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)[0]
 
 
 def run(command: Sequence[str], cwd: Path) -> str:
-    """The output of `command`, run without the sources on Python's path; ends the program where it fails."""
+    """The output of `command`, run without the sources on Python's path; ends the program if it fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"failed: {' '.join(command)[:200]}\n{done.stdout}{done.stderr}")
+        sys.exit(f"failed: {' '.join(command)[:200]}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="build and install with dependencies from the index")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="keep sdist and wheel here")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = build(Path(folder), isolated=args.full)
+        require_all_files(wheel)
+        use(Path(folder), install(Path(folder), wheel, full=args.full))
+        if args.output:
+            shutil.copytree(wheel.parent, args.output, dirs_exist_ok=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
