@@ -1,7 +1,7 @@
-"""The page of `medusa chat --web`: plain decoding and a drafter side by side, every guess that was right in colour.
+"""The page of `medusa chat --web`: plain decoding and a drafter side by side, with accepted guesses marked.
 
-NiceGUI serves it, scripts and fonts included, so nothing is fetched from elsewhere. Every page that is opened has a
-conversation of its own; what they share is the model, at which a single thread writes: one text after the other.
+NiceGUI serves the page with its scripts and fonts, so nothing comes from other servers. Every page that is opened has a
+conversation of its own. All pages share the model, and one thread writes their texts one after the other.
 """
 
 from __future__ import annotations
@@ -9,124 +9,45 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple
 
 from nicegui import app, ui
 from nicegui.server import Server
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from decode.request import is_lossy
-from decode.results import prompt_seeds, tau
-from decode.serve.conversation import Conversation, Side, Turn, Writer, race
-from decode.serve.text_stream import Piece, TextStream
+from decode.results import prompt_seeds
+from decode.serve.chat_worker import ChatWorker
+from decode.serve.conversation import Conversation, Turn
+from decode.serve.race import Side, Snapshot, verdict
+from decode.serve.text_stream import TextPiece, TextStream, joined
 from decode.settings import Settings
 from medusa.errors import RequestError
 
-STYLE = Path(__file__).with_name("chat_page.css")
-REFRESH = 0.08  # seconds between two looks at a text that grows
-OPENINGS = {  # to begin with, for backbones with a chat template and without
+STATIC = Path(__file__).parent / "static"
+ICON = (STATIC / "chat.svg").read_text(encoding="utf-8")
+ACCENT = "#128053"
+OPENINGS = {  # for backbones with a chat template, and without
     True: ["Explain tree attention to a child.", "Write a short poem about the sea.", "List ten uses of a paper clip."],
     False: ["Once upon a time", "One sunny day, a girl named Mia", "The old boat"],
 }
 WELCOME = (
-    "Both texts are by the same model. The second one is helped by guesses several tokens ahead; those that the model "
-    "agreed with are <mark>marked</mark>, the others cost it a forward each."
+    "The same model writes both texts. For the second one, a drafter guesses several tokens ahead: guesses that the "
+    "model accepted are <mark>marked</mark>, every other token cost one forward."
 )
 NO_TEMPLATE = (
-    "This model has no chat template, so it is no assistant: it goes on with your text as it is. An empty message lets "
+    "This model has no chat template, so it is not an assistant: it continues your text. Send an empty message to let "
     "it go on."
 )
-# Follows the text as it grows, unless the reader has scrolled away from its end.
-FOLLOW = """
-addEventListener("load", () => {
-  let follow = true;
-  addEventListener("scroll", () => { follow = innerHeight + scrollY > document.body.scrollHeight - 160; });
-  new ResizeObserver(() => { if (follow) scrollTo(0, document.body.scrollHeight); }).observe(document.body);
-});
-"""
-ACCENT = "#128053"
-ICON = (
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32" fill="{ACCENT}">'
-    f'<g fill="none" stroke="{ACCENT}" stroke-width="2.6"><path d="M6 16c10 0 9-10 18-10M6 16c10 0 9 10 18 10" '
-    'opacity=".45"/><path d="M6 16h18"/></g><circle cx="6" cy="16" r="4"/><circle cx="26" cy="16" r="4"/>'
-    '<g opacity=".45"><circle cx="27" cy="6" r="3"/><circle cx="27" cy="26" r="3"/></g></svg>'
-)
-
-
-class Snapshot(NamedTuple):
-    """What a page shows of one side at some moment."""
-
-    pieces: list[Piece]
-    tokens: int
-    seconds: float
-    tau: float
-    finish_reason: str | None
-    """`None` while it is written."""
-
-    @classmethod
-    def at(cls, side: Side) -> Snapshot:
-        result = side.result
-        reason = result.finish_reason if side.finished else None
-        return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-
-class Worker:
-    """Where all pages have their texts written: by one thread, in the order in which they ask."""
-
-    def __init__(self, writer: Writer) -> None:
-        self.writer = writer
-        self.thread = ThreadPoolExecutor(1, "desk")
-        self.turn = asyncio.Lock()
-        self.asking = 0
-
-    def call(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do something on the thread that writes."""
-        return self.thread.submit(work, *args).result()
-
-    async def write(
-        self, begin: Callable[[], list[Side]], show: Callable[[list[Snapshot]], None], stopped: threading.Event
-    ) -> list[Side]:
-        """Write what `begin` starts to its end, or until `stopped`; `show` is called meanwhile, in this thread.
-
-        Raises:
-            RequestError: as `begin`."""
-        loop = asyncio.get_running_loop()
-
-        def work() -> list[Side]:
-            shown = perf_counter()
-            sides = begin()
-            for _ in race(sides):
-                if stopped.is_set():
-                    for side in sides:
-                        side.stop()
-                elif perf_counter() - shown > REFRESH:
-                    loop.call_soon_threadsafe(show, [Snapshot.at(side) for side in sides])
-                    shown = perf_counter()
-            return sides
-
-        self.asking += 1
-        try:
-            async with self.turn:
-                return [] if stopped.is_set() else await loop.run_in_executor(self.thread, work)
-        finally:
-            self.asking -= 1
 
 
 @dataclass(frozen=True)
 class PageConfig:
     """What all pages have in common."""
 
-    desk: Worker
+    worker: ChatWorker
     settings: Settings
     backbone: str
     drafter: str
@@ -134,18 +55,20 @@ class PageConfig:
     seed: int
 
 
-def serve(site: PageConfig, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], None]) -> None:
-    """Serve pages until the program is ended."""
+def serve(
+    config: PageConfig, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
+) -> None:
+    """Serve pages until the program is ended. `on_start` is called when the server listens."""
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))
 
     async def announce() -> None:
-        while not Server.instance.started:  # startup handlers are called before anybody listens
+        while not Server.instance.started:  # startup handlers are called before the server listens
             await asyncio.sleep(0.02)
         on_start()
 
     app.on_startup(announce)
     ui.run(
-        lambda: Page(site).build(),
+        lambda: ChatPage(config).build(),
         host=host,
         port=port,
         title="medusa chat",
@@ -158,37 +81,19 @@ def serve(site: PageConfig, host: str, port: int, allowed_hosts: Sequence[str], 
     )
 
 
-def marked(pieces: Sequence[Piece]) -> str:
-    """Pieces as HTML: what was guessed and accepted in one step is one mark, without the spaces around it."""
+def marked(pieces: Sequence[TextPiece]) -> str:
+    """Pieces as HTML: the accepted guesses of a step are one mark, without the spaces around them."""
     html = ""
     for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
-        text = "".join(piece.text for piece in group)
+        text = joined(list(group))
         words = text.strip()
         before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
         html += f"{before}<mark>{escape(words)}</mark>{after}" if drafted and words else escape(text)
     return html
 
 
-def _said_of_temperature(value: float) -> str:
+def _temperature_label(value: float) -> str:
     return f"Temperature {value:.1f}" if value else "Temperature 0: greedy"
-
-
-def verdict(plain: Side, drafted: Side, settings: Settings) -> tuple[str, str]:
-    """What a race has shown: how many times as fast, and whether the texts are the same."""
-    faster = Snapshot.at(drafted).tokens_per_second / max(Snapshot.at(plain).tokens_per_second, 1e-9)
-    ours, theirs = drafted.result.new_ids, plain.result.new_ids
-    if "stopped" in (plain.result.finish_reason, drafted.result.finish_reason):
-        return f"{faster:.2f}×", "stopped: the speeds so far"
-    if ours == theirs:
-        return f"{faster:.2f}×", "the same text, token for token"
-    if is_lossy(settings.acceptor.name):
-        return f"{faster:.2f}×", f"another text: acceptance {settings.acceptor.name} is lossy"
-    if settings.do_sample:
-        return f"{faster:.2f}×", "two samples of the same distribution"
-    parted = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
-    return f"{faster:.2f}×", f"the texts part at token {parted + 1}: a near-tie, rounded otherwise"
 
 
 class Card:
@@ -213,38 +118,38 @@ class Card:
             ui.label(unit).classes("unit")
         return value
 
-    def show(self, look: Snapshot) -> None:
-        cursor = '<i class="cursor"></i>' if look.finish_reason is None else ""
-        end = ' <span class="end">■ end of the text</span>' if look.finish_reason == "eos" else ""
-        self.text.content = marked(look.pieces).lstrip() + cursor + end  # a text that goes on begins with a space
-        self.speed.text = f"{look.tokens_per_second:.0f}"
-        self.tau.text = f"{look.tau:.2f}"
-        self.count.text = str(look.tokens)
-        self.seconds.text = f"{look.seconds:.2f}"
+    def show(self, now: Snapshot) -> None:
+        cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
+        end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
+        self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space
+        self.speed.text = f"{now.tokens_per_second:.0f}"
+        self.tau.text = f"{now.tau:.2f}"
+        self.count.text = str(now.tokens)
+        self.seconds.text = f"{now.seconds:.2f}"
 
 
-class Page:
-    """One reader's conversation."""
+class ChatPage:
+    """The page of one reader, with a conversation of its own."""
 
-    def __init__(self, site: PageConfig) -> None:
-        self.site, self.writer = site, site.desk.writer
-        self.conversation = Conversation(self.writer.tokenizer, site.system)
+    def __init__(self, config: PageConfig) -> None:
+        self.config, self.generator = config, config.worker.generator
+        self.conversation = Conversation(self.generator.tokenizer, config.system)
         self.templated = self.conversation.has_template
-        self.settings = site.settings
+        self.settings = config.settings
         self.answers = 0
         self.stopped: threading.Event | None = None
-        """Set to end what is being written; `None` while nothing is."""
+        """Set to end the answer that is being written; `None` if there is none."""
 
     def build(self) -> None:
         ui.colors(primary=ACCENT)
-        ui.add_css(STYLE.read_text(encoding="utf-8"))
-        ui.add_head_html(f"<script>{FOLLOW}</script>")
+        ui.add_css((STATIC / "chat.css").read_text(encoding="utf-8"))
+        ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")
         ui.context.client.on_delete(self._leave)
         dark = ui.dark_mode(None)
         with ui.header().classes("top"):
             ui.html(ICON, sanitize=False).classes("logo")
             with ui.element("div").classes("names"):
-                ui.label(self.site.backbone.rstrip("/").rsplit("/", 1)[-1]).classes("backbone")
+                ui.label(self.config.backbone.rstrip("/").rsplit("/", 1)[-1]).classes("backbone")
                 ui.label(self._about()).classes("about")
             ui.space()
             self.both = ui.switch("side by side", value=True).props("dense")
@@ -253,7 +158,7 @@ class Page:
             ui.button(icon="contrast", on_click=lambda: self._turn_light(dark)).props(
                 "flat round dense aria-label='Light or dark'"
             )
-            ui.button(icon="restart_alt", on_click=self._reset).props("flat round dense aria-label='Begin anew'")
+            ui.button(icon="restart_alt", on_click=self._reset).props("flat round dense aria-label='Start again'")
         with ui.element("main").props("role=log aria-live=polite"):
             self.log = ui.element("div").classes("log")
         with ui.footer().classes("bottom"), ui.element("div").classes("ask"):
@@ -265,12 +170,12 @@ class Page:
         self._welcome()
 
     def _about(self) -> str:
-        source = self.writer.source
+        source = self.generator.source
         assert source is not None, "a page without a drafter has nothing to compare"
-        return f"{self.site.drafter}, {source.num_nodes} nodes · {self.settings.acceptor.name}"
+        return f"{self.config.drafter}, {source.num_nodes} nodes · {self.settings.acceptor.name}"
 
     @staticmethod
-    def _turn_light(dark: Any) -> None:
+    def _turn_light(dark: ui.dark_mode) -> None:
         dark.set_value(not dark.value if dark.value is not None else True)
 
     def _options(self) -> None:
@@ -278,19 +183,19 @@ class Page:
             warmth = ui.label()
             temperature = ui.slider(min=0, max=1.5, step=0.1, value=self.settings.temperature)
             temperature.props("aria-label=Temperature")
-            warmth.bind_text_from(temperature, "value", _said_of_temperature)
+            warmth.bind_text_from(temperature, "value", _temperature_label)
             ui.label("Tokens at most")
             length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
             length.props("dense outlined aria-label='Tokens at most'")
         if self.settings.compile:
-            temperature.disable()  # the steps are compiled for this one
-        temperature.on("change", lambda: self._change(temperature=float(temperature.value)))
-        length.on("change", lambda: self._change(max_new_tokens=int(length.value or 0)))
+            temperature.disable()  # the compiled steps are for this temperature
+        temperature.on("change", lambda: self._change(lambda now: replace(now, temperature=float(temperature.value))))
+        length.on("change", lambda: self._change(lambda now: replace(now, max_new_tokens=int(length.value or 0))))
 
-    def _change(self, **changes: Any) -> None:
+    def _change(self, change: Callable[[Settings], Settings]) -> None:
         try:
-            changed = replace(self.settings, **changes)
-            _ = changed.acceptor  # a rule that was asked for may not fit another temperature
+            changed = change(self.settings)
+            _ = changed.acceptor  # an acceptance rule may not fit another temperature
         except RequestError as error:
             ui.notify(str(error), type="negative")
         else:
@@ -299,7 +204,7 @@ class Page:
     def _welcome(self) -> None:
         with self.log, ui.element("div").classes("welcome") as self.welcome:
             ui.html(ICON, sanitize=False).classes("emblem")
-            ui.label("The same text, sooner").classes("hello")
+            ui.label("The same text, faster").classes("hello")
             ui.html(f"<p>{WELCOME}</p>", sanitize=False)
             if not self.templated:
                 ui.html(f"<p>{NO_TEMPLATE}</p>", sanitize=False)
@@ -310,14 +215,14 @@ class Page:
 
     def _reset(self) -> None:
         self._stop()
-        self.conversation = Conversation(self.writer.tokenizer, self.site.system)
+        self.conversation = Conversation(self.generator.tokenizer, self.config.system)
         self.log.clear()
         self._welcome()
 
     def _leave(self) -> None:
-        """The page was closed: nobody waits for its answer."""
+        """End the answer: the page was closed."""
         self._stop()
-        self.conversation = Conversation(self.writer.tokenizer, self.site.system)
+        self.conversation = Conversation(self.generator.tokenizer, self.config.system)
 
     def _stop(self) -> None:
         if self.stopped is not None:
@@ -339,7 +244,7 @@ class Page:
             return
         conversation = self.conversation
         try:
-            turn = conversation.ask(message, *self.writer.models(self.settings))
+            turn = conversation.ask(message, *self.generator.models(self.settings))
         except RequestError as error:
             ui.notify(str(error), type="warning")
             return
@@ -357,7 +262,7 @@ class Page:
             self.button.props("icon=arrow_upward aria-label=Send")
 
     async def _write(self, turn: Turn, stopped: threading.Event) -> list[Side]:
-        """Show a message, and the answer as it grows; plain decoding first where it takes part."""
+        """Show a message, and the answer as it grows; plain decoding comes first if it takes part."""
         both, settings, conversation = bool(self.both.value), self.settings, self.conversation
         with self.log, ui.element("article"):
             if turn.message:
@@ -365,20 +270,20 @@ class Page:
             state = ui.label("").classes("state")
             with ui.element("div").classes("sides" if both else "sides alone"):
                 cards = [Card("Plain decoding", "a token a step", "plain")] if both else []
-                cards.append(Card(f"With {self.site.drafter}", self._guesses(), "drafted"))
+                cards.append(Card(f"With {self.config.drafter}", self._guesses(), "drafted"))
             result = ui.element("div").classes("verdict")
-        if self.site.desk.asking:
-            state.text = f"{self.site.desk.asking} before you"
+        if self.config.worker.waiting:
+            state.text = f"{self.config.worker.waiting} before you"
 
-        def show(looks: list[Snapshot]) -> None:
-            if self.conversation is conversation:  # else the reader has begun anew, or left
+        def show(snapshots: list[Snapshot]) -> None:
+            if self.conversation is conversation:  # otherwise the reader has started again, or left
                 state.text = ""
-                for card, look in zip(cards, looks, strict=True):
-                    card.show(look)
+                for card, snapshot in zip(cards, snapshots, strict=True):
+                    card.show(snapshot)
 
-        seed = prompt_seeds(self.site.seed, [self.answers])[0]
+        seed = prompt_seeds(self.config.seed, [self.answers])[0]
         self.answers += 1
-        sides = await self.site.desk.write(lambda: self._begin(turn, settings, seed, both), show, stopped)
+        sides = await self.config.worker.write(lambda: self._begin(turn, settings, seed, both), show, stopped)
         if sides:
             show([Snapshot.at(side) for side in sides])
         if len(sides) == 2 and self.conversation is conversation:
@@ -390,15 +295,15 @@ class Page:
         return sides
 
     def _guesses(self) -> str:
-        assert self.writer.source is not None
-        return f"up to {self.writer.source.num_nodes - 1} guesses a step"
+        assert self.generator.source is not None
+        return f"up to {self.generator.source.num_nodes - 1} guesses a step"
 
     def _begin(self, turn: Turn, settings: Settings, seed: int, both: bool) -> list[Side]:
         before = () if self.templated else turn.prompt
         return [
             Side(
-                self.writer.run(turn.prompt, settings, seed, plain),
-                TextStream(self.writer.tokenizer, settings.stop, before),
+                self.generator.run(turn.prompt, settings, seed, plain),
+                TextStream(self.generator.tokenizer, settings.stop, before),
             )
             for plain in ([True, False] if both else [False])
         ]

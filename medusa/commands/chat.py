@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from decode.results import Result
-    from decode.serve.conversation import Conversation, Turn, Writer
-    from decode.serve.text_stream import Piece
+    from decode.serve.conversation import Conversation, Turn
+    from decode.serve.generator import TextGenerator
+    from decode.serve.text_stream import TextPiece
     from decode.settings import Settings
 
 PORT = 8765
@@ -56,20 +57,21 @@ def run(args: argparse.Namespace) -> None:
     _check_place(args)
     common.check_models(args, *([] if plan is None else [plan]))
 
-    from decode.serve.conversation import Conversation, Writer
+    from decode.serve.conversation import Conversation
+    from decode.serve.generator import TextGenerator
 
     loaded, tokenizer = common.open_for_text(args, plan, "a chat is text")
     Conversation(tokenizer, args.system)  # refused now, if at all
     settings = common.with_amateur(args, loaded, settings)
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
-    writer = Writer(loaded.model, tokenizer, source)
+    generator = TextGenerator(loaded.model, tokenizer, source)
     begin = [loaded.bos_token_id or 0]
     if args.web:
-        _serve_page(args, writer, settings, begin)
+        _serve_page(args, generator, settings, begin)
     else:
         with common.warming_up(args):
-            writer.warm_up(begin, settings)
-        _Terminal(args, writer, settings).run()
+            generator.warm_up(begin, settings)
+        _Terminal(args, generator, settings).run()
 
 
 def _check_place(args: argparse.Namespace) -> None:
@@ -89,30 +91,31 @@ def _check_place(args: argparse.Namespace) -> None:
     common.require_listening(args.host, args.port)
 
 
-def _serve_page(args: argparse.Namespace, writer: Writer, settings: Settings, begin: list[int]) -> None:
-    from decode.serve.chat_page import PageConfig, Worker, serve
+def _serve_page(args: argparse.Namespace, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:
+    from decode.serve.chat_page import PageConfig, serve
+    from decode.serve.chat_worker import ChatWorker
 
-    desk = Worker(writer)
+    worker = ChatWorker(generator)
     with common.warming_up(args):
-        desk.call(writer.warm_up, begin, settings)
+        worker.call(generator.warm_up, begin, settings)
     drafter = args.drafter or "heads"
-    site = PageConfig(desk, settings, args.backbone, drafter, args.system, args.seed)
+    config = PageConfig(worker, settings, args.backbone, drafter, args.system, args.seed)
 
     def say_where() -> None:  # the one thing that must be seen, also with --quiet
         print(f"chat: {common.url_of(args.host, args.port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
 
-    serve(site, args.host, args.port, common.allowed_hosts(args.host), say_where)
+    serve(config, args.host, args.port, common.allowed_hosts(args.host), say_where)
 
 
 class _Terminal:
     """Reads lines, writes answers: those to standard output, all else to standard error."""
 
-    def __init__(self, args: argparse.Namespace, writer: Writer, settings: Settings) -> None:
+    def __init__(self, args: argparse.Namespace, generator: TextGenerator, settings: Settings) -> None:
         from decode.serve.conversation import Conversation
 
-        self.args, self.writer, self.settings = args, writer, settings
-        self.conversation: Conversation = Conversation(writer.tokenizer, args.system)
-        self.plain = args.plain or writer.source is None
+        self.args, self.generator, self.settings = args, generator, settings
+        self.conversation: Conversation = Conversation(generator.tokenizer, args.system)
+        self.plain = args.plain or generator.source is None
         self.aside: Console = common.console(args)
         self.printer = _Printer()
         self.results: list[Result] = []
@@ -127,15 +130,15 @@ class _Terminal:
                 self._obey(word)
                 continue
             try:
-                turn = self.conversation.ask(line, *self.writer.models(self.settings))
+                turn = self.conversation.ask(line, *self.generator.models(self.settings))
             except RequestError as error:
                 if word or not self.conversation.has_template:
                     common.warn(str(error))
                 continue
             self._answer(turn)
         about = self.settings.to_dict() | {"backbone": self.args.backbone, "heads": self.args.heads}
-        about |= common.drafter_json(self.args.drafter, self.writer.source)
-        written = [result.to_json(self.writer.tokenizer, self.settings.stop) for result in self.results]
+        about |= common.drafter_json(self.args.drafter, self.generator.source)
+        written = [result.to_json(self.generator.tokenizer, self.settings.stop) for result in self.results]
         common.write_results(self.args, {"settings": about, "results": written})
 
     def _say_what_this_is(self) -> None:
@@ -146,7 +149,7 @@ class _Terminal:
                 "is. An empty line lets it go on.",
                 highlight=False,
             )
-        if self.writer.source is not None:
+        if self.generator.source is not None:
             say("[green]green[/]: guessed ahead and accepted; the rest: the backbone's own, one forward each")
         say("/help says what else can be typed.", highlight=False)
 
@@ -154,7 +157,7 @@ class _Terminal:
         if word == "/reset":
             self.conversation.reset()
             self.aside.print("forgotten", style="dim")
-        elif word == "/plain" and self.writer.source is None:
+        elif word == "/plain" and self.generator.source is None:
             self.aside.print("there is no drafter to switch on: start with --heads or --drafter", style="dim")
         elif word == "/plain":
             self.plain = not self.plain
@@ -168,9 +171,9 @@ class _Terminal:
         from decode.results import prompt_seeds, tau
         from decode.serve.text_stream import TextStream
 
-        tokenizer, templated = self.writer.tokenizer, self.conversation.has_template
+        tokenizer, templated = self.generator.tokenizer, self.conversation.has_template
         seed = prompt_seeds(self.args.seed, [len(self.results)])[0]
-        run = self.writer.run(turn.prompt, self.settings, seed, self.plain)
+        run = self.generator.run(turn.prompt, self.settings, seed, self.plain)
         stream = TextStream(tokenizer, self.settings.stop, before=() if templated else turn.prompt)
         text = ""
         with _interruptible() as interrupts:
@@ -187,7 +190,7 @@ class _Terminal:
         per_step = tau([result])
         told = common.how_it_went(len(result.new_ids), result.seconds, per_step)
         self.aside.print(told + (" (stopped)" if interrupts else ""), style="dim", highlight=False)
-        if self.writer.source is not None and self.writer.source.heads is not None and not self.plain:
+        if self.generator.source is not None and self.generator.source.heads is not None and not self.plain:
             common.warn_if_useless(len(result.new_ids), per_step)
 
 
@@ -199,10 +202,12 @@ class _Printer:
 
         self.console = Console(highlight=False, markup=False, emoji=False)
 
-    def __call__(self, pieces: list[Piece]) -> str:
+    def __call__(self, pieces: list[TextPiece]) -> str:
         from rich.text import Text
 
-        text = "".join(piece.text for piece in pieces)
+        from decode.serve.text_stream import joined
+
+        text = joined(pieces)
         if self.console.is_terminal:
             # A model may write an escape character, which a terminal would obey.
             shown = [(piece.text.replace("\x1b", "\u241b"), "green" if piece.drafted else "") for piece in pieces]

@@ -44,18 +44,19 @@ def run(args: argparse.Namespace) -> None:
     common.require_listening(host, port)
     common.check_models(args, *([] if plan is None else [plan]))
 
-    from decode.serve.conversation import Writer
-    from decode.serve.openai import Engine, Service, serve
+    from decode.serve.app import CompletionApi, serve
+    from decode.serve.generator import TextGenerator
+    from decode.serve.worker import BatchWorker
 
     loaded, tokenizer = common.open_for_text(args, plan, "the API is of texts")
     source = None if plan is None else common.open_source(args, loaded, plan, settings)
-    writer = Writer(loaded.model, tokenizer, source)
-    engine = Engine(writer, args.batch_size)
+    generator = TextGenerator(loaded.model, tokenizer, source)
+    worker = BatchWorker(generator, args.batch_size)
     with common.warming_up(args):
-        engine.start(lambda: writer.warm_up([loaded.bos_token_id or 0], settings))
-    service = Service(engine, args.name or args.backbone, settings, args.seed)
+        worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
+    api = CompletionApi(worker, args.name or args.backbone, settings, args.seed)
 
     def say_where() -> None:  # the one thing that must be seen, also with --quiet
         print(f"serve: {common.url_of(host, port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
 
-    serve(service, host, port, common.allowed_hosts(host), say_where)
+    serve(api, host, port, common.allowed_hosts(host), say_where)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,12 @@ from nicegui.testing import user_simulation
 from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
 from decode.results import Result
-from decode.serve.chat_page import Page, PageConfig, Snapshot, Worker, marked, verdict
-from decode.serve.conversation import Conversation, Side, Writer
-from decode.serve.text_stream import Piece, TextStream
+from decode.serve.chat_page import ChatPage, PageConfig, marked
+from decode.serve.chat_worker import ChatWorker
+from decode.serve.conversation import Conversation
+from decode.serve.generator import TextGenerator
+from decode.serve.race import Side, Snapshot, verdict
+from decode.serve.text_stream import TextPiece, TextStream
 from decode.settings import Settings
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -37,18 +41,19 @@ SHORT = Settings(max_new_tokens=16)
 
 
 @pytest.fixture(scope="module")
-def writer() -> Writer:
+def generator() -> TextGenerator:
     loaded = load_backbone("demo")
     source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
-    return Writer(loaded.model, loaded.tokenizer, source)
+    return TextGenerator(loaded.model, loaded.tokenizer, source)
 
 
 # --- logic -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_step_guessed_is_one_mark_without_the_spaces_around_it() -> None:
-    pieces = [Piece("a <b>", False), Piece(" c", True), Piece("&d ", True), Piece("e", False), Piece("\n", True)]
+    texts = [("a <b>", False), (" c", True), ("&d ", True), ("e", False), ("\n", True)]
+    pieces = [TextPiece(text, drafted) for text, drafted in texts]
     assert marked(pieces) == "a &lt;b&gt; <mark>c&amp;d</mark> e\n"
 
 
@@ -86,43 +91,43 @@ def test_the_verdict_says_what_was_seen(theirs: Any, ours: Any, settings: Settin
     assert verdict(theirs, ours, settings) == told
 
 
-def sides_of(writer: Writer, message: str = "Once upon a time") -> list[Side]:
-    ids = Conversation(writer.tokenizer).ask(message, writer.model).prompt
-    return [Side(writer.run(ids, SHORT, plain=plain), TextStream(writer.tokenizer)) for plain in (True, False)]
+def sides_of(generator: TextGenerator, message: str = "Once upon a time") -> list[Side]:
+    ids = Conversation(generator.tokenizer).ask(message, generator.model).prompt
+    return [Side(generator.run(ids, SHORT, plain=plain), TextStream(generator.tokenizer)) for plain in (True, False)]
 
 
-def test_the_desk_writes_one_text_after_the_other(writer: Writer) -> None:
+def test_the_worker_writes_one_text_after_the_other(generator: TextGenerator) -> None:
     """Three readers ask at once; the second one leaves before it is her turn."""
     at_work: list[str] = []
 
     async def scene() -> list[list[Side]]:
-        desk = Worker(writer)
+        worker = ChatWorker(generator)
         stops = [threading.Event() for _ in range(3)]
         stops[1].set()
 
         def begin(name: str) -> list[Side]:
             at_work.append(f"{name} on {threading.current_thread().name}")
-            return sides_of(writer)
+            return sides_of(generator)
 
-        asked = [desk.write(lambda n=n: begin(str(n)), lambda looks: None, stops[n]) for n in range(3)]
+        asked = [worker.write(lambda n=n: begin(str(n)), lambda looks: None, stops[n]) for n in range(3)]
         return await asyncio.gather(*asked)
 
     first, second, third = asyncio.run(scene())
-    assert at_work == ["0 on desk_0", "2 on desk_0"]
+    assert at_work == ["0 on chat_0", "2 on chat_0"]
     assert second == []
     assert first[0].text == first[1].text == third[0].text != ""
 
 
-def test_the_desk_stops_when_it_is_told_to(writer: Writer) -> None:
+def test_the_worker_stops_when_it_is_told_to(generator: TextGenerator) -> None:
     stopped = threading.Event()
 
     def begin() -> list[Side]:
-        sides = sides_of(writer)
+        sides = sides_of(generator)
         sides[0].step()
         stopped.set()
         return sides
 
-    sides = asyncio.run(Worker(writer).write(begin, lambda looks: None, stopped))
+    sides = asyncio.run(ChatWorker(generator).write(begin, lambda looks: None, stopped))
     assert {side.result.finish_reason for side in sides} == {"stopped"}
     assert Snapshot.at(sides[0]).finish_reason == "stopped"
     assert sum(len(side.result.new_ids) for side in sides) < 16
@@ -131,18 +136,18 @@ def test_the_desk_stops_when_it_is_told_to(writer: Writer) -> None:
 # --- a simulated reader ----------------------------------------------------------------------------------------------
 
 
-def test_a_reader_asks_goes_on_and_begins_anew(writer: Writer) -> None:
-    site = PageConfig(Worker(writer), SHORT, "demo", "heads", None, 0)
-    pages: list[Page] = []
+def test_a_reader_asks_goes_on_and_starts_again(generator: TextGenerator) -> None:
+    config = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", None, 0)
+    pages: list[ChatPage] = []
 
     def root() -> None:
-        pages.append(Page(site))
+        pages.append(ChatPage(config))
         pages[-1].build()
 
     async def scene() -> None:
         async with user_simulation(root=root) as user:
             await user.open("/")
-            await user.should_see("it is no assistant")
+            await user.should_see("it is not an assistant")
             user.find("Once upon a time").click()
             await user.should_see("the same text, token for token", retries=600)
             first = pages[0].conversation.turns[0]
@@ -159,23 +164,25 @@ def test_a_reader_asks_goes_on_and_begins_anew(writer: Writer) -> None:
     asyncio.run(scene())
 
 
-def test_options_belong_to_a_page_and_wrong_ones_are_told(writer: Writer) -> None:
-    site = PageConfig(Worker(writer), Settings(max_new_tokens=16, acceptance="greedy"), "demo", "heads", None, 0)
+def test_options_belong_to_a_page_and_wrong_ones_are_told(generator: TextGenerator) -> None:
+    config = PageConfig(
+        ChatWorker(generator), Settings(max_new_tokens=16, acceptance="greedy"), "demo", "heads", None, 0
+    )
 
     async def scene() -> None:
-        async with user_simulation(root=lambda: pages.append(Page(site)) or pages[-1].build()) as user:
+        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
             await user.open("/")
             with user:
-                pages[0]._change(max_new_tokens=8)
-                pages[0]._change(temperature=0.7)
+                pages[0]._change(lambda now: replace(now, max_new_tokens=8))
+                pages[0]._change(lambda now: replace(now, temperature=0.7))
             assert user.notify.messages == [
                 "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
             ]
             assert pages[0].settings == Settings(max_new_tokens=8, acceptance="greedy")
 
-    pages: list[Page] = []
+    pages: list[ChatPage] = []
     asyncio.run(scene())
-    assert site.settings.max_new_tokens == 16
+    assert config.settings.max_new_tokens == 16
 
 
 # --- a real browser --------------------------------------------------------------------------------------------------
@@ -263,7 +270,7 @@ def test_in_a_browser(browser: Any, port: int) -> None:
     assert last.locator(".card").count() == 1
     assert last.locator(".message").inner_text() == "<b>The dog</b>"
 
-    page.get_by_label("Begin anew").click()
+    page.get_by_label("Start again").click()
     page.wait_for_function("document.querySelectorAll('article').length == 0")
     assert troubles == []
     assert all(url.startswith((f"http://localhost:{port}/", "data:")) for url in asked), asked

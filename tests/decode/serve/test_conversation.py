@@ -10,7 +10,9 @@ from decode.bench.methods import plain_method
 from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
 from decode.results import Result, Run
-from decode.serve.conversation import Conversation, Side, Writer, race
+from decode.serve.conversation import Conversation
+from decode.serve.generator import TextGenerator
+from decode.serve.race import Side, race
 from decode.serve.text_stream import TextStream
 from decode.settings import Settings
 from medusa.errors import RequestError
@@ -23,24 +25,28 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def writer() -> Writer:
+def generator() -> TextGenerator:
     loaded = load_backbone("demo")
     source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
-    return Writer(loaded.model, loaded.tokenizer, source)
+    return TextGenerator(loaded.model, loaded.tokenizer, source)
 
 
 @pytest.fixture
-def with_template(writer: Writer) -> Any:
+def with_template(generator: TextGenerator) -> Any:
     """Its tokenizer, with a chat template for as long as a test lasts."""
-    writer.tokenizer.chat_template = CHATML
-    yield writer.tokenizer
-    writer.tokenizer.chat_template = None
+    generator.tokenizer.chat_template = CHATML
+    yield generator.tokenizer
+    generator.tokenizer.chat_template = None
 
 
-def answer(writer: Writer, conversation: Conversation, message: str, settings: Settings = SHORT, **how: Any) -> str:
-    turn = conversation.ask(message, writer.model)
-    side = Side(writer.run(turn.prompt, settings, **how), TextStream(writer.tokenizer, settings.stop, turn.prompt))
+def answer(
+    generator: TextGenerator, conversation: Conversation, message: str, settings: Settings = SHORT, **how: Any
+) -> str:
+    turn = conversation.ask(message, generator.model)
+    side = Side(
+        generator.run(turn.prompt, settings, **how), TextStream(generator.tokenizer, settings.stop, turn.prompt)
+    )
     for _ in race([side]):
         pass
     conversation.keep(turn, side.result, side.text)
@@ -50,70 +56,70 @@ def answer(writer: Writer, conversation: Conversation, message: str, settings: S
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_template_one_text_goes_on(writer: Writer) -> None:
-    conversation = Conversation(writer.tokenizer)
-    parts = [answer(writer, conversation, message) for message in (PROMPT, "", "")]
-    whole = answer(writer, Conversation(writer.tokenizer), PROMPT, Settings(max_new_tokens=72))
+def test_without_a_template_one_text_goes_on(generator: TextGenerator) -> None:
+    conversation = Conversation(generator.tokenizer)
+    parts = [answer(generator, conversation, message) for message in (PROMPT, "", "")]
+    whole = answer(generator, Conversation(generator.tokenizer), PROMPT, Settings(max_new_tokens=72))
     assert "".join(parts) == whole
 
 
-def test_without_a_template_a_message_is_put_behind_the_text(writer: Writer) -> None:
-    conversation = Conversation(writer.tokenizer)
-    first = answer(writer, conversation, PROMPT)
-    turn = conversation.ask("But the dog", writer.model)
-    assert writer.tokenizer.decode(turn.prompt, skip_special_tokens=True) == f"{PROMPT}{first} But the dog"
+def test_without_a_template_a_message_is_put_behind_the_text(generator: TextGenerator) -> None:
+    conversation = Conversation(generator.tokenizer)
+    first = answer(generator, conversation, PROMPT)
+    turn = conversation.ask("But the dog", generator.model)
+    assert generator.tokenizer.decode(turn.prompt, skip_special_tokens=True) == f"{PROMPT}{first} But the dog"
 
 
-def test_a_text_that_has_ended_is_followed_by_another_one(writer: Writer) -> None:
-    conversation = Conversation(writer.tokenizer)
-    turn = conversation.ask(PROMPT, writer.model)
-    run = writer.run(turn.prompt, SHORT)
+def test_a_text_that_has_ended_is_followed_by_another_one(generator: TextGenerator) -> None:
+    conversation = Conversation(generator.tokenizer)
+    turn = conversation.ask(PROMPT, generator.model)
+    run = generator.run(turn.prompt, SHORT)
     list(run)
     run.results[0].finish_reason = "eos"
     conversation.keep(turn, run.results[0], "")
-    assert conversation.ask("One day", writer.model).prompt == writer.tokenizer("One day")["input_ids"]
+    assert conversation.ask("One day", generator.model).prompt == generator.tokenizer("One day")["input_ids"]
 
 
-def test_with_a_template_all_turns_are_rendered(writer: Writer, with_template: Any) -> None:
+def test_with_a_template_all_turns_are_rendered(generator: TextGenerator, with_template: Any) -> None:
     conversation = Conversation(with_template, system="Be kind.")
-    said = answer(writer, conversation, "Hello")
-    prompt = writer.tokenizer.decode(conversation.ask("And you?", writer.model).prompt)
+    said = answer(generator, conversation, "Hello")
+    prompt = generator.tokenizer.decode(conversation.ask("And you?", generator.model).prompt)
     assert prompt == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
         f"<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     )
     conversation.reset()
-    assert "Hello" not in writer.tokenizer.decode(conversation.ask("And you?", writer.model).prompt)
+    assert "Hello" not in generator.tokenizer.decode(conversation.ask("And you?", generator.model).prompt)
 
 
-def test_what_cannot_be_asked_is_refused(writer: Writer, with_template: Any) -> None:
+def test_what_cannot_be_asked_is_refused(generator: TextGenerator, with_template: Any) -> None:
     conversation = Conversation(with_template)
     with pytest.raises(RequestError, match="the message is empty"):
-        conversation.ask(" \n", writer.model)
+        conversation.ask(" \n", generator.model)
     with pytest.raises(RequestError, match="the backbone's context ends at 512"):
-        conversation.ask("word " * 600, writer.model)
+        conversation.ask("word " * 600, generator.model)
     with_template.chat_template = None
     with pytest.raises(RequestError, match="--system needs a chat template"):
         Conversation(with_template, system="Be kind.")
     with pytest.raises(RequestError, match="the prompt is empty"):
-        Conversation(with_template).ask("", writer.model)
+        Conversation(with_template).ask("", generator.model)
 
 
-def test_a_full_context_is_told(writer: Writer) -> None:
-    conversation = Conversation(writer.tokenizer)
-    conversation.keep(conversation.ask(PROMPT, writer.model), Result([5] * 500, [5] * 12), "")
+def test_a_full_context_is_told(generator: TextGenerator) -> None:
+    conversation = Conversation(generator.tokenizer)
+    conversation.keep(conversation.ask(PROMPT, generator.model), Result([5] * 500, [5] * 12), "")
     with pytest.raises(RequestError, match="the context of 512 tokens is full"):
-        conversation.ask("", writer.model)
+        conversation.ask("", generator.model)
 
 
 # --- how it is written -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_the_method(writer: Writer) -> None:
-    ids = writer.tokenizer(PROMPT)["input_ids"]
-    expected = plain_method(writer.model, SHORT)([ids])[0]
+def test_a_run_is_the_method(generator: TextGenerator) -> None:
+    ids = generator.tokenizer(PROMPT)["input_ids"]
+    expected = plain_method(generator.model, SHORT)([ids])[0]
     for is_plain in (True, False):
-        run = writer.run(ids, SHORT, plain=is_plain)
+        run = generator.run(ids, SHORT, plain=is_plain)
         steps = [step.ids[0] for step in run]
         result = run.results[0]
         assert [token for step in steps for token in step] == result.new_ids == expected.new_ids
@@ -123,19 +129,19 @@ def test_a_run_is_the_method(writer: Writer) -> None:
         assert (max(result.step_lengths) > 1) is not is_plain
 
 
-def test_seconds_are_those_of_decoding_alone(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_those_of_decoding_alone(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still while the loop computes, so every second comes from the reader."""
     now = [0.0]
     monkeypatch.setattr("decode.results.perf_counter", lambda: now[0])
-    run = writer.run(writer.tokenizer(PROMPT)["input_ids"], SHORT)
+    run = generator.run(generator.tokenizer(PROMPT)["input_ids"], SHORT)
     begun = run.seconds
     for _ in run:
         now[0] += 100.0
     assert run.results[0].seconds == begun
 
 
-def test_a_run_that_is_stopped_keeps_what_was_written(writer: Writer) -> None:
-    run = writer.run(writer.tokenizer(PROMPT)["input_ids"], SHORT)
+def test_a_run_that_is_stopped_keeps_what_was_written(generator: TextGenerator) -> None:
+    run = generator.run(generator.tokenizer(PROMPT)["input_ids"], SHORT)
     next(iter(run))
     run.stop()
     result = run.results[0]
@@ -144,11 +150,11 @@ def test_a_run_that_is_stopped_keeps_what_was_written(writer: Writer) -> None:
     assert list(run.steps) == []
 
 
-def test_a_seed_gives_one_sample_with_a_drafter_and_without(writer: Writer) -> None:
-    ids, settings = writer.tokenizer(PROMPT)["input_ids"], Settings(max_new_tokens=24, temperature=1.0)
+def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGenerator) -> None:
+    ids, settings = generator.tokenizer(PROMPT)["input_ids"], Settings(max_new_tokens=24, temperature=1.0)
     texts = []
     for seed, is_plain in ((3, True), (3, False), (4, False)):
-        run = writer.run(ids, settings, seed, plain=is_plain)
+        run = generator.run(ids, settings, seed, plain=is_plain)
         list(run)
         texts.append(run.results[0].new_ids)
     assert texts[0] == texts[1] != texts[2]
@@ -182,9 +188,9 @@ def test_the_one_that_has_taken_least_time_goes_on(tokenizer: Any) -> None:
     assert [side.text for side in sides] == ["bbbb", "bbbb"]
 
 
-def test_a_race_of_plain_decoding_and_heads_gives_one_text(writer: Writer) -> None:
-    ids = writer.tokenizer(PROMPT)["input_ids"]
-    sides = [Side(writer.run(ids, SHORT, plain=plain), TextStream(writer.tokenizer)) for plain in (True, False)]
+def test_a_race_of_plain_decoding_and_heads_gives_one_text(generator: TextGenerator) -> None:
+    ids = generator.tokenizer(PROMPT)["input_ids"]
+    sides = [Side(generator.run(ids, SHORT, plain=plain), TextStream(generator.tokenizer)) for plain in (True, False)]
     for _ in race(sides):
         pass
     assert sides[0].text == sides[1].text

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.results import text_of
-from decode.serve.text_stream import Piece, TextStream
+from decode.serve.text_stream import TextPiece, TextStream
 from medusa.loading import load_tokenizer
 
 TEXT = "Häuser, 猫 and 👩‍👩‍👧: a story. The end? No! The end. 🐙"
@@ -32,7 +32,7 @@ def of_words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
 
 
-def streamed(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = (), seed: int = 0) -> list[list[Piece]]:
+def streamed(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = (), seed: int = 0) -> list[list[TextPiece]]:
     """In steps of random length."""
     rng, stream, out, rest = random.Random(seed), TextStream(tokenizer, stop), [], list(ids)
     while rest:
@@ -42,7 +42,7 @@ def streamed(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = (), seed: i
     return [*out, stream.end()]
 
 
-def joined(steps: list[list[Piece]]) -> str:
+def joined(steps: list[list[TextPiece]]) -> str:
     return "".join(piece.text for step in steps for piece in step)
 
 
@@ -69,8 +69,8 @@ def test_bytes_that_are_no_character_come_at_the_end(demo: Any) -> None:
 
 def test_the_first_token_of_a_step_is_a_root_and_the_others_were_drafted(tokenizer: Any) -> None:
     stream = TextStream(tokenizer)
-    assert stream.step([1, 2, 3]) == [Piece("b", False), Piece("c", True), Piece("d", True)]
-    assert stream.step([4]) == [Piece("e", False)]
+    assert stream.step([1, 2, 3]) == [TextPiece("b", False), TextPiece("c", True), TextPiece("d", True)]
+    assert stream.step([4]) == [TextPiece("e", False)]
 
 
 def test_what_may_become_a_stop_string_waits(tokenizer: Any) -> None:
@@ -86,7 +86,7 @@ def test_what_may_become_a_stop_string_waits(tokenizer: Any) -> None:
 def test_a_waiting_beginning_of_a_stop_string_is_given_at_the_end(tokenizer: Any) -> None:
     stream = TextStream(tokenizer, stop=("bcd",))
     assert stream.step([1, 2]) == []
-    assert stream.end() == [Piece("b", False), Piece("c", True)]
+    assert stream.end() == [TextPiece("b", False), TextPiece("c", True)]
 
 
 @pytest.mark.parametrize("ids", [[2, 3, 4], [2, 1, 3, 4], [1, 2, 6, 4, 2], [5, 2]])

@@ -23,8 +23,10 @@ from decode.bench.methods import plain_method
 from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
 from decode.results import text_of
-from decode.serve.conversation import Writer
-from decode.serve.openai import ApiError, Engine, Event, Row, Service
+from decode.serve.app import CompletionApi
+from decode.serve.generator import TextGenerator
+from decode.serve.schema import ApiError, ChatRequest
+from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
@@ -38,12 +40,12 @@ PROMPTS = ["Once upon a time", "The dog", "One day, a girl named Mia went to the
 
 
 @pytest.fixture(scope="module")
-def writer() -> Writer:
+def generator() -> TextGenerator:
     """With a chat template, as the embedded tokenizer has none."""
     loaded = load_backbone("demo")
     assert loaded.tokenizer is not None
     loaded.tokenizer.chat_template = CHATML
-    return Writer(
+    return TextGenerator(
         loaded.model,
         loaded.tokenizer,
         drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight")),
@@ -51,17 +53,17 @@ def writer() -> Writer:
 
 
 @pytest.fixture(scope="module")
-def service(writer: Writer) -> Service:
-    return Service(Engine(writer, 4), "demo", SHORT)
+def api(generator: TextGenerator) -> CompletionApi:
+    return CompletionApi(BatchWorker(generator, 4), "demo", SHORT)
 
 
 @pytest.fixture(scope="module")
-def url(service: Service) -> Iterator[str]:
+def url(api: CompletionApi) -> Iterator[str]:
     """The server in a thread."""
-    service.engine.start(lambda: None)
+    api.worker.start(lambda: None)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        app = service.app(["127.0.0.1", "localhost"])
+        app = api.app(["127.0.0.1", "localhost"])
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -70,7 +72,7 @@ def url(service: Service) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         server.should_exit = True
         thread.join(30)
-    assert not service.engine.thread.is_alive()  # type: ignore[union-attr]
+    assert not api.worker.thread.is_alive()  # type: ignore[union-attr]
 
 
 def ask(url: str, path: str, body: Any = None, host: str | None = None) -> tuple[int, Any]:
@@ -82,33 +84,33 @@ def ask(url: str, path: str, body: Any = None, host: str | None = None) -> tuple
     return reply.status, json.loads(text) if text.startswith("{") else text
 
 
-def expected(writer: Writer, text: str, settings: Settings = SHORT) -> str:
-    return written(writer, writer.tokenizer(text)["input_ids"], settings)
+def expected(generator: TextGenerator, text: str, settings: Settings = SHORT) -> str:
+    return written(generator, generator.tokenizer(text)["input_ids"], settings)
 
 
-def written(writer: Writer, ids: list[int], settings: Settings = SHORT) -> str:
+def written(generator: TextGenerator, ids: list[int], settings: Settings = SHORT) -> str:
     """By plain decoding."""
-    result = plain_method(writer.model, settings, writer.tokenizer)([ids])[0]
-    return text_of(result.new_ids, writer.tokenizer, settings.stop)
+    result = plain_method(generator.model, settings, generator.tokenizer)([ids])[0]
+    return text_of(result.new_ids, generator.tokenizer, settings.stop)
 
 
 # --- the API ---------------------------------------------------------------------------------------------------------
 
 
-def test_texts_are_those_of_plain_decoding(url: str, writer: Writer) -> None:
+def test_texts_are_those_of_plain_decoding(url: str, generator: TextGenerator) -> None:
     """A text, ids, and several of both at once, in one answer."""
-    ids = writer.tokenizer(PROMPTS[1])["input_ids"]
+    ids = generator.tokenizer(PROMPTS[1])["input_ids"]
     status, answer = ask(url, "/v1/completions", {"model": "demo", "prompt": [PROMPTS[0], ids, PROMPTS[2]]})
     assert status == 200
     assert answer["object"] == "text_completion"
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    assert [choice["text"] for choice in answer["choices"]] == [expected(writer, prompt) for prompt in PROMPTS]
+    assert [choice["text"] for choice in answer["choices"]] == [expected(generator, prompt) for prompt in PROMPTS]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
-    given = sum(len(writer.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
+    given = sum(len(generator.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
     assert answer["usage"] == {"prompt_tokens": given, "completion_tokens": 36, "total_tokens": given + 36}
 
 
-def test_a_stream_is_the_same_text_in_pieces(url: str, writer: Writer) -> None:
+def test_a_stream_is_the_same_text_in_pieces(url: str, generator: TextGenerator) -> None:
     body = {
         "prompt": PROMPTS[0],
         "stream": True,
@@ -124,20 +126,20 @@ def test_a_stream_is_the_same_text_in_pieces(url: str, writer: Writer) -> None:
     pieces = [choice for chunk in chunks for choice in chunk["choices"]]
     assert len(pieces) > 2
     whole = "".join(piece["text"] for piece in pieces)
-    assert whole == expected(writer, PROMPTS[0], Settings(max_new_tokens=24, stop=(".",)))
+    assert whole == expected(generator, PROMPTS[0], Settings(max_new_tokens=24, stop=(".",)))
     assert "." not in whole
     assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
     assert chunks[-1]["usage"]["completion_tokens"] > 0
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_a_chat_goes_through_the_template(url: str, writer: Writer) -> None:
+def test_a_chat_goes_through_the_template(url: str, generator: TextGenerator) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     status, answer = ask(url, "/v1/chat/completions", {"messages": messages, "max_completion_tokens": 8})
     assert status == 200
     message = answer["choices"][0]["message"]
-    ids = prompt_ids(Record("", messages=[{"role": "user", "content": "Hello"}]), writer.tokenizer)
-    assert message == {"role": "assistant", "content": written(writer, ids, Settings(max_new_tokens=8))}
+    ids = prompt_ids(Record("", messages=[{"role": "user", "content": "Hello"}]), generator.tokenizer)
+    assert message == {"role": "assistant", "content": written(generator, ids, Settings(max_new_tokens=8))}
     status, text = ask(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 8, "stream": True})
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n") if line.startswith("data: {")]
     assert deltas[0] == {"role": "assistant", "content": ""}
@@ -166,20 +168,25 @@ def test_models_and_health(url: str) -> None:
     [
         ("/v1/completions", b"{", 400, "the request is no JSON"),
         ("/v1/completions", [1], 400, "must be a JSON object"),
-        ("/v1/completions", {}, 400, "prompt must be a text or a list of ids"),
-        ("/v1/completions", {"prompt": []}, 400, "prompt must be"),
-        ("/v1/completions", {"prompt": [True]}, 400, "prompt must be"),
+        ("/v1/completions", {}, 400, "prompt is missing; it must be a text or a list of ids"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt is []; it must be a text or a list of ids"),
+        ("/v1/completions", {"prompt": [True]}, 400, "prompt is [True]; it must be a text"),
         ("/v1/completions", {"prompt": ""}, 400, "the prompt is empty"),
         ("/v1/completions", {"prompt": [99999]}, 400, "vocabulary has 4096"),
         ("/v1/completions", {"prompt": "word " * 600}, 400, "context ends at 512"),
         ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "model is 'gpt'; this server has 'demo'"),
-        ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "temprature is no parameter here"),
+        ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "temprature is not a parameter of this endpoint"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature is 'hot'; it must be a number"),
-        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1; it must be 0"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1.0; it must be 0"),
         ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens is True; it must be a whole number"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "it must be a whole number of at least 1"),
-        ("/v1/completions", {"prompt": "a", "temperature": 1e-320}, 400, "it must be 0 or at least 0.001"),
-        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-9}, 400, "it must be at least 0.01"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "temperature": 1e-320},
+            400,
+            "temperature is 1e-320; it must be a number, 0 or at least 0.001",
+        ),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-9}, 400, "it must be a number of at least 0.01"),
         ("/v1/completions", {"prompt": "a", "stop": "x\ud83d"}, 400, "half a character"),
         ("/v1/completions", {"prompt": "a", "stop": 3}, 400, "stop is 3"),
         ("/v1/completions", {"prompt": "a", "stop": ""}, 400, "a stop string is empty"),
@@ -188,11 +195,16 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": "a", "seed": -1}, 400, "seed is -1"),
         ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "stream is 'yes'; it must be true or false"),
         ("/v1/completions", {"prompt": "a", "stream_options": 1}, 400, "stream_options is 1"),
+        ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "it must be an object such"),
+        ("/v1/completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature is nan; it must be a number"),
+        ("/v1/completions", {"prompt": 3, "temprature": 1}, 400, "temprature is not a parameter"),
+        ("/v1/completions", {"prompt": [[1] * 999 + ["x"]]}, 400, "...]]; it must be a text or a list of ids"),
+        ("/v1/completions", {"prompt": "a", "top_k": 1.5}, 400, "top_k is 1.5; it must be a whole number"),
         ("/v1/completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
         ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
-        ("/v1/completions", {"prompt": "a", "messages": []}, 400, "messages is no parameter here"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages must be a list"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "a message must be"),
+        ("/v1/completions", {"prompt": "a", "messages": []}, 400, "messages is not a parameter of this endpoint"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages is []; it must be a list"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "it must be a list of {"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "end with the user's"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools is not"),
         ("/v1/embeddings", {}, 404, "there are /v1/models, /v1/completions"),
@@ -207,7 +219,16 @@ def test_wrong_requests_get_an_error_object(url: str, path: str, body: Any, stat
 
 
 def test_values_that_ask_for_nothing_are_taken(url: str) -> None:
-    body = {"prompt": "a", "frequency_penalty": 0.0, "logprobs": None, "best_of": 1, "user": "me", "tools": []}
+    body = {
+        "prompt": "a",
+        "frequency_penalty": 0.0,
+        "logprobs": None,
+        "temperature": None,
+        "n": None,
+        "best_of": 1,
+        "user": "me",
+        "tools": [],
+    }
     assert ask(url, "/v1/completions", body)[0] == 200
 
 
@@ -217,84 +238,86 @@ def test_a_method_and_a_host_that_are_wrong(url: str) -> None:
 
 
 def test_without_a_template_a_chat_is_refused(
-    writer: Writer, service: Service, monkeypatch: pytest.MonkeyPatch
+    generator: TextGenerator, api: CompletionApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer.tokenizer, "chat_template", None)
-    with pytest.raises(ApiError, match="demo has no chat template; /v1/completions goes on with a text"):
-        service.read({"messages": [{"role": "user", "content": "a"}]}, chat=True)
+    monkeypatch.setattr(generator.tokenizer, "chat_template", None)
+    with pytest.raises(ApiError, match="no chat template; /v1/completions continues a text"):
+        ChatRequest(messages=[{"role": "user", "content": "a"}]).prompts(generator.tokenizer)
 
 
-def test_our_own_client(url: str, writer: Writer) -> None:
+def test_our_own_client(url: str, generator: TextGenerator) -> None:
     """The one that `medusa distill --server` uses."""
     server = Server(url)
     assert server.model == "demo"
-    answer = server.complete(writer.tokenizer(PROMPTS[0])["input_ids"], {"max_tokens": 12, "temperature": 0})
-    assert (answer.text, answer.finish_reason) == (expected(writer, PROMPTS[0]), "length")
+    answer = server.complete(generator.tokenizer(PROMPTS[0])["input_ids"], {"max_tokens": 12, "temperature": 0})
+    assert (answer.text, answer.finish_reason) == (expected(generator, PROMPTS[0]), "length")
     assert server.chat([{"role": "user", "content": "Hello"}], None, {"max_tokens": 4}).text
     with pytest.raises(ServerError, match="HTTP 400"):
         server.complete([], {})
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
+# --- the worker ------------------------------------------------------------------------------------------------------
 
 
-def row_of(writer: Writer, text: str, settings: Settings = SHORT, events: list[Event] | None = None) -> Row:
+def row_of(
+    generator: TextGenerator, text: str, settings: Settings = SHORT, events: list[RowEvent] | None = None
+) -> BatchRow:
     kept = [] if events is None else events
-    return Row(writer.tokenizer(text)["input_ids"], settings, 0, kept.append)
+    return BatchRow(generator.tokenizer(text)["input_ids"], settings, 0, kept.append)
 
 
 def test_a_batch_is_of_rows_that_are_alike_and_near_in_length() -> None:
-    engine = Engine(SimpleNamespace(model=load_backbone("demo").model), 3)  # type: ignore[arg-type]
+    worker = BatchWorker(SimpleNamespace(model=load_backbone("demo").model), 3)  # type: ignore[arg-type]
     lengths = [10, 100, 12, 11, 13, 10]
-    rows = [Row([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
-    rows[5] = Row([5] * 10, Settings(temperature=1.0), 0, lambda event: None)
+    rows = [BatchRow([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
+    rows[5] = BatchRow([5] * 10, Settings(temperature=1.0), 0, lambda event: None)
     for row in rows:
-        engine.add(row)
-    found = [[rows.index(row) for row in engine._next_batch() or ()] for _ in range(3)]
+        worker.add(row)
+    found = [[rows.index(row) for row in worker.next_batch() or ()] for _ in range(3)]
     assert found == [[0, 3, 2], [1, 4], [5]]
 
 
-def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(writer: Writer) -> None:
-    engine, told = Engine(writer, 4), [[], []]  # type: ignore[var-annotated]
-    rows = [row_of(writer, PROMPTS[0], Settings(max_new_tokens=40), events) for events in told]
-    rows[0].tell = lambda event: (told[0].append(event), rows[0].gone.left.set())  # leaves after the first words
-    never = row_of(writer, PROMPTS[1])
-    never.gone.left.set()
+def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(generator: TextGenerator) -> None:
+    worker, told = BatchWorker(generator, 4), [[], []]  # type: ignore[var-annotated]
+    rows = [row_of(generator, PROMPTS[0], Settings(max_new_tokens=40), events) for events in told]
+    rows[0].tell = lambda event: (told[0].append(event), rows[0].reader.left.set())  # leaves after the first words
+    never = row_of(generator, PROMPTS[1])
+    never.reader.left.set()
     for row in (*rows, never):
-        engine.add(row)
-    batch = engine._next_batch()
+        worker.add(row)
+    batch = worker.next_batch()
     assert batch == rows
-    engine._decode(batch)
+    worker.decode(batch)
     assert rows[0].new_tokens < 12
     assert rows[1].new_tokens == 40
     assert told[1][-1].finish_reason == "length"
-    assert "".join(event.text for event in told[1]) == expected(writer, PROMPTS[0], Settings(max_new_tokens=40))
+    assert "".join(event.text for event in told[1]) == expected(generator, PROMPTS[0], Settings(max_new_tokens=40))
 
 
 def test_what_goes_wrong_is_told_to_the_readers_of_that_batch_alone(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, events = Engine(writer, 4), []  # type: ignore[var-annotated]
+    worker, events = BatchWorker(generator, 4), []  # type: ignore[var-annotated]
     with monkeypatch.context() as broken:
-        broken.setattr(Row, "request", lambda *_: 1 / 0)
-        engine._decode([row_of(writer, PROMPTS[0], events=events)])
+        broken.setattr(BatchRow, "request", lambda *_: 1 / 0)
+        worker.decode([row_of(generator, PROMPTS[0], events=events)])
     assert isinstance(events[0].error, ZeroDivisionError)
-    engine._decode([row_of(writer, PROMPTS[0], events=events)])
+    worker.decode([row_of(generator, PROMPTS[0], events=events)])
     assert events[-1].finish_reason == "length"
 
 
-class BrokenRow(Row):
-    def request(self, writer: Writer) -> NoReturn:
+class BrokenRow(BatchRow):
+    def request(self, generator: TextGenerator) -> NoReturn:
         raise ZeroDivisionError
 
 
-def test_what_goes_wrong_with_one_row_is_not_the_others_affair(writer: Writer) -> None:
-    told: dict[str, list[Event]] = {"fine": [], "wrong": []}
+def test_what_goes_wrong_with_one_row_is_not_the_others_affair(generator: TextGenerator) -> None:
+    told: dict[str, list[RowEvent]] = {"fine": [], "wrong": []}
     rows = [
-        Row([5, 6, 7], SHORT, 0, told["fine"].append),
+        BatchRow([5, 6, 7], SHORT, 0, told["fine"].append),
         BrokenRow([5, 6, 7], replace(SHORT, max_new_tokens=10**9), 0, told["wrong"].append),
     ]
-    Engine(writer, 2)._decode(rows)
+    BatchWorker(generator, 2).decode(rows)
     assert isinstance(told["wrong"][0].error, ZeroDivisionError)
     assert told["fine"][-1].finish_reason == "length"
     assert not any(event.error for event in told["fine"])
@@ -319,7 +342,7 @@ def test_samples_of_one_prompt_given_twice_differ_unless_a_seed_is_asked_for(url
     assert len({choice["text"] for choice in seeded["choices"]}) == 1
 
 
-def test_a_reader_who_leaves_over_http_stops_the_row(url: str, service: Service) -> None:
+def test_a_reader_who_leaves_over_http_stops_the_row(url: str, api: CompletionApi) -> None:
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 480, "ignore_eos": True, "stream": True})
     connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -327,10 +350,10 @@ def test_a_reader_who_leaves_over_http_stops_the_row(url: str, service: Service)
     reply = connection.makefile("rb")
     assert reply.readline().startswith(b"HTTP/1.1 200")
     assert any(b'"text"' in line for line in reply)  # the headers come before the row is decoded, its text does not
-    running = service.engine.running
+    running = api.worker.running
     reply.close()
     connection.close()
-    assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200  # the engine is free again
+    assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200  # the worker is free again
     assert len(running) == 1
     assert running[0].new_tokens < 480
 

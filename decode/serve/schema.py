@@ -1,0 +1,229 @@
+"""Requests of the OpenAI API, as far as this server takes them: read from JSON and checked.
+
+The API: https://platform.openai.com/docs/api-reference, as far as open servers share it. A parameter that this server
+does not support is refused by name, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from reprlib import repr as short
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from decode.settings import Settings
+from medusa.records import Record, prompt_ids
+
+MAX_CHOICES = 128  # texts of one request
+UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values that ask for nothing
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "response_format": {"type": "text"},
+}
+IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier"}  # not meant for the model
+
+
+class ApiError(Exception):
+    """A refusal or a failure, as the API reports it."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
+        """`param`: the parameter that is wrong."""
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def to_json(self) -> dict[str, object]:
+        """The error object of the API."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+
+
+class StrictModel(BaseModel):
+    """A model that converts no types: a text is no number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class StreamOptions(StrictModel):
+    """The object `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class TextPart(StrictModel):
+    """A part of the content of a message."""
+
+    type: Literal["text"]
+    text: str = ""
+
+
+class Message(StrictModel):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+WholeNumber = Annotated[int | None, Field(description="a whole number")]
+Number = Annotated[float | None, Field(allow_inf_nan=False, description="a number")]
+Flag = Annotated[bool | None, Field(description="true or false")]
+
+
+class GenerationRequest(StrictModel):
+    """The parameters that completions and chats share; null means the server's default.
+
+    A field's description says what its value may be: refusals quote it. `Settings` checks the ranges.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(None, description="the name of the model")
+    max_tokens: WholeNumber = None
+    max_completion_tokens: WholeNumber = None
+    temperature: Number = Field(None, description="a number, 0 or at least 0.001")
+    top_p: Number = None
+    top_k: WholeNumber = None
+    min_p: Number = None
+    repetition_penalty: Number = Field(None, ge=0.01, description="a number of at least 0.01")
+    ignore_eos: Flag = None
+    stop: str | list[str] | None = Field(None, description="a string or a list of strings")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
+    stream: Flag = None
+    stream_options: StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, body: dict[str, object]) -> dict[str, object]:
+        for name, neutral in UNSUPPORTED.items():
+            value = body.get(name)
+            # `logprobs: 0` asks for something, although 0 == False.
+            if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
+                raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
+        return {name: value for name, value in body.items() if name not in UNSUPPORTED and name not in IGNORED}
+
+    @field_validator("temperature")
+    @classmethod
+    def _require_temperature(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 1e-3:  # scores would overflow, on a GPU for every later batch too
+            raise ValueError("too small")
+        return value
+
+    @property
+    def copies(self) -> int:
+        """Texts for each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def settings(self, defaults: Settings) -> Settings:
+        """The generation settings of the request; `defaults` are the server's.
+
+        Raises:
+            RequestError: a value out of range, or values that cannot be combined."""
+        asked = {
+            "max_new_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
+        }
+        same_names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+        asked |= {name: getattr(self, name) for name in same_names}
+        return replace(defaults, **{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _as_list(prompt: object) -> object:
+    """One prompt, or several, as a list of prompts."""
+    several = isinstance(prompt, list) and not all(type(part) is int for part in prompt)
+    return prompt if several else [prompt]
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[list[str | Annotated[list[int], Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
+        description="a text or a list of ids, or a list of these, and not empty"
+    )
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """The ids of all prompts.
+
+        Raises:
+            RequestError: an empty text."""
+        return [
+            prompt_ids(Record("prompt", text=part, is_prompt=True), tokenizer) if isinstance(part, str) else part
+            for part in self.prompt
+        ]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(
+        min_length=1, description='a list of {"role": a word, "content": a text}, and not empty'
+    )
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """The ids of the conversation, as the chat template writes them.
+
+        Raises:
+            ApiError: there is no chat template, or nothing to answer.
+            RequestError: messages that the template refuses."""
+        if tokenizer.chat_template is None:
+            told = "this model has no chat template; /v1/completions continues a text"
+            raise ApiError(told, param="messages")
+        if self.messages[-1].role == "assistant":
+            raise ApiError("the last message is the assistant's; end with the user's", param="messages")
+        plain = [{"role": message.role, "content": message.text} for message in self.messages]
+        return [prompt_ids(Record("messages", messages=plain), tokenizer)]
+
+
+Request = TypeVar("Request", CompletionRequest, ChatRequest)
+
+
+def parse(content: bytes, kind: type[Request]) -> Request:
+    """Read and check the body of a request.
+
+    Raises:
+        ApiError: no JSON object, an unknown or unsupported parameter, or a value of a wrong type."""
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise ApiError(f"the request is no JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise ApiError("the request must be a JSON object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(f"the request holds half a character ({error.object[error.start : error.end]!a})") from None
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(kind, body, error) from None
+
+
+def _refusal(kind: type[GenerationRequest], body: dict[str, object], error: ValidationError) -> ApiError:
+    """The first error in one line; a parameter that does not exist comes before all others."""
+    names = {found["type"]: str(found["loc"][0]) for found in reversed(error.errors())}
+    if unknown := names.get("extra_forbidden"):
+        known = ", ".join(sorted({*kind.model_fields, *UNSUPPORTED, *IGNORED}))
+        return ApiError(f"{unknown} is not a parameter of this endpoint; its parameters are {known}", param=unknown)
+    name = str(error.errors()[0]["loc"][0])
+    value = f"is {short(body[name])}" if name in body else "is missing"
+    return ApiError(f"{name} {value}; it must be {kind.model_fields[name].description}", param=name)

@@ -1,0 +1,198 @@
+"""The thread that decodes: waiting texts are put into batches, and each batch is decoded to its end.
+
+The text that has waited longest is put into the next batch, together with those that are sampled in the same way and
+have prompts of similar length. Rows that have ended, or whose reader has left, leave the batch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from decode.request import prepare
+from decode.sequences import Request
+from decode.serve.generator import TextGenerator
+from decode.serve.text_stream import TextStream, joined
+from decode.settings import Settings
+from medusa.backbone import Backbone
+
+
+class RowEvent(NamedTuple):
+    """Something that happened to a row: new text, its end, or an error."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+
+class ReaderLeft(StoppingCriteria):
+    """Ends a row whose reader has left."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.left.is_set(), device=input_ids.device)
+
+
+class StopInNewText(StoppingCriteria):
+    """Ends a row whose new text holds a stop string. As in OpenAI's API, the prompt does not count."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_length: int) -> None:
+        self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
+        # A token may end inside the character that completes a string, and a character may take several tokens.
+        self.window = 4 * max(map(len, stop)) + 4
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
+        texts = [
+            str(self.tokenizer.decode(ids[-self.window :], skip_special_tokens=True))
+            for ids in input_ids[:, self.prompt_length :].tolist()
+        ]
+        found = [any(string in text for string in self.stop) for text in texts]
+        return torch.tensor(found, device=input_ids.device)
+
+
+@dataclass
+class BatchRow:
+    """One text that was asked for, from its prompt to the function that tells its reader."""
+
+    prompt: list[int]
+    settings: Settings
+    seed: int
+    tell: Callable[[RowEvent], object]
+    """Called by the thread that decodes."""
+    reader: ReaderLeft = field(default_factory=ReaderLeft)
+    new_tokens: int = 0
+
+    @property
+    def batch_key(self) -> Settings:
+        """Rows with equal keys can share a batch: their lengths and stops may differ, other settings may not."""
+        return replace(self.settings, max_new_tokens=1, stop=(), ignore_eos=False)
+
+    def request(self, generator: TextGenerator) -> Request:
+        """Prepare the row for decoding.
+
+        Raises:
+            RequestError: the model cannot do it."""
+        kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
+        ends = StoppingCriteriaList([self.reader])
+        if self.settings.stop:
+            ends.append(StopInNewText(generator.tokenizer, self.settings.stop, len(self.prompt)))
+        return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
+
+
+class BatchWorker:
+    """One thread that decodes waiting rows, batch after batch."""
+
+    def __init__(self, generator: TextGenerator, batch_size: int) -> None:
+        alone = Backbone(generator.model).rope_boundary is not None  # longrope: a long row would change short ones
+        self.generator, self.batch_size = generator, 1 if alone else batch_size
+        self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
+        self.waiting: list[BatchRow] = []
+        self.running: list[BatchRow] = []
+        self.batches: list[int] = []
+        """The sizes of all batches so far."""
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self, warm_up: Callable[[], object]) -> None:
+        """Start the thread, and wait until it has called `warm_up`.
+
+        Raises:
+            Exception: any error of `warm_up`."""
+        ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                warm_up()
+            except Exception as error:  # any error is raised in the thread that has called `start`
+                ready.put(error)
+                return
+            ready.put(None)
+            self._run()
+
+        self.thread = threading.Thread(target=run, name="batches", daemon=True)
+        self.thread.start()
+        if (error := ready.get()) is not None:
+            raise error
+
+    def add(self, row: BatchRow) -> None:
+        """Let a row wait for its batch."""
+        self.arrivals.put(row)
+
+    def stop(self) -> None:
+        """End the thread after the current step."""
+        for row in (*self.waiting, *self.running):
+            row.reader.left.set()
+        self.arrivals.put(None)
+        if self.thread is not None:
+            self.thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while (batch := self.next_batch()) is not None:
+            self.running = batch
+            if batch:
+                self.batches.append(len(batch))
+                self.decode(batch)
+
+    def next_batch(self) -> list[BatchRow] | None:
+        """The row that has waited longest, and the rows with its key whose prompts are nearest in length.
+
+        Waits for rows if there are none. `None`: the worker has been stopped."""
+        arrived = [] if self.waiting else [self.arrivals.get()]
+        while not self.arrivals.empty():
+            arrived.append(self.arrivals.get())
+        if None in arrived:
+            return None
+        self.waiting = [row for row in (*self.waiting, *filter(None, arrived)) if not row.reader.left.is_set()]
+        if not self.waiting:
+            return []
+        first = self.waiting[0]
+        alike = [row for row in self.waiting if row.batch_key == first.batch_key]
+        alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # stable: itself, then by arrival
+        batch = alike[: self.batch_size]
+        self.waiting = [row for row in self.waiting if not any(row is taken for taken in batch)]
+        return batch
+
+    def decode(self, asked: list[BatchRow]) -> None:
+        """Decode a batch to its end. The readers of a row or batch that fails are told; nothing else is affected."""
+        rows, requests = [], []
+        for row in asked:
+            try:
+                requests.append(row.request(self.generator))
+                rows.append(row)
+            except Exception as error:
+                row.tell(RowEvent(error=error))
+        try:
+            if rows:
+                self._decode(rows, requests)
+        except Exception as error:
+            for row in rows:
+                row.tell(RowEvent(error=error))
+
+    def _decode(self, rows: list[BatchRow], requests: list[Request]) -> None:
+        streams = [TextStream(self.generator.tokenizer, row.settings.stop) for row in rows]
+        run = self.generator.run_all(requests, rows[0].settings)
+        reasons = run.session.sequences.finish_reason
+        ended: set[int] = set()
+        for step in run:
+            for index, ids in step.ids.items():
+                rows[index].new_tokens += len(ids)
+                text = joined(streams[index].step(ids))
+                if (reason := reasons[index]) is not None:
+                    ended.add(index)
+                    text += joined(streams[index].end())
+                    rows[index].tell(RowEvent(text, "length" if reason == "length" else "stop"))
+                elif text:
+                    rows[index].tell(RowEvent(text))
+        for index in set(range(len(rows))) - ended:  # the context had no room for a single token
+            rows[index].tell(RowEvent("", "length"))
