@@ -16,9 +16,9 @@ from medusa.memory import bytes_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from decode.drafters.dynamic_tree import Layout
     from decode.loop import Session
     from medusa.heads.independent import MedusaHeads
+    from medusa.tree import Layout
 
 
 class Frontier(NamedTuple):

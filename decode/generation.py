@@ -19,7 +19,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decode.compiled.regions import Compiled
 from decode.draft import DrafterContext, DrafterFactory
 from decode.drafters import DrafterLike, drafter_factory
-from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
 from decode.loop import Acceptor, Session, Step
 from decode.reference import plain_session
@@ -90,7 +89,7 @@ def _compiled(session: Session, source: DrafterFactory, acceptor: Acceptor) -> C
             "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
         )
     heads, tree = source.heads, source.tree
-    require_one_shape(True, tree.least if isinstance(tree, DynamicTree) else 0.0)
+    require_one_shape(True, tree.min_confidence)
     return Compiled(session, acceptor, tree, heads, lambda: heads_drafter(heads, session.backbone, tree))
 
 

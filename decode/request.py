@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.small_model import require_same_vocabulary
 from decode.loop import Acceptor
 from decode.sampling import POSITION_FREE
@@ -28,7 +28,8 @@ from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Tree, load_tree
+from medusa.tree import Layout, Tree
+from medusa.tree_files import load_tree
 
 LOSSLESS = ("greedy", "rejection")
 LOSSY = ("typical", "typical-sampled")
@@ -247,7 +248,7 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0)
         raise RequestError(
             "stop-drafting needs a tree that is chosen by the heads' confidences in every step; take tree dynamic:N"
         )
-    return replace(resolved, least=stop_drafting)
+    return replace(resolved, min_confidence=stop_drafting)
 
 
 def require_one_shape(compile: bool, stop_drafting: float) -> None:

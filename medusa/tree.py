@@ -1,12 +1,12 @@
-"""The static topology of a candidate tree: which top-r guess of which head stands under which.
+"""The static topology of a candidate tree: the parent and the rank of each guess.
 
-Node 0 is the root, the token that is already decided. Nodes are sorted by depth, so a parent always stands before
-its children; a node at depth d holds a guess of head d. `N` nodes count the root.
+Node 0 is the root, the token that is already decided. Nodes are sorted by depth, so a parent always comes before its
+children; a node at depth d holds a guess of head d. `N` nodes count the root.
 
     >>> tree = Tree.from_paths([[0], [1], [0, 0]])
     >>> tree.parent.tolist(), tree.depth.tolist(), tree.rank.tolist()
     ([0, 0, 0, 1], [0, 1, 1, 2], [0, 0, 1, 0])
-    >>> tree.ancestors.int().tolist()           # row = node, column = itself and what stands above it
+    >>> tree.ancestors.int().tolist()           # row = node, column = the node itself and the nodes above it
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     >>> tree.paths.tolist()                     # the nodes from the root to each node, padded with -1
     [[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3]]
@@ -14,12 +14,10 @@ its children; a node at depth d holds a guess of head d. `N` nodes count the roo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
-from pathlib import Path
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,30 +25,59 @@ from torch import Tensor
 from medusa.errors import RequestError
 
 RankPath = tuple[int, ...]
+"""The rank of the guess of each head from the root down."""
 MAX_NODES = 4096
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """A tree that drafts are laid out on: the same in every step (`Tree`), or chosen in every step (`DynamicTree`)."""
+
+    @property
+    def is_dynamic(self) -> bool: ...
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of a draft, the root included."""
+
+    @property
+    def max_depth(self) -> int:
+        """Number of levels below the root."""
+
+    @property
+    def candidates(self) -> Tree:
+        """All nodes that a draft can have: the static tree itself, or the tree that a dynamic one is chosen from."""
+
+    @property
+    def min_confidence(self) -> float:
+        """Path probability below which no node is drafted; 0 drafts all."""
+
+    def to(self, device: torch.device | str) -> Self: ...
+    def clip(self, max_depth: int) -> Self: ...
+    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None: ...
+    def to_json(self) -> object: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Topology as tensors. Shapes: N nodes, D = the depth of the deepest one (0 for the root alone)."""
+    """Topology as tensors. Shapes: N nodes, D = the largest depth (0 for the root alone)."""
 
     parent: Tensor
     """[N] index of each node's parent; the root is its own."""
     depth: Tensor
     """[N] number of drafted tokens on the way from the root; 0 for the root."""
     rank: Tensor
-    """[N] which top-r guess of head `depth` the node holds; 0 for the root."""
+    """[N] rank of the node among the guesses of head `depth`; 0 for the root."""
     ancestors: Tensor
-    """[N, N] True where the column is the row itself or stands above it."""
+    """[N, N] True where the column is the row itself or an ancestor of it."""
     paths: Tensor
     """[N, D + 1] nodes from the root to each node, padded with -1."""
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Tree of all `paths`, each listing per head the rank of the guess that it takes (the original's form).
+        """Make the tree of all `paths`, each a list of ranks, one for each head (the original's form).
 
         Raises:
-            RequestError: a path is empty, holds something other than ranks, stands twice, or misses its parent.
+            RequestError: a path is empty, holds something other than ranks, occurs twice, or misses its parent.
         """
         ranks = [_checked(path) for path in paths]
         index: dict[RankPath, int] = {(): 0}
@@ -82,13 +109,13 @@ class Tree:
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
-        """Every head's best guess, one under the other: `depth` drafted tokens; 0 is plain decoding."""
+        """Make a chain of every head's best guess, `depth` drafted tokens long; 0 is plain decoding."""
         _require_size(depth + 1, f"chain:{depth}")
         return cls.from_paths([(0,) * d for d in range(1, depth + 1)])
 
     @classmethod
     def top_k(cls, widths: Sequence[int]) -> Tree:
-        """The full product tree: `widths[d]` guesses of head d + 1 under every node of the level above."""
+        """Make the full product tree: `widths[d]` guesses of head d + 1 under every node of the level above."""
         if not widths or min(widths) < 1:
             raise RequestError(f"topk:{','.join(map(str, widths))} is no tree; give a width of 1 or more per head")
         size, level = 1, 1
@@ -111,6 +138,10 @@ class Tree:
         """The nodes of depth `max_depth` or less."""
         return Tree.from_paths([path for path in self.rank_paths if len(path) <= max_depth])
 
+    def to_json(self) -> list[list[int]]:
+        """The paths, as `config.json` and results hold them."""
+        return [list(path) for path in self.rank_paths]
+
     @property
     def rank_paths(self) -> list[RankPath]:
         """The paths that `from_paths` takes, in node order."""
@@ -119,7 +150,7 @@ class Tree:
 
     @cached_property
     def children(self) -> Tensor:
-        """[N, C] the children of each node in the order of their ranks, padded with -1; C is the most that one has."""
+        """[N, C] the children of each node by rank, padded with -1; C is the largest number of children."""
         lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for node, parent in enumerate(self.parent.tolist()[1:], 1):
             lists[parent].append(node)
@@ -129,11 +160,23 @@ class Tree:
 
     @cached_property
     def order(self) -> Tensor:
-        """[N] the place of each node among its siblings, from 0; 0 for the root. Ranks may have gaps, this has none."""
+        """[N] the place of each node among its siblings, from 0; 0 for the root. Unlike ranks, places have no gaps."""
         order = torch.zeros_like(self.parent)
         place = torch.arange(self.children.shape[1], device=order.device).expand_as(self.children)
         order[self.children[self.children >= 0]] = place[self.children >= 0]
         return order
+
+    @property
+    def is_dynamic(self) -> bool:
+        return False
+
+    @property
+    def candidates(self) -> Tree:
+        return self
+
+    @property
+    def min_confidence(self) -> float:
+        return 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -148,8 +191,11 @@ class Tree:
         return int(self.rank.max())
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Raises:
-        RequestError: the tree is deeper than there are heads, or takes a rank beyond the vocabulary."""
+        """Check that heads can fill the tree.
+
+        Raises:
+            RequestError: it is deeper than the number of heads, or takes a rank beyond the vocabulary.
+        """
         if self.max_depth > num_heads:
             raise RequestError(
                 f"{name} is {self.max_depth} deep but there are {num_heads} heads; "
@@ -170,69 +216,3 @@ def _checked(path: Sequence[int]) -> RankPath:
     if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
         raise RequestError(f"the tree's path {list(path)} holds something that is no rank; ranks are 0, 1, 2, ...")
     return tuple(path)
-
-
-def published_trees() -> dict[str, list[list[int]]]:
-    """The nine trees published with the original Medusa, by name, as lists of paths."""
-    return _shipped()["trees"]
-
-
-def named_trees() -> dict[str, list[list[int]]]:
-    """All trees that have a name: the published ones, and `eight`, ours for a CPU."""
-    return _shipped()["trees"] | _shipped()["ours"]
-
-
-def _shipped() -> dict[str, dict[str, list[list[int]]]]:
-    return json.loads(resources.files("medusa").joinpath("trees.json").read_text(encoding="utf-8"))
-
-
-def load_tree(spec: str, num_heads: int) -> Tree:
-    """The tree that `spec` names: `chain`, `chain:3`, `topk:3,3,2`, a name (`named_trees`), or a JSON or YAML file.
-
-    `num_heads` is the depth of a `chain` without a number. A file holds `{"paths": [[0], [0, 0], [1], ...]}`.
-
-    Raises:
-        RequestError: no such tree or file, or it does not describe a tree.
-    """
-    name, _, argument = spec.partition(":")
-    if name == "chain":
-        lengths = _whole_numbers(spec, argument) if argument else [num_heads]
-        if len(lengths) > 1:
-            raise RequestError(f"the tree {spec!r} has two depths; write chain:{lengths[0]} or topk:{argument}")
-        return Tree.chain(lengths[0])
-    if name == "topk":
-        return Tree.top_k(_whole_numbers(spec, argument))
-    named = named_trees()
-    if spec in named:
-        return Tree.from_paths(named[spec])
-    if Path(spec).is_file():
-        return Tree.from_paths(_read_paths(Path(spec)))
-    raise RequestError(
-        f"no tree {spec!r}: give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(named))}"
-    )
-
-
-def _whole_numbers(spec: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0:
-        raise RequestError(f"the tree {spec!r} needs whole numbers after the colon, as in chain:3 or topk:3,3,2")
-    return numbers
-
-
-def _read_paths(path: Path) -> list[list[int]]:
-    import yaml  # JSON is YAML, so one reader serves both
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RequestError(f"the tree file {path} is neither JSON nor YAML ({_first_line(error)})") from None
-    if not isinstance(content, dict) or not isinstance(content.get("paths"), list):
-        raise RequestError(f'the tree file {path} must hold {{"paths": [[0], [0, 0], [1], ...]}}')
-    return content["paths"]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -38,7 +38,6 @@ from medusa.__main__ import main as medusa
 from medusa.commands import common
 from medusa.errors import RequestError
 from medusa.loading import Loaded
-from medusa.tree import Tree
 from script_tools import plain_table, run_script, script_parser
 
 WIDTH = 112  # characters that the wider table takes; a narrow terminal wraps lines, and no figure is cut off
@@ -114,7 +113,7 @@ def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings)
         if isinstance(config, NgramConfig):
             ahead = {"prompt_lookup_num_tokens": config.tokens, "max_matching_ngram_size": config.n}
             found[f"transformers, {name}"] = ahead
-        if isinstance(source, DraftModel) and isinstance(source.tree, Tree):
+        if isinstance(source, DraftModel) and not source.tree.is_dynamic:
             chosen = source.model.generation_config
             chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = source.tree.max_depth, "constant"
             chosen.assistant_confidence_threshold = 0

@@ -32,7 +32,6 @@ from decode.bench.calibration.stored import files_for, situation, stored
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import regions
-from decode.drafters.dynamic_tree import Layout
 from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Session
 from decode.request import prepare
@@ -44,7 +43,7 @@ from medusa.commands import common
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 from script_tools import plain_table, run_script, script_parser
 
 TREES = """as for medusa generate, or calibrated:N, the static tree of N nodes that `medusa calibrate` found and kept

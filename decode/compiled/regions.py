@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from decode.accept import Acceptance, accept_greedy, ended_at, typical
 from decode.cache import TreeCache
 from decode.draft import Draft, Drafter, Frontier
-from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.drafters.dynamic_tree import DynamicTree
 from decode.heads_cache import HeadsCache
 from decode.loop import Acceptor, Session, Step, at_end, pack, unpack
 from decode.ops.grouped_attention import grouped
@@ -42,7 +42,7 @@ from medusa.errors import RequestError
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.sequential import SequentialHeads
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 
 LEAST = 256
 """Slots of the smallest cache."""
@@ -666,6 +666,5 @@ def _surroundings(backbone: Backbone) -> tuple[Any, ...]:
 
 def _content(tree: Layout) -> tuple[Any, ...]:
     """What two trees must have in common to be the same, whoever made them."""
-    if isinstance(tree, DynamicTree):
-        return (tree.num_nodes, tree.temperatures, *_content(tree.candidates))
-    return (*tree.parent.tolist(), *tree.rank.tolist())
+    nodes = (*tree.candidates.parent.tolist(), *tree.candidates.rank.tolist())
+    return (tree.num_nodes, tree.temperatures, *nodes) if isinstance(tree, DynamicTree) else nodes

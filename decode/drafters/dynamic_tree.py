@@ -40,12 +40,14 @@ class DynamicTree:
     candidates: Tree
     temperatures: tuple[float, ...] = ()
     """Of each head's confidences, one for every head that the candidates reach; 1 where none are given."""
-    least: float = 0.0
-    """Nodes that heads believe in less than this are left out, and nothing is drafted under them; 0 keeps all."""
+    min_confidence: float = 0.0
+    """Nodes whose path probability is below this are not drafted, with their subtrees; 0 keeps all."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= 1:
-            raise RequestError(f"a confidence to stop drafting at is {self.least}; it must lie between 0 (never) and 1")
+        if not 0 <= self.min_confidence <= 1:
+            raise RequestError(
+                f"a confidence to stop drafting at is {self.min_confidence}; it must lie between 0 (never) and 1"
+            )
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(
@@ -62,8 +64,17 @@ class DynamicTree:
         return cls(num_nodes, _candidates(num_nodes, num_heads), temperatures)
 
     @property
+    def is_dynamic(self) -> bool:
+        return True
+
+    @property
     def max_depth(self) -> int:
         return self.candidates.max_depth
+
+    def to_json(self) -> dict[str, object]:
+        """What results hold of the tree."""
+        content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
+        return content | ({"stop_drafting": self.min_confidence} if self.min_confidence else {})
 
     def to(self, device: torch.device | str) -> DynamicTree:
         if self.candidates.depth.device == torch.device(device):
@@ -114,9 +125,9 @@ class DynamicTree:
 
         Rows of a batch have one shape, so those that believe in fewer get their next best ones as well.
         """
-        if not self.least:
+        if not self.min_confidence:
             return worth.shape[1]
-        return int((worth >= math.log(self.least)).sum(1).max())  # waits for the device
+        return int((worth >= math.log(self.min_confidence)).sum(1).max())  # waits for the device
 
     def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
         """worth [B, S] -> the nodes that are taken, ascending [B, N], and how they hang together."""
@@ -133,10 +144,6 @@ def bounded(confidences: Tensor) -> Tensor:
     could be taken without its parent, and its position and past would be wrong, and with them the text.
     """
     return confidences.nan_to_num(nan=LEAST, neginf=LEAST).clamp_min(LEAST)
-
-
-Layout = Tree | DynamicTree
-"""What a draft can be laid out on."""
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:

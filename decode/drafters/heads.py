@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.drafters.dynamic_tree import DynamicTree
 from decode.ops.fast_topk import top_k
 from decode.sampling import Target, draw_distinct
 from decode.topology import Topology
@@ -16,6 +16,7 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
@@ -36,7 +37,7 @@ class HeadsDrafter:
         self.lm_head = lm_head_for(heads, backbone)
         self.tree = tree.to(backbone.device)
         # The static tree: the draft itself, or what a dynamic one is chosen from.
-        static = self.tree.candidates if isinstance(self.tree, DynamicTree) else self.tree
+        static = self.tree.candidates
         self.static, self.topology = static, Topology.of(static)
         self.top = static.max_rank + 1
         # Node n > 0 holds guess rank[n] of head depth[n]: its place in the flattened [k, top] table of guesses.
@@ -106,7 +107,7 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
 def require_drawable(tree: Layout) -> None:
     """Raises:
     RequestError: the tree's nodes are chosen by what is drafted, so that it cannot be drawn."""
-    if isinstance(tree, DynamicTree):
+    if tree.is_dynamic:
         raise RequestError("a dynamic tree cannot be drawn: what was drawn would choose its nodes; use draft topk")
 
 

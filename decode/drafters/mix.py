@@ -19,12 +19,12 @@ from transformers import PretrainedConfig
 
 from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
 from decode.drafters import parse, require_at_least, require_no_tree
-from decode.drafters.dynamic_tree import Layout
 from decode.loop import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.memory import bytes_of
+from medusa.tree import Layout
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decode.cache import TreeCache
 from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
 from decode.drafters import require_at_least, require_no_tree
-from decode.drafters.dynamic_tree import DynamicTree, Layout
-from decode.drafters.paths import PathDrafter, levels_of, width_of
+from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.paths import PathDrafter
 from decode.drafters.small_model import companion_path, load_companion, require_same_vocabulary
 from decode.drafters.tries import chain
 from decode.loop import Session
@@ -37,7 +37,7 @@ from medusa.heads.context_kv import ContextKV
 from medusa.heads.sequential import State
 from medusa.loading import load_config
 from medusa.memory import bytes_of
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DraftModel(DrafterFactory):
         return self.tree.num_nodes
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        if drawn and (isinstance(self.tree, DynamicTree) or self.confidence):
+        if drawn and (self.tree.is_dynamic or self.confidence):
             raise RequestError("what was drawn would choose the draft's nodes; leave nodes and confidence out")
         return ModelDrafter(self, session, session.target if drawn else None)
 
@@ -150,13 +150,8 @@ class ModelDrafter(PathDrafter):
         self.source, self.target, self.heads = source, target, ALL_WORDS
         self.sequences = session.sequences
         self.backbone = Backbone(source.model)
-        self.tree = source.tree.to(self.backbone.device)
-        if isinstance(self.tree, Tree):
-            self.levels, self.topology = levels_of(self.tree), Topology.of(self.tree)
-            self.top = [int(level.rank.max()) + 1 for level in self.levels]
-        else:
-            self.width = width_of(self.tree)
-        self.is_chain = isinstance(self.tree, Tree) and self.tree.max_rank == 0 and target is None
+        self.lay_out(source.tree)
+        self.is_chain = not self.tree.is_dynamic and self.tree.candidates.max_rank == 0 and target is None
         self.cache = TreeCache(source.model.config, len(session.sequences), session.cache.capacity)
         self.rows = list(range(len(session.sequences)))
         self.text_lengths: list[int] = []

@@ -3,7 +3,7 @@ nodes at once.
 
 Every level costs one pass of a head over the nodes that have children. With a static tree these are given; with a
 dynamic one the most promising of a level are taken, as many in every step, so that shapes stay fixed, unless drafting
-is to stop where heads believe in nothing any more (`DynamicTree.least`).
+is to stop where heads believe in nothing any more (`DynamicTree.min_confidence`).
 
 Shapes: B rows, W nodes of a level that are expanded, R guesses looked at, S size of a part of a state, V vocabulary,
 N nodes.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decode.accept import Draws
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.dynamic_tree import STEEPNESS, TOP, DynamicTree, Layout, bounded
+from decode.drafters.dynamic_tree import STEEPNESS, TOP, DynamicTree, bounded
 from decode.drafters.heads import require_draftable
 from decode.ops.fast_topk import Greatest, top_k
 from decode.sampling import Target, draw_distinct
@@ -26,7 +26,7 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.sequential import SequentialHeads, State
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
@@ -87,12 +87,17 @@ class PathDrafter:
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
         self.dtype = heads.dtype
-        self.tree = tree.to(backbone.device)
-        if isinstance(self.tree, Tree):
-            self.levels, self.topology = levels_of(self.tree), Topology.of(self.tree)
-            self.top = [int(level.rank.max()) + 1 for level in self.levels]  # guesses that are looked at
-        else:
+        self.lay_out(tree)
+
+    def lay_out(self, tree: Layout) -> None:
+        """Prepare the levels of a static tree, or the width of a dynamic one."""
+        self.tree = tree.to(self.backbone.device)
+        if isinstance(self.tree, DynamicTree):
             self.width = width_of(self.tree)
+            return
+        static = self.tree.candidates
+        self.levels, self.topology = levels_of(static), Topology.of(static)
+        self.top = [int(level.rank.max()) + 1 for level in self.levels]  # guesses that are looked at
 
     def propose(self, frontier: Frontier) -> Draft:
         if self.tree.max_depth == 0:

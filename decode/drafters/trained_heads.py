@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.draft import Drafter, DrafterConfig, DrafterContext, DrafterFactory
-from decode.drafters.dynamic_tree import Layout
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
 from decode.loop import Session
@@ -17,6 +16,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.sequential import SequentialHeads
+from medusa.tree import Layout
 
 
 @dataclass(frozen=True)

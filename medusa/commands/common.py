@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from decode.draft import DrafterConfig, DrafterFactory
-    from decode.drafters.dynamic_tree import Layout
     from decode.settings import Settings
     from decode.strategies.contrastive import Amateur, Contrast
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import Loaded, LoadOptions
     from medusa.records import Record
+    from medusa.tree import Layout
 
 
 def add_backbone(
@@ -438,7 +438,7 @@ def drafter_json(spec: str | None, source: DrafterFactory | None) -> dict[str, A
     tree = getattr(source, "tree", None)
     return {
         "drafter": spec or "heads",
-        "tree": None if tree is None else tree_json(tree),
+        "tree": None if tree is None else tree.to_json(),
         "nodes": source.num_nodes,
     }
 
@@ -543,16 +543,6 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
         kind = "dynamic, " if best.dynamic else ""
         print(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}", file=sys.stderr)
     return found.tree
-
-
-def tree_json(tree: Layout) -> Any:
-    """What a result says of its tree: the paths, or how many nodes are chosen anew in each step."""
-    from decode.drafters.dynamic_tree import DynamicTree
-
-    if isinstance(tree, DynamicTree):
-        content = {"dynamic": tree.num_nodes, "temperatures": list(tree.temperatures)}
-        return content | ({"stop_drafting": tree.least} if tree.least else {})
-    return [list(path) for path in tree.rank_paths]
 
 
 def read_prompts(args: argparse.Namespace) -> list[Record]:

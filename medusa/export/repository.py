@@ -21,7 +21,7 @@ from medusa.export.card import model_card
 from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
 from medusa.export.hub_code import bundle
 from medusa.files import write_text
-from medusa.tree import load_tree
+from medusa.tree_files import load_tree
 
 CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"
 NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"

@@ -13,7 +13,8 @@ from medusa.config import MedusaConfig
 from medusa.export.base import Export, Written, published_config, quoted, require_square
 from medusa.export.lm_head import with_own_lm_heads
 from medusa.files import write_json
-from medusa.tree import Tree, named_trees
+from medusa.tree import Tree
+from medusa.tree_files import named_trees
 
 NAME, CHOICES, MAX_CHOICES = "tensorrt-llm", "medusa_choices.json", 63
 FALLBACK = "mc_sim_7b_63"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from medusa.__main__ import main
 from medusa.fingerprint import fingerprint
@@ -47,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backbone's weights take minutes to load where they matter: these requests are refused before."""
-    monkeypatch.setattr("medusa.loading.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("a backbone was loaded"))
 
 
 def generate(place: Place, *argv: Any, **changes: Any) -> tuple[Any, ...]:
@@ -179,7 +180,7 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     said = refused(*generate(place, "--amateur", other))
     assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
     measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
-    assert "knows no --amateur" in refused(*measure, "--amateur", place.backbone, "--prompt-lookup")
+    assert "cannot be combined with --amateur" in refused(*measure, "--amateur", place.backbone, "--prompt-lookup")
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -319,7 +319,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def by_server(distill: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    monkeypatch.setattr("medusa.loading.load_backbone", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
     monkeypatch.setattr("medusa.commands.distill.client.LONGEST_WAIT", 0.0)
     return lambda *argv, **kwargs: distill("--server", server.url, *argv, **kwargs)
 

@@ -19,7 +19,7 @@ from decode.timers import STAGES, StageTimer
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
-from medusa.tree import named_trees
+from medusa.tree_files import named_trees
 from tests.helpers import (
     LETTERS,
     REFUSED,

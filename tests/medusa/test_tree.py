@@ -11,7 +11,8 @@ import torch
 
 import medusa.tree
 from medusa import RequestError, Tree
-from medusa.tree import MAX_NODES, load_tree, published_trees
+from medusa.tree import MAX_NODES
+from medusa.tree_files import load_tree, published_trees
 from tests.helpers import random_tree
 
 

@@ -20,13 +20,13 @@ from decode.bench.calibration.recording import Recording, record
 from decode.bench.calibration.step_times import time_steps
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
 from decode.bench.methods import medusa_method, plain_method
-from decode.drafters.dynamic_tree import TOP, DynamicTree, Layout
+from decode.drafters.dynamic_tree import TOP, DynamicTree
 from decode.results import tau
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Trees that may be tried, in nodes; 1 is plain decoding."""
@@ -79,10 +79,10 @@ def calibrate(
     points = [
         CalibrationPoint(
             nodes=tree.num_nodes,
-            paths=[list(path) for path in tree.rank_paths] if isinstance(tree, Tree) else [],
+            paths=[] if tree.is_dynamic else tree.candidates.to_json(),
             tau=_expected_tau(model, heads, texts, recording, tree, settings),
             step_ms=1000 * of_step,
-            dynamic=isinstance(tree, DynamicTree),
+            dynamic=tree.is_dynamic,
         )
         for tree, of_step in zip(trees, seconds, strict=True)
     ]

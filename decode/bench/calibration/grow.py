@@ -13,9 +13,8 @@ from collections import Counter
 from torch import Tensor
 
 from decode.bench.calibration.recording import Recording
-from decode.drafters.dynamic_tree import Layout
 from medusa.heads.guesses import MISSED, accepted
-from medusa.tree import RankPath, Tree
+from medusa.tree import Layout, RankPath, Tree
 
 MAX_ROUNDS = 8  # of growing and replaying; three are usual
 

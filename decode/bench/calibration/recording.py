@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.drafters.dynamic_tree import TOP, Layout
+from decode.drafters.dynamic_tree import TOP, DynamicTree
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.tree import Tree
+from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
 Text = tuple[Sequence[int], Sequence[int]]
@@ -66,8 +66,8 @@ class Recording:
 
     def accepted(self, tree: Layout, text: int) -> Tensor:
         """How many drafted tokens a step from each position of a text would accept [P]."""
-        if isinstance(tree, Tree):
-            return accepted(tree, self.ranks[text])
+        if not isinstance(tree, DynamicTree):
+            return accepted(tree.candidates, self.ranks[text])
         chosen = [TEMPERATURES.index(t) for t in tree.temperatures[: tree.max_depth]]
         scale, heads = torch.tensor(tree.temperatures)[: tree.max_depth], range(tree.max_depth)
         log_z = self.log_z[text][:, heads, chosen][:, :, None]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from decode.drafters.dynamic_tree import Layout
 from decode.generation import medusa_session
 from decode.request import prepare
 from decode.settings import Settings
 from decode.timers import stopwatch
 from medusa.heads.independent import MedusaHeads
+from medusa.tree import Layout
 
 WARM_UP = 2  # steps of each turn that do not count
 

@@ -12,12 +12,12 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from decode.bench.machine import machine
-from decode.drafters.dynamic_tree import DynamicTree, Layout
+from decode.drafters.dynamic_tree import DynamicTree
 from decode.settings import Settings
 from medusa.files import read_json, write_json
 from medusa.fingerprint import heads_fingerprint
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 
 FILE = "calibration.json"
 

@@ -20,12 +20,11 @@ from decode.bench.chi2 import combined, goodness_of_fit
 from decode.bench.losslessness.cases import Case, Rule
 from decode.bench.losslessness.context import FixedContext
 from decode.draft import Draft, DrafterFactory
-from decode.drafters.dynamic_tree import DynamicTree, Layout
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.paths import PathDrafter
 from decode.sampling import SharedDraws, Truncation
 from decode.settings import Settings
-from medusa.tree import Tree
+from medusa.tree import Layout, Tree
 
 FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second is tested
 MAX_ROWS = 50_000  # draws that walk at a time, fewer for a large vocabulary
@@ -197,7 +196,7 @@ def _two_deep(tree: Layout) -> Layout:
 
 def _drawable(tree: Layout) -> Tree:
     """A tree for drawn drafts. Draws may not choose nodes, so a dynamic tree is replaced by its candidates."""
-    return narrowed(tree.candidates if isinstance(tree, DynamicTree) else tree, MAX_CHILDREN)
+    return narrowed(tree.candidates, MAX_CHILDREN)
 
 
 def narrowed(tree: Tree, num_children: int) -> Tree:
