@@ -23,6 +23,7 @@ from decode.loop import Session, Step
 from decode.reference import plain_session
 from decode.request import TreeLike, prepare
 from decode.results import Result, Run
+from decode.sequences import Request
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, ContrastProcessor
 from decode.timers import Timer
@@ -52,15 +53,10 @@ def plain_method(
 ) -> Method:
     """Our own autoregressive loop: one token a step."""
 
-    def decode(
-        prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
-    ) -> list[Result]:
-        start = perf_counter()
-        requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        session = plain_session(model, requests, clock, keep_hidden, settings.compile, settings.amateur)
-        return _run_to_end(session, start, on_step)
+    def begin(requests: list[Request]) -> tuple[Session, Iterator[Step]]:
+        return plain_session(model, requests, clock, keep_hidden, settings.compile, settings.amateur)
 
-    return decode
+    return _method(model, settings, tokenizer, begin)
 
 
 def medusa_method(
@@ -76,43 +72,39 @@ def medusa_method(
     """Decoding with a drafter, by default the heads on `tree`. What the drafter loads is loaded once, here."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
+    acceptor, compile, amateur = settings.acceptor, settings.compile, settings.amateur
+
+    def begin(requests: list[Request]) -> tuple[Session, Iterator[Step]]:
+        return medusa_session(model, heads, requests, None, acceptor, clock, keep_hidden, compile, source, amateur)
+
+    return _method(model, settings, tokenizer, begin)
+
+
+def _method(
+    model: PreTrainedModel,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    begin: Callable[[list[Request]], tuple[Session, Iterator[Step]]],
+) -> Method:
+    """A method that decodes what `begin` starts."""
 
     def decode(
         prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        session = medusa_session(
-            model,
-            heads,
-            requests,
-            None,
-            settings.acceptor,
-            clock,
-            keep_hidden,
-            settings.compile,
-            source,
-            settings.amateur,
-        )
-        return _run_to_end(session, start, on_step)
+        run = Run(begin(requests), perf_counter() - start)
+        for step in run:
+            if on_step is not None:
+                for row, ids in step.ids.items():
+                    on_step(row, ids)
+        if (kept := run.session.kept_hidden) is not None:
+            for row, result in enumerate(run.results):
+                length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess
+                result.hidden = torch.cat(kept[row])[:length]
+        return run.results
 
     return decode
-
-
-def _run_to_end(
-    session_and_steps: tuple[Session, Iterator[Step]], start: float, on_step: OnStep | None
-) -> list[Result]:
-    run = Run(session_and_steps, perf_counter() - start)
-    for step in run:
-        if on_step is not None:
-            for row, ids in step.ids.items():
-                on_step(row, ids)
-    kept = run.session.kept_hidden
-    for row, result in enumerate(run.results):
-        if kept is not None:
-            length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess
-            result.hidden = torch.cat(kept[row])[:length]
-    return run.results
 
 
 def transformers_method(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,10 @@ class Verification:
         require_room(self.prompts[: self.sampled_prompts], self.settings, self.loaded.model)
 
     @property
+    def dtype(self) -> str:
+        return str(self.loaded.model.dtype).removeprefix("torch.")
+
+    @property
     def targets(self) -> list[tuple[float, float]]:
         """The (temperature, top-p) of all targets."""
         temperatures, top_ps = ((0.5, 1.0, 1.5), (1.0, 0.9)) if self.full else ((1.0,), (1.0,))
@@ -60,29 +64,10 @@ class Verification:
 
 
 @dataclass
-class VerifySettings:
-    """What was verified, and with which options."""
-
-    backbone: str
-    heads: str | None
-    drafter: str
-    tree: object
-    nodes: int
-    amateur: dict[str, object] | None
-    dtype: str
-    max_new_tokens: int
-    batch_size: int
-    epsilon: float
-    delta: float
-    seed: int
-
-
-@dataclass
 class Outcome:
     """Both experiments of a verification."""
 
-    settings: VerifySettings
-    draws: int
+    asked: Verification
     greedy: GreedyOutcome
     cases: list[Case]
 
@@ -92,38 +77,33 @@ class Outcome:
 
     def to_json(self) -> dict[str, object]:
         """The content of `medusa verify --json`."""
-        return {
-            "settings": asdict(self.settings),
-            "greedy": self.greedy.to_json(),
-            "sampling": {
-                "draws": self.draws,
-                "false_alarm_rate": FALSE_ALARM,
-                "smallest_allowed_p_value": threshold(self.cases),
-                "cases": [line for case in self.cases for line in case.to_json()],
-            },
-            "passed": self.passed,
+        asked, settings = self.asked, self.asked.settings
+        about = {
+            "backbone": asked.loaded.name,
+            "heads": asked.heads,
+            "drafter": asked.drafter,
+            "tree": asked.tree,
+            "nodes": asked.source.num_nodes,
+            "amateur": None if settings.amateur is None else settings.amateur.to_dict(),
+            "dtype": asked.dtype,
+            "max_new_tokens": settings.max_new_tokens,
+            "batch_size": asked.batch_size,
+            "epsilon": settings.epsilon,
+            "delta": settings.delta,
+            "seed": asked.seed,
         }
+        sampling = {
+            "draws": asked.draws,
+            "false_alarm_rate": FALSE_ALARM,
+            "smallest_allowed_p_value": threshold(self.cases),
+            "cases": [line for case in self.cases for line in case.to_json()],
+        }
+        return {"settings": about, "greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
 
 
 def verify(asked: Verification, start_progress: StartProgress) -> Outcome:
     """Run both experiments."""
-    model, settings = asked.loaded.model, asked.settings
-    about = VerifySettings(
-        backbone=asked.loaded.name,
-        heads=asked.heads,
-        drafter=asked.drafter,
-        tree=asked.tree,
-        nodes=asked.source.num_nodes,
-        amateur=None if settings.amateur is None else settings.amateur.to_dict(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=asked.batch_size,
-        epsilon=settings.epsilon,
-        delta=settings.delta,
-        seed=asked.seed,
-    )
-    greedy = compare_greedy_texts(asked, start_progress)
-    return Outcome(about, asked.draws, greedy, draw_cases(asked, start_progress))
+    return Outcome(asked, compare_greedy_texts(asked, start_progress), draw_cases(asked, start_progress))
 
 
 def compare_greedy_texts(asked: Verification, start_progress: StartProgress) -> GreedyOutcome:

@@ -14,8 +14,9 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from decode.bench.compare import interval_in_words
 from decode.bench.report.colors import COLORS
-from medusa.files import write_text
+from medusa.files import readable, write_text
 
 FOLDER = Path(__file__).parent
 
@@ -55,6 +56,7 @@ class ReportPage:
             trim_blocks=True,
             lstrip_blocks=True,
         )
+        environment.filters |= {"fixed": fixed, "percent": percent, "interval": interval_in_words, "bytes": readable}
         css = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))
         return environment.get_template(self.template).render(self.content, title=self.title, colors=COLORS, css=css)
 
@@ -67,6 +69,16 @@ class ReportPage:
         for picture in self.pictures:
             name = picture.figure.get_label() or f"picture {picture.number}"
             picture.figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight", facecolor="white")
+
+
+def fixed(value: float, digits: int = 0) -> str:
+    """A number with `digits` places, for templates."""
+    return f"{value:.{digits}f}"
+
+
+def percent(value: float) -> str:
+    """A fraction as a whole percentage, for templates."""
+    return f"{value:.0%}"
 
 
 def themed_svg(figure: Figure, prefix: str, label: str) -> str:

@@ -37,12 +37,18 @@ def plain_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def speedups(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
-    """Speedup over `model.generate`, with its interval."""
+def speedups(axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue") -> None:
+    """Speedup over `model.generate`, with its interval. `ink`: of methods without a colour of their own."""
     spans = [figures.speedup_vs_generate_interval for figures in methods.values()]
-    bars(axes, list(methods), [figures.speedup_vs_generate for figures in methods.values()], spans, "{:.2f} x")
+    bars(axes, list(methods), [figures.speedup_vs_generate for figures in methods.values()], spans, "{:.2f} x", ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
     axes.set_title("times model.generate")
+
+
+def categories(axes: Axes, by_category: Mapping[str, MethodFigures]) -> None:
+    """Speedup of the drafter over `model.generate`, by kind of prompt."""
+    speedups(axes, by_category, "medusa")
+    axes.set_title("drafter, times model.generate")
 
 
 def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
@@ -52,26 +58,16 @@ def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
     axes.set_title("tokens per second")
 
 
-def categories(axes: Axes, by_category: Mapping[str, MethodFigures]) -> None:
-    """Speedup of the drafter over `model.generate`, by kind of prompt."""
-    values = [figures.speedup_vs_generate for figures in by_category.values()]
-    spans = [figures.speedup_vs_generate_interval for figures in by_category.values()]
-    bars(axes, list(by_category), values, spans, "{:.2f} x", ["medusa"] * len(by_category))
-    axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
-    axes.set_title("heads, times model.generate")
-
-
 def bars(
     axes: Axes,
     names: Sequence[str],
     values: Sequence[float],
     spans: Sequence[Interval | None],
     form: str,
-    colors: Sequence[str] | None = None,
+    ink: str = "blue",
 ) -> None:
-    """Horizontal bars, each with its interval and its value as text."""
-    inks = colors or [name if name in INK else "blue" for name in names]
-    axes.barh(names, values, color=[INK[ink] for ink in inks], height=0.62)
+    """Horizontal bars, each with its interval and its value as text. `ink`: of names without a colour of their own."""
+    axes.barh(names, values, color=[INK.get(name, INK[ink]) for name in names], height=0.62)
     ends = [max([value, *(span or [])]) for value, span in zip(values, spans, strict=True)]
     for place, (value, span, end) in enumerate(zip(values, spans, ends, strict=True)):
         if span is not None:

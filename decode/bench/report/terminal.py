@@ -91,10 +91,10 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 def print_verification(console: Console, outcome: Outcome, full: bool, report: str) -> None:
     """Print the outcome of `medusa verify`. `full`: the targets differ, so the table names them."""
-    console.print(f"greedy: {outcome.greedy.in_words(outcome.settings.dtype)}")
+    console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
-    title = f"{outcome.draws:,} draws by each rule"
+    title = f"{outcome.asked.draws:,} draws by each rule"
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
     )

@@ -15,6 +15,12 @@ from decode.bench.report.plots import plain_frame
 TOKENS_SHOWN = 24
 CASE_INK = {"backbone": INK["transformers"], "draft": INK["amber"], "topk": INK["medusa"], "sample": INK["violet"]}
 
+CAPTION = (
+    "Prompt {}, temperature {:g}, top-p {:g}. Above: the most probable first tokens. Bars are probabilities of the "
+    "backbone, the line is the first head (if heads draft), marks are frequencies of the written tokens. Below: "
+    "(frequency - probability) in standard deviations of a true sample, with a band that holds 95 % of them."
+)
+
 
 class TokenNames:
     """Short names of tokens for tables and pictures: spaces and line breaks are visible."""
@@ -31,43 +37,24 @@ class TokenNames:
 
 def page(outcome: Outcome, names: TokenNames) -> ReportPage:
     """The report of a verification."""
-    settings = outcome.settings
-    drafter = f"the heads {settings.heads}" if settings.heads else f"drafts by {settings.drafter}"
-    made = ReportPage("verify.html.j2", f"Do {drafter} change what the backbone {settings.backbone} writes?")
+    asked, amateur = outcome.asked, outcome.asked.settings.amateur
+    drafter = f"the heads {asked.heads}" if asked.heads else f"drafts by {asked.drafter}"
+    made = ReportPage("verify.html.j2", f"Do {drafter} change what the backbone {asked.loaded.name} writes?")
     groups: dict[tuple[int, float, float], list[Case]] = {}
     for case in outcome.cases:
-        groups.setdefault((case.prompt, case.temperature, case.top_p), []).append(case)
+        groups.setdefault((case.prompt + 1, case.temperature, case.top_p), []).append(case)
     head, rows = figures_table(outcome.cases)
-    amateur = settings.amateur or {}
     made.content = {
         "outcome": outcome,
-        "amateur": ", ".join(f"{name} {value}" for name, value in amateur.items() if value is not None),
+        "amateur": {} if amateur is None else amateur.to_dict(),
         "threshold": f"{threshold(outcome.cases):.1e}",
         "false_alarm": f"{FALSE_ALARM:.0e}",
-        "divergence_rows": [
-            [
-                *(str(d.prompt + 1), str(d.position + 1), names(d.plain_token), names(d.medusa_token)),
-                *("" if d.gap is None else f"{d.gap:.3g}", f"{d.top2_gap:.3g}", f"{d.bound:.3g}"),
-            ]
-            for d in outcome.greedy.divergences
-        ],
-        "pictures": [
-            made.picture(draw(cases, names), _caption(prompt, temperature, top_p))
-            for (prompt, temperature, top_p), cases in groups.items()
-        ],
+        "names": names,
+        "pictures": [made.picture(draw(cases, names), CAPTION.format(*key)) for key, cases in groups.items()],
         "head": head,
         "rows": rows,
     }
     return made
-
-
-def _caption(prompt: int, temperature: float, top_p: float) -> str:
-    return (
-        f"Prompt {prompt + 1}, temperature {temperature:g}, top-p {top_p:g}. Above: the most probable first tokens. "
-        "Bars are probabilities of the backbone, the line is the first head (if heads draft), marks are frequencies "
-        "of the written tokens. Below: (frequency - probability) in standard deviations of a true sample, with a band "
-        "that holds 95 % of them."
-    )
 
 
 def draw(cases: list[Case], names: TokenNames) -> Figure:
