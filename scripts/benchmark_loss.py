@@ -12,14 +12,12 @@ block, so that the loss is nearly all of both. Liger's kernels take part on a GP
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -30,6 +28,7 @@ from medusa.config import MedusaConfig
 from medusa.files import write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.loading import LoadOptions
 from script_tools import markdown_table, run_script, script_parser
 from train.loss import head_losses
 from train.teacher import Teacher
@@ -54,6 +53,7 @@ class Variant:
 
 def measure(variant: Variant) -> dict[str, float]:
     """Peak memory in MB and seconds of one loss and its backward pass."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     device, positions = variant.device, variant.positions
     hidden_size, vocab_size = variant.hidden_size, variant.vocab_size
@@ -79,14 +79,6 @@ def measure(variant: Variant) -> dict[str, float]:
         seconds.append(clock() - start)
         peak = max(peak, memory.grown())
     return {"peak_mb": round(peak / 1e6, 1), "seconds": round(min(seconds), 4)}
-
-
-def measure_alone(variant: Variant) -> dict[str, float]:
-    """The figures of one variant, from a process that does nothing else."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [sys.executable, __file__, "--only", json.dumps(asdict(variant))]
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | threads)
-    return json.loads(out.stdout)
 
 
 def variants_of(args: argparse.Namespace) -> list[Variant]:
@@ -125,13 +117,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--objectives", nargs="+", choices=("labels", "distill"), default=["labels", "distill"])
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures (JSON)")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # one variant, in this process
     args = parser.parse_args(argv)
-    if args.only:
-        torch.set_num_threads(1)
-        print(json.dumps(measure(Variant(**json.loads(args.only)))))
-        return
-    rows = [asdict(variant) | measure_alone(variant) for variant in variants_of(args)]
+    LoadOptions(device=args.device)  # refuses a device that is not there
+    variants = variants_of(args)
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as alone:
+        figures = list(alone.map(measure, variants))
+    rows = [asdict(variant) | found for variant, found in zip(variants, figures, strict=True)]
     head = ["LM head", "objective", "positions", "version", "peak MB", "of plain", "s", "of plain"]
     print(markdown_table(head, [compared(row, rows) for row in rows]))
     if args.output:

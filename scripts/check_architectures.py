@@ -167,6 +167,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def write_page(path: Path, rows: Sequence[Row]) -> None:
     """Put the tables between the page's markers; the rest of the page is written by hand."""
+    if not path.is_file():
+        raise RequestError(f"no such file: {path}")
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

@@ -30,7 +30,14 @@ PROMPTS = ASSETS / "prompts.jsonl"
 def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the two PNG files go")
-    parser.add_argument("--prompt", type=int, default=2, help="line of the package's prompts (default: %(default)s)")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        choices=range(1, 25),
+        default=2,
+        metavar="N",
+        help="line of the package's prompts (default: %(default)s)",
+    )
     parser.add_argument("--draws", type=int, default=1_000_000)
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)

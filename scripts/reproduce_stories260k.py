@@ -24,10 +24,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
+from medusa.loading import load_tokenizer
 from medusa.records import DOCUMENT_SEPARATOR, read_records
 from script_tools import markdown_table, medusa, run_script, script_parser, write_jsonl
 
@@ -65,7 +64,7 @@ def write_inputs(reference: Path, output: Path) -> tuple[Path, Path]:
 
 def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
     """The beginnings of stories, of random lengths, in random order."""
-    tokenizer, draw = AutoTokenizer.from_pretrained(args.backbone), random.Random(seed)
+    tokenizer, draw = load_tokenizer(args.backbone), random.Random(seed)
     stories = [(record.text or "").strip() for record in read_records(args.openings, separator=DOCUMENT_SEPARATOR)]
     draw.shuffle(stories)
     texts = [[tokenizer.bos_token_id, *tokenizer(s[:400], add_special_tokens=False)["input_ids"]] for s in stories]

@@ -5,7 +5,6 @@ Shapes: V outcomes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -93,25 +92,6 @@ def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
         _p_value(statistic, degrees, impossible),
         impossible,
     )
-
-
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval for the median of the distribution that `values` are drawn from, whatever the distribution.
-
-    The bounds are two of the sorted values, as close together as a binomial law allows. With six values they are the
-    smallest and the largest.
-
-    Raises:
-        ValueError: there are too few values for any bound.
-    """
-    ordered, count = sorted(values), len(values)
-    outside, beyond = 0, 0.0  # values left out at each end, and the chance that the median is among them
-    while beyond + math.comb(count, outside) / 2**count <= (1 - confidence) / 2:
-        beyond += math.comb(count, outside) / 2**count
-        outside += 1
-    if not outside:
-        raise ValueError(f"{count} values say nothing about their median with a confidence of {confidence}")
-    return ordered[outside - 1], ordered[-outside]
 
 
 def _p_value(statistic: float, degrees: int, impossible: int) -> float:

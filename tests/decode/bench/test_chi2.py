@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decode.bench.chi2 import MIN_EXPECTED, goodness_of_fit, median_interval
+from decode.bench.chi2 import MIN_EXPECTED, goodness_of_fit
 
 
 def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
@@ -66,19 +66,3 @@ def test_tiny_p_values_do_not_vanish_into_noise() -> None:
     fair = torch.tensor([0.5, 0.5])
     assert goodness_of_fit(torch.tensor([5_200, 4_800]), fair).p_value == pytest.approx(6.33e-5, rel=1e-2)
     assert goodness_of_fit(torch.tensor([6_000, 4_000]), fair).p_value < 1e-80
-
-
-def test_the_interval_of_a_median_by_hand() -> None:
-    """Of 15 values the 4th and the 12th: three or fewer on one side of the median happen in 1.76 % of all cases."""
-    assert median_interval([float(value) for value in range(15, 0, -1)]) == (4.0, 12.0)
-    assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
-    with pytest.raises(ValueError, match="5 values"):
-        median_interval([1.0] * 5)
-
-
-def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
-    """Of exponential samples, whose median is log 2, at least 95 %: here 2000 intervals, so 93.5 % never happens."""
-    generator = torch.Generator().manual_seed(0)
-    samples = torch.empty(2000, 15).exponential_(generator=generator)
-    bounds = [median_interval(sample) for sample in samples.tolist()]
-    assert sum(low <= 0.6931 <= high for low, high in bounds) / 2000 > 0.935

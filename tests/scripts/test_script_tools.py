@@ -1,0 +1,93 @@
+"""What scripts share: every script answers a wrong request in one line and with status 2."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import script_tools
+from medusa.commandline import exit_status
+from medusa.errors import RequestError, RunError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+WRONG = {
+    "benchmark_loss": ["--device abacus", "--lm-heads neither"],
+    "check_architectures": ["--only lama", "--backbone ./no/folder", "--write page.md --only llama"],
+    "check_exports": ["vllm no/folder", "write --heads demo"],
+    "check_wheel": ["--fast"],
+    "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
+    "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
+    "draw_exactness": ["{tmp} --prompt 99"],
+    "draw_kinds": [""],
+    "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
+    "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
+    "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
+    "measure_step": ["", "--random 2xbig"],
+    "plant_faults": ["--only nothing-like-this"],
+    "plot_benchmark": ["no.json {tmp}/x.png"],
+    "reproduce_stories260k": ["--backbone b --reference no.json --openings t.txt --output {tmp}"],
+    "run_notebooks": ["no.ipynb"],
+}
+SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training"}  # no scripts
+SITE = {"site_hooks"}  # run by mkdocs
+
+
+def test_every_script_is_here() -> None:
+    found = {path.stem for path in SCRIPTS.glob("*.py")} | {path.parent.name for path in SCRIPTS.glob("*/__main__.py")}
+    assert found - SHARED - SITE == set(WRONG)
+
+
+@pytest.mark.parametrize(("name", "words"), [(name, words) for name, cases in WRONG.items() for words in cases])
+def test_a_wrong_request_is_one_line_and_status_2(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("scripts.gpu_battery.__main__" if name == "gpu_battery" else name)
+    argv = words.format(tmp=tmp_path).split()
+    try:
+        status = exit_status(name, lambda: module.main(argv))
+    except SystemExit as exit_:  # argparse's own way
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == 2, error
+    assert error.count("\n") == 1, error
+    assert ": error: " in error
+
+
+@pytest.mark.parametrize("name", sorted(set(WRONG) - {"check_exports", "check_wheel", "gpu_battery"}))
+def test_every_script_ends_with_the_shared_wrapper(name: str) -> None:
+    """Except those that run without this package."""
+    assert (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").endswith("\n    run_script(main)\n")
+
+
+def test_a_script_finds_its_neighbours(tmp_path: Path) -> None:
+    """From any folder, and as a process: the exit status is that of the wrapper."""
+    command = [sys.executable, str(SCRIPTS / "plant_faults.py"), "--only", "nothing-like-this"]
+    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("plant_faults: error: no fault is called nothing-like-this")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (RequestError("a wrong\nvalue"), 2, "x: error: a wrong value\n"),
+        (RunError("disk full"), 1, "x: failed: disk full\n"),
+        (KeyboardInterrupt(), 130, "x: interrupted\n"),
+    ],
+)
+def test_exit_statuses(error: BaseException, status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise error
+
+    assert exit_status("x", run) == status
+    assert capsys.readouterr().err == told
+
+
+def test_markdown_tables() -> None:
+    assert script_tools.markdown_table(["a", "b"], [[1, "x"]]) == "| a | b |\n|---|---|\n| 1 | x |"
