@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ from scripts.gpu_battery.stages import STAGES
 def run_stage(name: str, output: Path, toy: bool, device: str, seconds: float) -> Figure:
     """Run a stage and keep how it ended: done, failed, cut off or skipped."""
     append(output, {"stage": name, "event": "start"})
-    lacking = [needed for needed in STAGES[name].needs if not is_done(output, needed)]
+    figures = read_figures(output)
+    lacking = [needed for needed in STAGES[name].needs if not kept_figures(figures.get(needed, ()))]
     start = time.monotonic()
     if lacking:
         outcome: Figure = {"status": "skipped", "error": f"needs {lacking[0]}"}
@@ -34,9 +36,9 @@ def run_stage(name: str, output: Path, toy: bool, device: str, seconds: float) -
     return outcome
 
 
-def is_done(output: Path, name: str) -> bool:
-    """Whether the last run of a stage was finished."""
-    return any(figure.get("status") == "done" for figure in read_figures(output).get(name, ()))
+def kept_figures(figures: Sequence[Figure]) -> bool:
+    """Whether a stage has measured or made anything: one that was cut off may have made what others need."""
+    return any("event" not in figure and "error" not in figure for figure in figures)
 
 
 def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Figure:
@@ -48,22 +50,17 @@ def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Fi
     process = context.Process(target=in_process, args=(name, output, toy, device, seconds, log))
     process.start()
     process.join(seconds)
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+    in_time = process.exitcode is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also what a finished stage has left running
+    process.kill()
+    process.join()
+    if not in_time:
         return {"status": "cut off", "error": f"not finished after {seconds:.0f} s"}
     if process.exitcode:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         return {"status": "failed", "error": lines[-1].strip() if lines else f"exit status {process.exitcode}"}
     return {"status": "done"}
-
-
-def require_figures(figures: Sequence[Figure]) -> None:
-    """Raises:
-    RuntimeError: every figure of the stage is an error."""
-    errors = [str(figure["error"]) for figure in figures if "error" in figure]
-    if len(errors) == sum("event" not in figure for figure in figures):
-        raise RuntimeError(errors[0] if errors else "the stage kept no figure")
 
 
 def in_process(name: str, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
@@ -82,7 +79,8 @@ def in_process(name: str, output: Path, toy: bool, device: str, seconds: float, 
         torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler
     try:
         STAGES[name].run(run)
-        require_figures(read_figures(output)[name])
+        if not kept_figures(kept := read_figures(output)[name]):
+            raise RuntimeError(kept[-1].get("error", "the stage kept no figure"))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
