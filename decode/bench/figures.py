@@ -84,7 +84,7 @@ class MethodFigures:
     tau_by_position: list[PositionFigures] | None = None
     prompts: list[PromptFigures] | None = None
     step_ms: dict[str, float] | None = None
-    """Milliseconds of a step by stage, for the loops that are ours."""
+    """Milliseconds of a step by stage; `model.generate` does not show its steps."""
     by_category: dict[str, MethodFigures] | None = None
     accepted_by_node: list[AcceptedNode] | None = None
     """Only measured for a report."""

@@ -1,4 +1,4 @@
-"""The ways to decode that a benchmark compares, behind one interface: a batch of prompts in, finished texts out."""
+"""The ways to decode that a benchmark compares. Each takes a batch of prompts and returns finished texts."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def transformers_method(
             torch.manual_seed(seeds[0])
         results = [Result(list(prompt)) for prompt in prompts]
         groups: dict[int, list[Result]] = {}
-        for result in results:  # like ours, a text ends where the context does; one batch has one length
+        for result in results:  # a text ends where the context does; one batch has one length
             room = settings.max_new_tokens if context is None else context - len(result.input_ids)
             groups.setdefault(min(settings.max_new_tokens, room), []).append(result)
         for limit, group in groups.items():

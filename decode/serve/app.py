@@ -119,7 +119,7 @@ class CompletionApi:
         answer = Answer(self.name, is_chat, uuid.uuid4().hex, int(time.time()), prompt_tokens)
         for index in range(count):
             number, copy = divmod(index, asked.copies)
-            # With a seed of its own, a request gives a prompt the same texts at every place; otherwise all differ.
+            # If the request has a seed, equal prompts get equal texts; otherwise all texts differ.
             offset = index if asked.seed is None else copy
             answer.rows.append(BatchRow(prompts[number], settings, (seed + offset) % 2**63, answer.listener(index)))
         for row in answer.rows:
@@ -143,8 +143,10 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
 
 async def _no_such_route(request: HttpRequest, error: Exception) -> Response:
     status = int(getattr(error, "status_code", 404))
-    told = ApiError(f"{request.method} {request.url.path}: there are /v1/models, /v1/completions, /v1/chat/completions")
-    return JSONResponse(told.to_json(), status)
+    refusal = ApiError(
+        f"{request.method} {request.url.path}: there are /v1/models, /v1/completions, /v1/chat/completions"
+    )
+    return JSONResponse(refusal.to_json(), status)
 
 
 class _AnnouncedServer(uvicorn.Server):

@@ -1,7 +1,7 @@
 """The page of `medusa chat --web`: plain decoding and a drafter side by side, with accepted guesses marked.
 
-NiceGUI serves the page with its scripts and fonts, so nothing comes from other servers. Every page that is opened has a
-conversation of its own. All pages share the model, and one thread writes their texts one after the other.
+NiceGUI serves the page with its scripts and fonts, so nothing comes from other servers. Every page that is opened has
+its own conversation. All pages share the model, and one thread writes their texts one after the other.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Card:
 
 
 class ChatPage:
-    """The page of one reader, with a conversation of its own."""
+    """The page of one reader, with its own conversation."""
 
     def __init__(self, config: PageConfig) -> None:
         self.config, self.generator = config, config.worker.generator

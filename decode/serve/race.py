@@ -12,7 +12,7 @@ from decode.settings import Settings
 
 
 class Side:
-    """One of the texts of a race, as far as it is written."""
+    """One of the texts of a race while it is written."""
 
     def __init__(self, run: Run, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream

@@ -1,7 +1,6 @@
-"""Requests of the OpenAI API, as far as this server takes them: read from JSON and checked.
+"""Requests of the OpenAI API, read from JSON and checked (https://platform.openai.com/docs/api-reference).
 
-The API: https://platform.openai.com/docs/api-reference, as far as open servers share it. A parameter that this server
-does not support is refused by name, unless its value asks for nothing.
+A parameter that this server does not support is refused by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -186,8 +185,7 @@ class ChatRequest(GenerationRequest):
             ApiError: there is no chat template, or nothing to answer.
             RequestError: messages that the template refuses."""
         if tokenizer.chat_template is None:
-            told = "this model has no chat template; /v1/completions continues a text"
-            raise ApiError(told, param="messages")
+            raise ApiError("this model has no chat template; /v1/completions continues a text", param="messages")
         if self.messages[-1].role == "assistant":
             raise ApiError("the last message is the assistant's; end with the user's", param="messages")
         plain = [{"role": message.role, "content": message.text} for message in self.messages]

@@ -164,7 +164,7 @@ class BatchWorker:
         return batch
 
     def decode(self, asked: list[BatchRow]) -> None:
-        """Decode a batch to its end. The readers of a row or batch that fails are told; nothing else is affected."""
+        """Decode a batch to its end. An error goes to the readers of the row or batch that failed."""
         rows, requests = [], []
         for row in asked:
             try:

@@ -1,4 +1,4 @@
-"""Measure the speedup: plain decoding, `model.generate` and heads take turns on the same prompts.
+"""Measure the speedup: plain decoding, `model.generate` and the heads take turns on the same prompts.
 
 medusa benchmark --backbone demo --heads demo --prompts prompts.jsonl --report report.html
 medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
@@ -33,30 +33,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_drafter(parser, several=True)
     common.add_amateur(parser)
     group = parser.add_argument_group("what is measured")
-    group.add_argument("--rounds", type=common.positive, default=3, metavar="N", help="default: %(default)s")
-    group.add_argument("--prompt-lookup", action="store_true", help="also model.generate with prompt lookup")
-    group.add_argument("--draft-model", metavar="B", help="also model.generate with this assistant; demo is shipped")
     group.add_argument(
-        "--temperatures", type=temperatures, default=[], metavar="T,T,...", help="also tau and speedup at each of these"
+        "--rounds", type=common.positive, default=3, metavar="N", help="rounds over all prompts (default: %(default)s)"
+    )
+    group.add_argument("--prompt-lookup", action="store_true", help="also measure model.generate with prompt lookup")
+    group.add_argument(
+        "--draft-model", metavar="B", help="also measure model.generate with this draft model; demo is shipped"
     )
     group.add_argument(
-        "--lossy", action="store_true", help="also the lossy rules, with the likelihood of what they write"
+        "--temperatures", type=temperatures, default=[], metavar="T,T,...", help="also measure tau and speedup at these"
+    )
+    group.add_argument(
+        "--lossy", action="store_true", help="also measure the lossy rules, with the likelihood of their texts"
     )
     group = parser.add_argument_group("report")
-    group.add_argument("--report", metavar="FILE.html|DIR", help="a page; in a folder also PNGs and JSON")
+    group.add_argument("--report", metavar="FILE.html|DIR", help="write a page; into a folder also PNGs and JSON")
     group.add_argument(
         "--compare",
         nargs="+",
         default=[],
         metavar="OLD.json",
-        help="with earlier runs on the same prompts; without --backbone, the first file with the others",
+        help="compare with earlier runs on the same prompts; without --backbone, the first file with the others",
     )
     group.add_argument("--overwrite", action="store_true", help="replace an existing report")
     common.add_machine(parser)
 
 
 def temperatures(text: str) -> list[float]:
-    """`0,0.5,1`, for argparse."""
+    """A list such as `0,0.5,1`, for argparse."""
     try:
         values = sorted({float(part) for part in text.split(",")})
     except ValueError:
@@ -195,7 +199,7 @@ def measure(args: argparse.Namespace, earlier: dict[str, BenchmarkResult]) -> tu
 
 
 def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[DrafterFactory]) -> BenchmarkResult:
-    """Everything that was asked for; `others` are the further drafters."""
+    """Take all measurements that were asked for; `others` are the further drafters."""
     from decode.bench import measure
     from decode.bench.calibration.stored import files_for
     from decode.bench.lossy import compare_lossy_rules

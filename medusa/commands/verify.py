@@ -1,13 +1,13 @@
-"""Evidence that decoding with heads changes nothing: greedy texts compared, and a million draws against the target.
+"""Test that decoding with heads changes nothing: compare greedy texts, and a million draws with the target.
 
   medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
   medusa verify --backbone demo --drafter ngram --prompts medusa/assets/prompts.jsonl
   medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
 
-Greedy: every prompt with and without heads. Sampling: for the first prompts, a million draws of the tokens after a
-fixed root, by both forms of rejection, against the backbone's own distribution; the lossy rules go through the same
-experiment and are seen to differ. The report is a page with tables and pictures. Exit status 1: there is evidence
-against equality. The chance that draws give it where nothing is wrong is at most 1 in 10,000.
+Greedy: every prompt is decoded with and without drafts. Sampling: for the first prompts, a million draws of the tokens
+after a fixed root are compared with the backbone's own distribution, for both forms of rejection. The lossy rules go
+through the same experiment and are expected to differ. The report is a page with tables and pictures. Exit status 1
+means evidence against equality. If nothing is wrong, the draws show such evidence in at most 1 of 10,000 runs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_amateur(parser)
     common.add_prompts(parser)
     group = parser.add_argument_group("what is tried")
-    group.add_argument("--max-new-tokens", type=common.positive, default=128, metavar="N", help="greedy (default: 128)")
-    group.add_argument("--batch-size", type=common.positive, default=1, metavar="N", help="greedy, with heads")
-    group.add_argument("--tree", metavar="FILE|NAME", help="as for medusa generate")
-    group.add_argument("--draws", type=common.positive, default=1_000_000, metavar="N", help="default: a million")
     group.add_argument(
-        "--sampled-prompts", type=common.positive, default=4, metavar="N", help="drawn from (default: the first 4)"
+        "--max-new-tokens",
+        type=common.positive,
+        default=128,
+        metavar="N",
+        help="tokens of a greedy text (default: 128)",
     )
-    group.add_argument("--full", action="store_true", help="temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9")
+    group.add_argument(
+        "--batch-size",
+        type=common.positive,
+        default=1,
+        metavar="N",
+        help="prompts at a time with drafts, greedy (default: 1)",
+    )
+    group.add_argument("--tree", metavar="FILE|NAME", help="as for medusa generate")
+    group.add_argument(
+        "--draws", type=common.positive, default=1_000_000, metavar="N", help="draws by each rule (default: a million)"
+    )
+    group.add_argument(
+        "--sampled-prompts",
+        type=common.positive,
+        default=4,
+        metavar="N",
+        help="prompts to draw from, the first ones (default: 4)",
+    )
+    group.add_argument(
+        "--full", action="store_true", help="draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9"
+    )
     common.add_stop_drafting(group)
     common.add_compile(group)
     group.add_argument("--epsilon", type=float, default=0.09, help="of typical acceptance (default: 0.09)")
     group.add_argument("--delta", type=float, default=0.3, help="of typical acceptance (default: 0.3)")
-    group.add_argument(
-        "--report", default="verify.html", metavar="FILE", help="a page with pictures (default: verify.html)"
-    )
+    group.add_argument("--report", default="verify.html", metavar="FILE", help="write this page (default: verify.html)")
     group.add_argument("--overwrite", action="store_true", help="replace an existing report")
     common.add_machine(parser)
 

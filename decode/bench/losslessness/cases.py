@@ -13,7 +13,7 @@ from decode.draft import DrafterFactory
 
 FALSE_ALARM = 1e-4
 """Probability that the draws of one `medusa verify` fail although nothing is wrong, over all of its tests together and
-as far as the chi-square law holds (docs/exactness.md)."""
+within the accuracy of the chi-square law (docs/exactness.md)."""
 CAUTION = 4.0  # so small a p-value comes at most this much more often than it says (`decode.bench.chi2.MIN_EXPECTED`)
 
 

@@ -160,7 +160,7 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Take:
-        """Draws with `draft sample`: every row draws a tree of its own from the drafter's distributions."""
+        """Draws with `draft sample`: every row draws its own tree from the drafter's distributions."""
         context = self.context
         drafter = self.source.reshaped(_drawable).start(context.session)
         assert isinstance(drafter, HeadsDrafter | PathDrafter), "drafters that can draw have these shapes"
@@ -180,7 +180,7 @@ class Experiment:
         return take
 
     def _after(self, tokens: list[int]) -> Tensor:
-        """Scores [len(tokens), V] after the root and each token, kept for later draws as far as memory allows."""
+        """Scores [len(tokens), V] after the root and each token, kept for later draws while memory allows."""
         missing = [token for token in tokens if token not in self.known]
         fresh: dict[int, Tensor] = {}
         if missing:

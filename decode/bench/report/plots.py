@@ -38,7 +38,7 @@ def plain_frame(axes: Axes) -> None:
 
 
 def speedups(axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue") -> None:
-    """Speedup over `model.generate`, with its interval. `ink`: of methods without a colour of their own."""
+    """Speedup over `model.generate`, with its interval. `ink`: for methods without a named colour."""
     spans = [figures.speedup_vs_generate_interval for figures in methods.values()]
     bars(axes, list(methods), [figures.speedup_vs_generate for figures in methods.values()], spans, "{:.2f} x", ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
@@ -66,7 +66,7 @@ def bars(
     form: str,
     ink: str = "blue",
 ) -> None:
-    """Horizontal bars, each with its interval and its value as text. `ink`: of names without a colour of their own."""
+    """Horizontal bars, each with its interval and its value as text. `ink`: for names without a named colour."""
     axes.barh(names, values, color=[INK.get(name, INK[ink]) for name in names], height=0.62)
     ends = [max([value, *(span or [])]) for value, span in zip(values, spans, strict=True)]
     for place, (value, span, end) in enumerate(zip(values, spans, ends, strict=True)):
