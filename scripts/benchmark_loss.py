@@ -30,9 +30,9 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions
 from script_tools import markdown_table, run_script, script_parser
-from train.loss import head_losses
-from train.teacher import Teacher
-from train.weighting import Weighting
+from train.loss.heads import head_losses
+from train.loss.teacher import Teacher
+from train.loss.weighting import Weighting
 
 PASSES = 3
 

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 from medusa.errors import RequestError
-from train.loss import require_backend
-from train.weighting import DECAY, WEIGHTINGS, Weighting
+from train.loss.heads import require_backend
+from train.loss.weighting import DECAY, WEIGHTINGS, Weighting
 
 OBJECTIVES = ("text", "argmax", "distill")
 LIMITS = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
@@ -12,14 +11,14 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_config
-from train.adapter import adapt
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.config import TrainConfig
-from train.data import PackedDataset, StreamedDataset, load_dataset, require_data
-from train.features import Features, is_features, recorded
+from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, require_data
+from train.features.files import Features, is_features, recorded
 from train.heads import new_heads, require_same_heads
-from train.medusa2 import Medusa2Trainer
+from train.medusa2.adapter import adapt
+from train.medusa2.trainer import Medusa2Trainer
 from train.progress import say
 from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer
@@ -29,17 +28,7 @@ Rows = PackedDataset | StreamedDataset | Features
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name
 
 
-@dataclass(frozen=True)
-class CheckedRun:
-    """A recipe that was checked as far as that is possible without loading weights."""
-
-    config: TrainConfig
-    arguments: MedusaTrainingArguments
-    backbone_config: PretrainedConfig
-
-
-@dataclass(frozen=True)
-class LoadedRun:
+class LoadedRun(NamedTuple):
     """What a run is made of, before its trainer."""
 
     config: TrainConfig
@@ -51,8 +40,8 @@ class LoadedRun:
     heads: MedusaHeads
 
 
-def check(config: TrainConfig, quiet: bool) -> CheckedRun:
-    """Check a recipe before anything is loaded, in a second or less.
+def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
+    """Check a recipe before any weights are loaded; returns its training arguments and the backbone's configuration.
 
     Raises:
         RequestError: no such data or backbone, or keys that do not go together.
@@ -71,11 +60,11 @@ def check(config: TrainConfig, quiet: bool) -> CheckedRun:
         raise RequestError("data.streaming has no end, so its hidden states cannot be kept; leave cache_features out")
     if config.data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
-    return CheckedRun(config, arguments, sizes)
+    return arguments, sizes
 
 
 def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """The section `training` with the defaults that depend on the rest of the recipe.
+    """The section `training`, with the defaults that depend on the rest of the recipe.
 
     Raises:
         RequestError: values that `TrainingArguments` refuses, or that the rest of the recipe rules out.
@@ -105,18 +94,17 @@ def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> Me
     return arguments
 
 
-def load(checked: CheckedRun, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Load the backbone and the data, and make the heads.
+def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
+    """Check a recipe, load the backbone and the data, and make the heads.
 
     Raises:
-        RequestError: something cannot be loaded, the heads cannot be trained so, or differ from the checkpoint's.
+        RequestError: see `check`; or something cannot be loaded, or the heads differ from the checkpoint's.
     """
-    config, arguments = checked.config, checked.arguments
-    options = placement(config.load_options, config.shard_backbone, checked.backbone_config)
-    loaded = load_backbone(config.backbone, options)
-    backbone = Backbone(loaded.model)
+    arguments, sizes = check(config, quiet)
+    loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     if checkpoint is not None:
         require_same_heads(checkpoint, config, loaded.model)
+    backbone = Backbone(loaded.model)
     dataset, evaluated = _datasets(config, loaded.tokenizer, backbone, arguments.seed)
     quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
     set_seed(arguments.seed)  # the heads' start depends on the seed alone, whatever ran before
@@ -135,9 +123,7 @@ def _is_features(config: TrainConfig) -> bool:
         return False
     for name, given in (
         ("cache_features", config.cache_features),
-        ("data.exclude", config.data.exclude),
-        ("data.max_examples", config.data.max_examples),
-        ("data.streaming", config.data.streaming),
+        *((f"data.{key}", getattr(config.data, key)) for key in ("exclude", "max_examples", "streaming")),
     ):
         if given:
             raise RequestError(f"{config.data.path} holds features; leave {name} out")
@@ -154,9 +140,7 @@ def _datasets(
         dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
     else:
         dataset = load_dataset(config.data, tokenizer, *sizes, seed)
-    if config.eval_data is None:
-        return dataset, None
-    return dataset, load_dataset(config.eval_data, tokenizer, *sizes)
+    return dataset, None if config.eval_data is None else load_dataset(config.eval_data, tokenizer, *sizes)
 
 
 def _quality_rows(

@@ -159,8 +159,8 @@ class AdapterConfig(Section):
     lambda_0: float = Field(default=0.1, gt=0)
     """Weight of the heads' loss in the backbone's gradient (paper: 0.2, and 0.01 in self-distillation)."""
     teacher_tilt: float | None = Field(default=None, ge=0, lt=1)
-    """Exponent that tilts lm_loss kl's teacher towards the first head's prediction (`train.joint_loss`; ours); 0.06 if
-    left out, 0 is off."""
+    """Exponent that tilts the teacher of lm_loss kl towards the first head's prediction (`train.medusa2.lm_loss`);
+    0.06 if left out, 0 is off."""
     schedule: Literal["constant", "linear", "sine"] = "constant"
     """How lambda_0 and teacher_tilt are reached; linear and sine (a quarter wave) rise and spare the backbone."""
     heads_first: float = Field(default=0.1, ge=0, lt=1)

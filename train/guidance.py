@@ -9,7 +9,7 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import lm_head_for, token_ids
-from train.chunks import chunk_rows
+from train.loss.chunks import chunk_rows
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:

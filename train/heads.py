@@ -22,11 +22,7 @@ HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for nam
 
 
 def new_heads(
-    model: PreTrainedModel,
-    asked: HeadsConfig,
-    name: str,
-    revision: str | None = None,
-    vocabulary: Tensor | None = None,
+    model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
 ) -> MedusaHeads:
     """Heads for `model`: what was asked for, and the rest chosen for its sizes; they start as the identity.
 

@@ -1,4 +1,7 @@
-"""The module that the Trainer trains: heads as parameters, and the frozen backbone outside the module tree."""
+"""The module that the Trainer trains: heads as parameters, and the frozen backbone outside the module tree.
+
+Shapes: B rows, T tokens, R positions that are taught, K heads, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from medusa.vocabulary import rows_for
 from train.arguments import MedusaTrainingArguments
 from train.guidance import with_noise, with_own_guesses
 from train.labels import IGNORE, head_labels
-from train.loss import HeadLosses, head_losses
-from train.teacher import Teacher, backbone_choices
+from train.loss.heads import HeadLosses, head_losses
+from train.loss.teacher import Teacher, backbone_choices
 
 
 class Taught(NamedTuple):
@@ -31,10 +34,7 @@ class Taught(NamedTuple):
 
 
 class HeadsOnBackbone(nn.Module):
-    """Heads, with the backbone that they read.
-
-    Parameters, state dict, optimiser and checkpoints are the heads' alone.
-    """
+    """Heads, with the backbone that they read; parameters, state dict and optimiser are the heads' alone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
         """`model` is frozen.
@@ -43,8 +43,7 @@ class HeadsOnBackbone(nn.Module):
             RequestError: an argument that these heads or this backbone cannot be trained with.
         """
         super().__init__()
-        self.heads, self.args = heads, args
-        self.weighting = args.weighting
+        self.heads, self.args, self.weighting = heads, args, args.weighting
         self.scheduled_sampling = 0.0  # the probability in force, which the trainer raises over the run
         if args.scheduled_sampling and not heads.follows_path:
             raise RequestError(
@@ -62,19 +61,9 @@ class HeadsOnBackbone(nn.Module):
                 "not the backbone's distribution; take argmax, which is the same either way"
             )
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor,
-        loss_mask: Tensor,
-        hidden: Tensor | None = None,
-    ) -> HeadLosses:
-        """Losses of the heads on a batch; ids, positions, documents and mask are all [B, T].
-
-        `hidden` [B, T, H] are the backbone's hidden states, where they are known already.
-        """
-        inputs, labels, teacher = self.taught(input_ids, position_ids, document_ids, loss_mask, hidden)
+    def forward(self, **batch: Tensor) -> HeadLosses:
+        """Losses of the heads on a batch (`train.data.datasets.Batch`)."""
+        inputs, labels, teacher = self.taught(**batch)
         lm_head = self.backbone.head
         if self.heads.vocabulary is not None and self.heads.lm_heads is None:
             lm_head = rows_for(self.heads, lm_head)
@@ -88,7 +77,11 @@ class HeadsOnBackbone(nn.Module):
         loss_mask: Tensor,
         hidden: Tensor | None = None,
     ) -> Taught:
-        """Where heads are taught in a batch, what they are shown there, and what they are taught; see `forward`."""
+        """Where heads are taught in a batch, what they are shown there, and what they are taught.
+
+        Ids, positions, documents and mask are all [B, T]. `hidden` [B, T, H] are the backbone's hidden states, where
+        they are known already.
+        """
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares the heads' guesses with tokens, under the objective distill too.
         argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
@@ -102,8 +95,8 @@ class HeadsOnBackbone(nn.Module):
         places = (labels[0] != IGNORE).nonzero()[:, 0]
         teacher = None
         if args.objective == "distill":
-            given = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)
-            teacher = Teacher(hidden.flatten(0, 1), places, backbone.head, *given)
+            settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)
+            teacher = Teacher(hidden.flatten(0, 1), places, backbone.head, *settings)
         shown = hidden.to(self.heads.dtype)
         if self.training and args.hidden_noise:
             shown = with_noise(shown, args.hidden_noise)

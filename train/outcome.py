@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from medusa.memory import peak_memory
-from train.build import Rows
-from train.config import TrainConfig
-from train.disk import checkpoint_bytes, weight_bytes
-from train.quality import Quality
+from medusa.memory import bytes_of, peak_memory
+from train.build import LoadedRun
+from train.checkpoints import size_on_disk, whole_checkpoints
+from train.medusa2.lm_loss import Quality
 from train.trainer import MedusaTrainer
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -31,7 +30,7 @@ class RunFigures:
     """Of the process and of each GPU (`medusa.memory`)."""
     heads_bytes: int
     checkpoint_bytes: int | None
-    """With the optimiser's state; `None` where no checkpoint was written."""
+    """With the optimiser's state, about three times the heads; `None` where no checkpoint was written."""
     heads: dict[str, float]
     """Each head's loss and top-1 in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
     quality: Quality | None
@@ -41,14 +40,15 @@ class RunFigures:
     def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], quality: Quality | None) -> RunFigures:
         """The figures of a trainer that has trained; `metrics` are those that it gave."""
         last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
+        saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
         return cls(
             steps=trainer.state.global_step,
             seconds=metrics.get("train_runtime"),
             loss=metrics.get("train_loss"),
             reading_share=round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
             peak_memory_bytes=peak_memory(),
-            heads_bytes=weight_bytes(trainer.heads),
-            checkpoint_bytes=checkpoint_bytes(Path(str(trainer.args.output_dir))),
+            heads_bytes=bytes_of(trainer.heads),
+            checkpoint_bytes=size_on_disk(saved[-1]) if saved else None,
             heads={key: value for key, value in last.items() if key.startswith("head")},
             quality=quality,
         )
@@ -60,11 +60,10 @@ class RunFigures:
 
     def to_dict(self) -> dict[str, object]:
         """The JSON form, which is flat."""
-        figures = dict(vars(self))
-        heads, quality = figures.pop("heads"), figures.pop("quality")
-        if quality is not None:
-            figures |= {"perplexity_before": quality.before, "perplexity_after": quality.after}
-        return figures | heads
+        figures = {name: value for name, value in vars(self).items() if name not in ("heads", "quality")}
+        if self.quality is not None:
+            figures |= {"perplexity_before": self.quality.before, "perplexity_after": self.quality.after}
+        return figures | self.heads
 
     def __str__(self) -> str:
         memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in self.peak_memory_bytes.items())
@@ -72,14 +71,14 @@ class RunFigures:
         return f"peak memory: {memory}; heads {self.heads_bytes / 1e6:,.1f} MB{saved}"
 
 
-def provenance(config: TrainConfig, dataset: Rows, trainer: MedusaTrainer) -> dict[str, object]:
-    """Where a set of heads comes from."""
+def provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
+    """Where the heads of a run come from."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "config": config.model_dump(),
-        "data": dataset.counts.to_dict(),
-        "backbone": trainer.heads.config.backbone,
-        "max_steps": trainer.args.max_steps,
+        "config": run.config.model_dump(),
+        "data": run.dataset.counts.to_dict(),
+        "backbone": run.heads.config.backbone,
+        "max_steps": max_steps,
         "versions": {name: _version(name) for name in PACKAGES},
     }
 

@@ -8,15 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from train.time_budget import TimeBudget
@@ -35,32 +27,22 @@ class ProgressBar(TrainerCallback):
         """`lines`: print every line of the log above the bar, instead of the latest figures next to it."""
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
-        self.task = TaskID(0)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         if not state.is_local_process_zero:
             return
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True))
+        columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self.progress = Progress(TextColumn("training"), BarColumn(), *columns, console=Console(stderr=True))
         budget = self._budget()
         self.task = self.progress.add_task("", total=round(budget.seconds) if budget else state.max_steps)
         self.progress.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.progress is not None:
             budget = self._budget()
-            done = round(budget.spent()) if budget else state.global_step
-            self.progress.update(self.task, completed=done)
+            self.progress.update(self.task, completed=round(budget.spent()) if budget else state.global_step)
 
     def on_log(
         self,
@@ -68,7 +50,7 @@ class ProgressBar(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: Mapping[str, Any] | None = None,
-        **kwargs: object,
+        **_: object,
     ) -> None:
         if self.progress is None or not logs or not ("loss" in logs or "eval_loss" in logs):
             return
@@ -79,9 +61,7 @@ class ProgressBar(TrainerCallback):
             rate = f"  lr {logs['learning_rate']:.1e}" if "learning_rate" in logs else ""
             self.progress.console.print(f"step {state.global_step:>6}  {summary}{rate}", highlight=False)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
-from transformers import PreTrainedTokenizerBase
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill
 from medusa.loading import LoadOptions, load_backbone
-from train.adapter import write_merged
-from train.build import LoadedRun, build_trainer, check, load
+from medusa.memory import bytes_of
+from train.build import LoadedRun, build_trainer, load
+from train.checkpoints import checkpoint_to_resume, delete_checkpoints, require_room, way_out_of_full_disk
 from train.config import TrainConfig
 from train.curves import PICTURE, draw_curves
-from train.data import PackedDataset, StreamedDataset
-from train.disk import require_room, way_out_of_full_disk
-from train.feature_cache import FeatureCache, FeaturePlan
+from train.data.datasets import PackedDataset, StreamedDataset
+from train.features.cache import FeatureCache, FeaturePlan
 from train.heads import describe
+from train.medusa2.adapter import write_merged
+from train.medusa2.lm_loss import Quality, quality
 from train.outcome import RunFigures, provenance
 from train.progress import say
-from train.quality import Quality, quality
-from train.resume import checkpoint_to_resume
 from train.trainer import MedusaTrainer
 
 
@@ -37,12 +35,12 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     """
     output = Path(config.output_dir)
     checkpoint = checkpoint_to_resume(output, resume, overwrite)
-    run = load(check(config, quiet), checkpoint, quiet)
-    require_room(output, run.heads, run.arguments)
+    run = load(config, checkpoint, quiet)
+    require_room(output, bytes_of(run.heads), run.arguments)
     trainer = build_trainer(run)
-    trainer.provenance = provenance(config, run.dataset, trainer)
-    if overwrite:
-        _delete_checkpoints(output, trainer)
+    trainer.provenance = provenance(run, trainer.args.max_steps)
+    if overwrite and trainer.args.process_index == 0:
+        delete_checkpoints(output)
     if not quiet:
         _report_start(run)
     with disk_may_fill(output, lambda: way_out_of_full_disk(output)):
@@ -53,7 +51,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         trainer.provenance |= {"data": run.dataset.counts.to_dict(), "result": figures.to_dict()}
         trainer.save_model()
         if config.adapter is not None and config.adapter.merge and trainer.args.process_index == 0:
-            _merge(config, trainer, run.loaded.tokenizer)
+            _merge(run)
     if not quiet:
         _report_end(run, trainer, figures)
     return figures
@@ -65,20 +63,13 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     Raises:
         RequestError: the data are features already, or a stream.
     """
-    run = load(check(config, quiet), None, quiet)
+    run = load(config, None, quiet)
     trainer = build_trainer(run)
     if not isinstance(run.dataset, PackedDataset):
         raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")
-    plan = _feature_cache(config, run.dataset, trainer).plan(trainer)
+    plan = _feature_cache(run, run.dataset).plan(trainer)
     say(str(plan))
     return plan
-
-
-def _delete_checkpoints(output: Path, trainer: MedusaTrainer) -> None:
-    """Delete an old run's checkpoints: --resume would take them for this run's."""
-    if trainer.args.process_index == 0:
-        for old in output.glob("checkpoint-*"):
-            shutil.rmtree(old)
 
 
 def _report_start(run: LoadedRun) -> None:
@@ -97,15 +88,17 @@ def _report_end(run: LoadedRun, trainer: MedusaTrainer, figures: RunFigures) -> 
     say(f"heads saved in {output}")
 
 
-def _feature_cache(config: TrainConfig, dataset: PackedDataset, trainer: MedusaTrainer) -> FeatureCache:
-    folder = Path(config.features_dir or Path(config.output_dir) / "features")
-    return FeatureCache(folder, dataset, trainer.backbone, trainer.heads.config.backbone, config.features_dtype)
+def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
+    folder = Path(run.config.features_dir or Path(run.config.output_dir) / "features")
+    backbone, known = Backbone(run.loaded.model), run.heads.config.backbone
+    return FeatureCache(folder, dataset, backbone, known, run.config.features_dtype)
 
 
 def _cache_features(run: LoadedRun, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
     """Train from hidden states on disk, which are written first where they are missing."""
-    assert isinstance(run.dataset, PackedDataset)  # anything else was refused
-    cache, args = _feature_cache(run.config, run.dataset, trainer), trainer.args
+    if not isinstance(run.dataset, PackedDataset):  # features already
+        return
+    cache, args = _feature_cache(run, run.dataset), trainer.args
     with args.main_process_first(desc="comparing features"):
         cache.require_belonging(replace=overwrite and args.process_index == 0)
     plan = cache.plan(trainer)
@@ -131,8 +124,9 @@ def _quality(run: LoadedRun) -> Quality | None:
     return found
 
 
-def _merge(config: TrainConfig, trainer: MedusaTrainer, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    dtype = str(trainer.backbone.dtype).removeprefix("torch.")
+def _merge(run: LoadedRun) -> None:
+    config, loaded = run.config, run.loaded
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
-    base = load_backbone(config.backbone, options)
-    say(f"merged backbone saved in {write_merged(base.model, tokenizer, trainer.heads, Path(config.output_dir))}")
+    base = load_backbone(config.backbone, options).model
+    say(f"merged backbone saved in {write_merged(base, loaded.tokenizer, run.heads, Path(config.output_dir))}")

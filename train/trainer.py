@@ -19,13 +19,13 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.tree_files import load_tree
 from train.arguments import MedusaTrainingArguments
-from train.data import Batch
+from train.checkpoints import LogBeforeSaving
+from train.data.datasets import Batch
 from train.evaluate import GuessCounts, label_ranks
 from train.labels import IGNORE, label_counts
-from train.loss import HeadLosses
+from train.loss.heads import HeadLosses
 from train.module import HeadsOnBackbone
 from train.progress import ProgressBar
-from train.resume import LogBeforeSaving
 from train.time_budget import TimeBudget
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
@@ -74,17 +74,10 @@ class MedusaTrainer(Trainer):
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
         self.reading_seconds = 0.0
         """Seconds spent waiting for batches."""
-        foreign = [n for n, p in self.trained.named_parameters() if p.requires_grad and not self.is_ours(n)]
-        if foreign:
-            raise RuntimeError(f"only heads may be trained, not {foreign[0]}")
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
         """The module to train."""
         return HeadsOnBackbone(heads, model, args)
-
-    def is_ours(self, parameter: str) -> bool:
-        """Whether a parameter of this name may be trained."""
-        return parameter.startswith("heads.")
 
     @property
     def backbone(self) -> Backbone:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from train.architecture import BackboneSizes, vocabulary_gain
-from train.data import PackedDataset, StreamedDataset
-from train.features import PER_TOKEN, Features
+from train.data.datasets import PackedDataset, StreamedDataset
+from train.features.files import PER_TOKEN, Features
 from train.labels import IGNORE, head_labels
 
 ROWS = 1024  # counted at a time

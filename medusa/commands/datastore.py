@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _records(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
     from decode.drafters.retrieval.datastore import Piece
-    from train.examples import to_example
+    from train.data.examples import to_example
 
     for record in read_records(args.data, split=args.split, separator=args.document_separator):
         if record.text is not None:
@@ -140,7 +140,7 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """As a text is taught (`train.data`), but for BOS: nothing is ever looked up in front of it."""
+    """As a text is taught (`train.data.datasets`), but for BOS: nothing is ever looked up in front of it."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from train.preview import preview, show
+    from train.data.preview import preview, show
     from train.recipe import load_recipe
     from train.run import plan_features, train
 

@@ -30,7 +30,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.tree_files import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
-from train.features import shards
+from train.features.files import shards
 
 PROMPTS = ["abc", "hgfedcba", "d"]
 NEW = 12
@@ -308,7 +308,7 @@ def test_a_disk_that_fills_up_ends_a_recording_in_one_line(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("train.features.save_file", full)
+    monkeypatch.setattr("train.features.files.save_file", full)
     words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
     done = medusa(*words, "--record", tmp_path / "used", "--quiet")
     assert done.status == 1

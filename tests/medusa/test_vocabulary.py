@@ -36,16 +36,16 @@ from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train.architecture import BackboneSizes, vocabulary_gain
 from train.build import require_adaptable
-from train.data import PackedDataset, StreamedDataset
+from train.data.datasets import PackedDataset, StreamedDataset
+from train.data.examples import Example
 from train.evaluate import label_ranks
-from train.examples import Example
 from train.labels import IGNORE
-from train.loss import head_losses, head_losses_plain
+from train.loss.heads import head_losses, head_losses_plain
+from train.loss.teacher import Teacher
+from train.loss.weighting import Weighting
 from train.recipe import parse_recipe
 from train.run import train
-from train.teacher import Teacher
 from train.vocabulary import most_frequent
-from train.weighting import Weighting
 
 WORDS, HEADS = 40, 3
 LM_HEADS = ["own", "shared"]
@@ -297,7 +297,7 @@ def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
 def test_the_loss_in_chunks_is_the_plain_one(
     lm_head: str, objective: str, weighting: Weighting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.chunked_loss.chunk_rows", lambda *args: 7)
+    monkeypatch.setattr("train.loss.chunked.chunk_rows", lambda *args: 7)
     model = tiny_model("llama").requires_grad_(False)
     _, some = pair(model, lm_head=lm_head)
     inputs = shown(model, some)
@@ -419,6 +419,6 @@ def test_a_teacher_that_leans_on_all_tokens_is_refused(llama: Any) -> None:
 
 def test_streams_and_tiny_lists_are_refused(recipe: Any) -> None:
     with pytest.raises(RequestError, match=r"counted on the whole text, and data.streaming has no end"):
-        most_frequent(StreamedDataset(lambda counts: iter([]), 8), 3, 10)
+        most_frequent(StreamedDataset(None, 8, False, 1, 0), 3, 10)
     with pytest.raises(RequestError, match=r"heads.vocabulary is 8; it must be at least 32, or 0 for all tokens"):
         recipe(vocabulary=8)

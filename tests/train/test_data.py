@@ -18,8 +18,8 @@ from medusa.records import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.config import DataConfig
-from train.data import PackedDataset, StreamedDataset, load_dataset, positions_of
-from train.examples import Example, to_example
+from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, positions_of
+from train.data.examples import Example, to_example
 from train.labels import IGNORE, head_labels
 
 

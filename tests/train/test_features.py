@@ -17,12 +17,12 @@ from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import HIDDEN, random_ids, tiny_model
-from train.data import PackedDataset
-from train.examples import Example
-from train.feature_cache import FeatureCache, FeaturePlan
-from train.features import MANIFEST, Features, is_features, shards, write_shard
+from train.data.datasets import PackedDataset
+from train.data.examples import Example
+from train.features.cache import FeatureCache, FeaturePlan
+from train.features.files import MANIFEST, Features, is_features, shards, write_shard
+from train.features.recorder import Recorder
 from train.recipe import parse_recipe
-from train.recorder import Recorder
 from train.run import plan_features, train
 
 LENGTH, ROWS = 20, 10
@@ -86,7 +86,7 @@ def written(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> Fea
 def test_rows_come_back_with_the_backbones_hidden_states(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int
 ) -> None:
-    monkeypatch.setattr("train.feature_cache.SHARD_BYTES", rows_per_shard * ROW_BYTES)
+    monkeypatch.setattr("train.features.files.SHARD_BYTES", rows_per_shard * ROW_BYTES)
     features = written(tmp_path, rows, model).read()
     assert len(shards(tmp_path)) == -(-ROWS // rows_per_shard)
     assert len(features) == len(rows) == ROWS
@@ -186,7 +186,7 @@ def test_the_backbone_runs_once_and_not_in_training(recipe: Any, monkeypatch: py
 def test_an_interrupted_writer_goes_on_where_it_was(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.feature_cache.SHARD_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr("train.features.files.SHARD_BYTES", 3 * ROW_BYTES)
     whole = written(tmp_path / "whole", rows, model)
     cache = cache_of(tmp_path / "cut", rows, model)
     for _, _ in zip(range(5), cache.write(1), strict=False):  # five rows: one shard and two thirds
@@ -204,7 +204,7 @@ def test_an_interrupted_writer_goes_on_where_it_was(
 def test_processes_share_the_shards(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.feature_cache.SHARD_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr("train.features.files.SHARD_BYTES", 3 * ROW_BYTES)
     cache = cache_of(tmp_path, rows, model)
     assert sum(cache.write(3, process=0, processes=2)) == 6
     assert sum(cache.write(3, process=1, processes=2)) == 4
@@ -279,7 +279,7 @@ def test_what_use_leaves_is_training_data(recipe: Any, model: Any, tmp_path: Pat
 
 
 def test_prompts_are_recorded_and_not_taught(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.recorder.SHARD_BYTES", 20 * 4 * HIDDEN)
+    monkeypatch.setattr("train.features.files.SHARD_BYTES", 20 * 4 * HIDDEN)
     recorder = record(tmp_path, model, [random_ids(13, seed=seed) for seed in range(3)])
     assert len(shards(tmp_path)) == 1, "the second text filled a shard"
     recorder.flush()
@@ -347,7 +347,7 @@ def test_a_plan_is_told_before_anything_is_written(recipe: Any, tmp_path: Path, 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.feature_cache.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("train.features.cache.free_bytes", lambda path: 1000)
     with pytest.raises(RequestError, match="features would take"):
         recipe(cache_features=True)
     assert not (tmp_path / "out" / "features" / MANIFEST).exists()

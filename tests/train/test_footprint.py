@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from medusa.loading import LoadOptions, load_backbone
 from medusa.memory import peak_memory
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
-from train.disk import size_on_disk
+from train.checkpoints import size_on_disk
 from train.recipe import parse_recipe
 from train.run import train
 

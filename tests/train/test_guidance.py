@@ -17,8 +17,8 @@ from medusa.heads.kinds import KINDS
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig
-from train.data import PackedDataset
-from train.examples import Example
+from train.data.datasets import PackedDataset
+from train.data.examples import Example
 from train.guidance import with_noise, with_own_guesses
 from train.heads import new_heads
 from train.module import HeadsOnBackbone

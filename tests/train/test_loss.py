@@ -18,11 +18,11 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
-from train.chunks import chunk_rows
 from train.labels import IGNORE
-from train.loss import HeadLosses, head_losses, head_losses_plain, require_backend
-from train.teacher import Teacher, backbone_choices
-from train.weighting import Weighting, head_weights
+from train.loss.chunks import chunk_rows
+from train.loss.heads import HeadLosses, head_losses, head_losses_plain, require_backend
+from train.loss.teacher import Teacher, backbone_choices
+from train.loss.weighting import Weighting, head_weights
 
 HEADS, ROWS, POSITIONS = 3, 21, 40
 KINDS = [(block, lm_head) for block in ("square", "mlp") for lm_head in ("own", "shared")]
@@ -53,7 +53,7 @@ def some_teacher(backbone: Backbone, **kwargs: Any) -> Teacher:
 
 
 def chunks_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr("train.chunked_loss.chunk_rows", lambda *args: rows)
+    monkeypatch.setattr("train.loss.chunked.chunk_rows", lambda *args: rows)
 
 
 def outcome(

@@ -26,16 +26,15 @@ from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions, load_backbone, quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
-from train.adapter import adapt, untouched
 from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig, HeadsConfig
-from train.data import PackedDataset
-from train.examples import Example
+from train.data.datasets import PackedDataset
+from train.data.examples import Example
 from train.heads import new_heads
-from train.joint_loss import heads_weight, lm_loss
 from train.labels import IGNORE, NEXT, head_labels
-from train.medusa2 import HeadsAndAdapter
-from train.quality import perplexity
+from train.medusa2.adapter import adapt, untouched
+from train.medusa2.lm_loss import heads_weight, lm_loss, perplexity, tilt_towards
+from train.medusa2.trainer import HeadsAndAdapter
 from train.recipe import parse_recipe
 from train.run import train
 
@@ -168,7 +167,7 @@ def test_lambda_0_weighs_what_the_heads_ask_of_the_backbone_and_not_the_heads_th
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("train.joint_loss.chunk_rows", lambda *args: chunk)
+    monkeypatch.setattr("train.medusa2.lm_loss.chunk_rows", lambda *args: chunk)
     head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
     teacher, labels = torch.randn(7, 8), torch.randint(0, VOCAB, (7,))
     gradients = []
@@ -192,7 +191,7 @@ def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_a_teacher_that_leans_is_the_product_of_two_distributions(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("train.joint_loss.chunk_rows", lambda *args: chunk)
+    monkeypatch.setattr("train.medusa2.lm_loss.chunk_rows", lambda *args: chunk)
     head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
     teacher, labels, foreseen = torch.randn(7, 8), torch.randint(0, VOCAB, (7,)), torch.randn(7, VOCAB).softmax(-1)
     hidden = torch.randn(7, 8).requires_grad_()
@@ -215,24 +214,22 @@ def test_a_teacher_that_leans_is_the_product_of_two_distributions(monkeypatch: p
         ("eagle", "shared", 1),
     ],
 )
-def test_the_teacher_leans_towards_what_the_first_head_said_a_token_before(
-    tmp_path: Path, kind: str, lm_head: str, prefix_layers: int, dtype: torch.dtype
+def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_before(
+    kind: str, lm_head: str, prefix_layers: int, dtype: torch.dtype
 ) -> None:
     """Heads in float32, whatever the backbone; of every kind, as they would read and guess in decoding."""
     model = tiny_model("llama", dtype=dtype)
     heads = random_heads(model, 2, lm_head=lm_head, kind=kind, prefix_layers=prefix_layers).float()
     adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
-    module = HeadsAndAdapter(heads, model, MedusaTrainingArguments(str(tmp_path), use_cpu=True), "kl")
-    module.teacher_tilt = 0.25
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2], list(range(7))])
     ids = torch.tensor([random_ids(7, seed=1), random_ids(7, seed=2)])
     taught = documents >= 0
     taught[:, -1] = False
     hidden = torch.randn(*documents.shape, HIDDEN, dtype=dtype)
-    gain = module.tilt(hidden, ids, positions, documents, taught)
+    batch, backbone = {"input_ids": ids, "position_ids": positions, "document_ids": documents}, Backbone(model)
+    gain = tilt_towards(heads, backbone, 0.25, hidden, batch, taught)
     found = torch.cat([gain(slice(0, 5)), gain(slice(5, 12))]).reshape(2, 6, VOCAB)
-    backbone = module.backbone
     guess = heads(heads.inputs(hidden, ids, backbone.embed, positions, documents), backbone.lm_head)[0]
     guess = 0.25 * guess.float().log_softmax(-1)  # [2, 7, V]
     for row, position in ((0, 1), (0, 3), (0, 5), (1, 1), (1, 5)):

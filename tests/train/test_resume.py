@@ -20,8 +20,8 @@ from transformers import TrainerCallback, TrainerState
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
+from train.checkpoints import LogBeforeSaving, is_whole, whole_checkpoints
 from train.recipe import parse_recipe
-from train.resume import LogBeforeSaving, checkpoints, is_whole
 from train.run import train
 from train.trainer import MedusaTrainer
 
@@ -68,7 +68,7 @@ def forked(work: Callable[[], None]) -> int:
 
 def curve(folder: Path) -> list[dict[str, float]]:
     """The log as the last checkpoint holds it, without what the clock says."""
-    history = json.loads((checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((whole_checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
     return [{key: line[key] for key in line if "runtime" not in key and "per_second" not in key} for line in history]
 
 
@@ -101,7 +101,7 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
                 "__init__",
                 lambda self, *args, **kwargs: init(self, *args, callbacks=[Tell()], **kwargs),
             )
-            train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=bool(checkpoints(killed)))
+            train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=bool(whole_checkpoints(killed)))
 
         process = forked(run)
         os.close(writer)
@@ -183,12 +183,12 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert (out / "checkpoint-8").is_dir()
     assert not is_whole(out / "checkpoint-8")
-    assert checkpoints(out) == [out / "checkpoint-4"]
+    assert whole_checkpoints(out) == [out / "checkpoint-4"]
     assert MedusaHeads.from_pretrained(out / "checkpoint-4").config.num_heads == 2
     figures = train(parse_recipe(recipe("out"), "test"), quiet=True, resume=True)
     assert figures.steps == STEPS
     assert "checkpoint-8 was cut off while it was written; going on from checkpoint-4" in capsys.readouterr().err
-    assert [path.name for path in checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
+    assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
 
 
 def test_there_is_a_line_of_the_log_at_every_checkpoint() -> None:

@@ -21,8 +21,8 @@ from medusa.errors import RequestError, RunError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
+from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
-from train.resume import checkpoints
 from train.run import train
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -159,7 +159,7 @@ def test_inspect_shows_what_is_taught_and_trains_nothing(
 def test_what_is_taught_is_coloured_on_a_terminal(talking: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from train.preview import preview, show
+    from train.data.preview import preview, show
 
     found = preview(parse_recipe(talking | {"output_dir": "none"}, "test"), 1)
     console = Console(force_terminal=True, color_system="standard", record=True, width=200)
@@ -216,10 +216,10 @@ def test_a_disk_known_to_be_too_small_is_refused_before_training(recipe: Any, mo
 def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate holds the tensors of all that is kept; the small files beside them are what it leaves out."""
     needed: list[int] = []
-    monkeypatch.setattr("train.disk.free_bytes", lambda path: 10**12)
-    monkeypatch.setattr("train.disk.readable", lambda size: str(size))
+    monkeypatch.setattr("train.checkpoints.free_bytes", lambda path: 10**12)
+    monkeypatch.setattr("train.checkpoints.readable", lambda size: str(size))
     run(recipe(save_total_limit=2))
-    monkeypatch.setattr("train.disk.free_bytes", lambda path: -(10**12))
+    monkeypatch.setattr("train.checkpoints.free_bytes", lambda path: -(10**12))
     with pytest.raises(RequestError) as refusal:
         run(recipe("other"))
     needed = [int(word) for word in str(refusal.value).replace(",", " ").split() if word.isdigit()]
@@ -261,7 +261,7 @@ def test_a_disk_that_fills_midway_ends_in_one_line_and_costs_no_checkpoint(
     assert told.startswith("medusa train: failed: the disk of ")
     assert "checkpoint-2 is whole: make room and go on with --resume" in told
     assert told.count("\n") == 1
-    assert [found.name for found in checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+    assert [found.name for found in whole_checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     assert main(["train", str(recipe()), "--quiet", "--resume"]) == 0
     assert same(tmp_path / "whole", tmp_path / "out"), "as if nothing had happened"
 
@@ -289,7 +289,7 @@ def test_files_that_the_system_does_not_take_end_the_same(recipe: Any, tmp_path:
         assert status["told"].startswith("medusa train: failed: the disk of ")
         assert "nothing was saved yet" in status["told"]
         assert status["told"].count("\n") == 1
-    assert not checkpoints(tmp_path / "out")
+    assert not whole_checkpoints(tmp_path / "out")
     assert not (tmp_path / "out" / WEIGHTS).exists()
     assert not list((tmp_path / "out").glob("**/.*")), "no temporary file is left behind"
 

@@ -21,8 +21,8 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
+from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
-from train.resume import checkpoints
 from train.run import train
 from train.sharding import blocks, placement
 
@@ -59,7 +59,7 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 def losses(folder: Path) -> list[dict[str, float]]:
     """Per line of the log: the loss, and every head's."""
-    history = json.loads((checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((whole_checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
     return [{key: line[key] for key in line if "loss" in key and "train" not in key} for line in history]
 
 
@@ -105,7 +105,7 @@ def test_two_processes_are_one_with_the_same_global_batch(recipe: Any, tmp_path:
     same_losses(losses(two), losses(tmp_path / "one"))
     same_heads(two, tmp_path / "one")
     assert json.loads((tmp_path / "figures.json").read_text())["steps"] == STEPS
-    saved = checkpoints(two)[-1]
+    saved = whole_checkpoints(two)[-1]
     assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}, "there were two"
     assert len(list(saved.glob("*.safetensors"))) == len(list(two.glob("*.safetensors"))) == 1
 

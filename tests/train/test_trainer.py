@@ -24,17 +24,17 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
+from train.checkpoints import whole_checkpoints
 from train.config import HeadsConfig
-from train.data import PackedDataset
+from train.data.datasets import PackedDataset
+from train.data.examples import Example
 from train.evaluate import OwnText, head_accuracy
-from train.examples import Example
 from train.heads import describe, new_heads
+from train.loss.weighting import Weighting
 from train.progress import summarize
 from train.recipe import parse_recipe
-from train.resume import checkpoints
 from train.run import train
 from train.time_budget import TimeBudget
-from train.weighting import Weighting
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
@@ -479,13 +479,13 @@ def test_overwriting_leaves_no_old_checkpoint_to_resume_from(recipe: Any, tmp_pa
     """An old run's checkpoint-6 would be newer, by its number, than the new run's checkpoint-4."""
     recipe(max_steps=6)
     recipe(max_steps=4, train_with={"overwrite": True})
-    assert checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-4"
+    assert whole_checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-4"
 
 
 def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(recipe: Any, tmp_path: Path) -> None:
     recipe(max_steps=4)
     (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").unlink()
-    assert checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-2"
+    assert whole_checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-2"
 
 
 def test_a_time_budget_ends_the_run_with_a_learning_rate_of_almost_nothing(

@@ -1,4 +1,4 @@
-"""The features of one dataset (`train.features`): planned, written where they are missing, and read."""
+"""The features of one dataset: planned, written where they are missing, and read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,9 @@ from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable
 from medusa.loading import DTYPES
-from train.data import Batch, PackedDataset
-from train.features import (
-    PER_TOKEN,
-    SHARD_BYTES,
-    Features,
-    Manifest,
-    is_features,
-    read_shard,
-    token_bytes,
-    write_shard,
-)
+from train.data.datasets import Batch, PackedDataset
+from train.features import files
+from train.features.files import PER_TOKEN, Features, Manifest, is_features
 
 if TYPE_CHECKING:
     from train.trainer import MedusaTrainer
@@ -39,7 +31,7 @@ class FeaturePlan:
 
     tokens: int
     missing_bytes: int
-    """Bytes of hidden states, ids and masks that are still to be written."""
+    """Bytes that are still to be written."""
     free_bytes: int
     backbone_seconds: float
     """The part of a training step in the backbone's forward, which features save."""
@@ -64,9 +56,8 @@ class FeaturePlan:
     def __str__(self) -> str:
         return (
             f"features: {self.tokens:,} tokens, {readable(self.missing_bytes)} to write, "
-            f"{readable(self.free_bytes)} free; "
-            f"they save {self.saved_per_epoch:.0%} of every epoch after the first, {self.saved:.0%} of this run "
-            f"({self.epochs:.3g} epochs)"
+            f"{readable(self.free_bytes)} free; they save {self.saved_per_epoch:.0%} of every epoch after the first, "
+            f"{self.saved:.0%} of this run ({self.epochs:.3g} epochs)"
         )
 
     def require_space(self, folder: Path) -> None:
@@ -77,9 +68,8 @@ class FeaturePlan:
         """
         if self.missing_bytes > self.free_bytes:
             raise RequestError(
-                f"features would take {readable(self.missing_bytes)} in {folder}, "
-                f"where {readable(self.free_bytes)} are free; "
-                "leave cache_features out, give another features_dir, or features_dtype: float16"
+                f"features would take {readable(self.missing_bytes)} in {folder}, where {readable(self.free_bytes)} "
+                "are free; leave cache_features out, give another features_dir, or features_dtype: float16"
             )
 
 
@@ -87,27 +77,16 @@ class FeatureCache:
     """A folder with the features of one dataset."""
 
     def __init__(
-        self,
-        folder: Path,
-        rows: PackedDataset,
-        backbone: Backbone,
-        known: Fingerprint,
-        dtype: str | None = None,
+        self, folder: Path, rows: PackedDataset, backbone: Backbone, known: Fingerprint, dtype: str | None = None
     ) -> None:
         """`known` is the backbone's fingerprint; `dtype` is that of the stored states, by default the backbone's."""
         self.folder, self.rows, self.backbone = folder, rows, backbone
-        self.dtype = DTYPES[dtype] if dtype else backbone.dtype
+        self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
         self.row_length = rows.input_ids.shape[1]
-        self.row_bytes = self.row_length * token_bytes(backbone.hidden_size, self.dtype)
-        self.rows_per_shard = max(1, min(len(rows), SHARD_BYTES // self.row_bytes))
-        self.manifest = Manifest(
-            known,
-            str(self.dtype).removeprefix("torch."),
-            backbone.hidden_size,
-            len(rows),
-            self.row_length,
-            self.rows_per_shard,
-        )
+        self.row_bytes = self.row_length * files.token_bytes(size, self.dtype)
+        self.rows_per_shard = max(1, min(len(rows), files.SHARD_BYTES // self.row_bytes))
+        name = str(self.dtype).removeprefix("torch.")
+        self.manifest = Manifest(known, name, size, len(rows), self.row_length, self.rows_per_shard)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
         """Every shard's file and the rows that it holds, written or not."""
@@ -133,15 +112,13 @@ class FeatureCache:
                 raise RequestError(f"{self.folder} holds something else than features; give another features_dir")
             return
         held = Manifest.read(self.folder)
-        if _identity(held) != _identity(self.manifest):
-            raise self._foreign("another backbone or dtype of it")
-        if held.dtype != self.manifest.dtype:
-            raise self._foreign("another dtype")
+        if not held.same_states(self.manifest):
+            raise self._foreign("another backbone or dtype")
         if held != replace(self.manifest, backbone=held.backbone):
             raise self._foreign("other data")
         for path, rows in self.shard_rows():
             if path.is_file():
-                stored, wanted = read_shard(path, *PER_TOKEN), self._tokens(rows)
+                stored, wanted = files.read_shard(path, *PER_TOKEN), self._tokens(rows)
                 if not all(torch.equal(stored[name], wanted[name]) for name in PER_TOKEN):
                     raise self._foreign("other data")
 
@@ -172,14 +149,13 @@ class FeatureCache:
         heads = trainer.seconds_per_step(timed)
         steps = args.max_steps if trainer.budget is None else trainer.budget.seconds / heads
         rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        epochs = steps * rows_per_step / len(self.rows) if steps > 0 else args.num_train_epochs
         return FeaturePlan(
             tokens=len(self.rows) * self.row_length,
             missing_bytes=self.missing_rows * self.row_bytes,
             free_bytes=free_bytes(self.folder),
             backbone_seconds=min(forwards) * args.gradient_accumulation_steps,
             heads_seconds=heads,
-            epochs=epochs,
+            epochs=steps * rows_per_step / len(self.rows) if steps > 0 else args.num_train_epochs,
         )
 
     @torch.no_grad()
@@ -201,7 +177,7 @@ class FeatureCache:
                 stacked = {name: tensor.to(self.backbone.device) for name, tensor in stacked.items()}
                 hidden.append(self._with_hidden(stacked)["hidden"].flatten(0, 1).cpu())
                 yield len(batch)
-            write_shard(path, torch.cat(hidden), **self._tokens(rows))
+            files.write_shard(path, torch.cat(hidden), **self._tokens(rows))
 
     def read(self) -> Features:
         """The rows with their hidden states, once all are written."""
@@ -210,8 +186,3 @@ class FeatureCache:
             raise RequestError(f"{self.folder} holds {len(features)} of {len(self.rows)} rows; run again to write them")
         features.counts = self.rows.counts
         return features
-
-
-def _identity(manifest: Manifest) -> tuple[object, object]:
-    """What of a fingerprint determines the hidden states; the backbone's name does not."""
-    return manifest.weights, (manifest.backbone or {}).get("dtype")

@@ -8,7 +8,7 @@ append shards. A shard holds N tokens, documents laid end to end (H hidden size)
     document_ids [N]     int32; which of the shard's documents a token belongs to; -1 is padding
     loss_mask [N]        bool; which tokens are taught
 
-`train.feature_cache` writes the features of a dataset, `train.recorder` those of texts in use; both are read here.
+`train.features.cache` writes the features of a dataset and `train.features.recorder` those of texts in use.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing, write_json
 from medusa.fingerprint import differs
-from train.data import Batch, positions_of
-from train.examples import DataCounts
-from train.packing import PADDING
+from train.data.datasets import Batch, positions_of
+from train.data.examples import DataCounts
+from train.data.packing import PADDING
 
 MANIFEST = "manifest.json"
 FORMAT = "medusa features"
@@ -66,10 +66,12 @@ class Manifest:
         content = {"format": self.format, "version": self.version, **vars(self)}
         write_json(folder / MANIFEST, {name: value for name, value in content.items() if value is not None})
 
-    @property
-    def weights(self) -> object:
-        """The backbone's weights in its fingerprint."""
-        return (self.backbone or {}).get("weights")
+    def same_states(self, other: Manifest) -> bool:
+        """Whether both hold the hidden states of one backbone in one dtype; its name does not matter."""
+        ours, theirs = self.backbone or {}, other.backbone or {}
+        known = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
+        stored = all(getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version"))
+        return known and stored
 
 
 class Features(Dataset[Batch]):

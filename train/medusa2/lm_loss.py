@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
-from train.adapter import without_adapter
-from train.chunks import chunk_rows
 from train.config import AdapterConfig
+from train.data.datasets import Batch, PackedDataset
+from train.features.files import Features
+from train.labels import IGNORE, NEXT, head_labels
+from train.loss.chunks import chunk_rows
+from train.medusa2.adapter import untouched, without_adapter
 
+QUALITY_ROWS = 64  # whose perplexity is measured
 Tilt = Callable[[slice], Tensor]
 """For a slice of the M positions, what is added to the teacher's log-probabilities [C, V]."""
 
@@ -72,33 +77,25 @@ def lm_loss(
 
 @torch.no_grad()
 def tilt_towards(
-    heads: MedusaHeads,
-    backbone: Backbone,
-    exponent: float,
-    hidden: Tensor,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    document_ids: Tensor,
-    taught: Tensor,
+    heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, taught: Tensor
 ) -> Tilt:
     """A tilt towards the first head's prediction; 0 where a document begins, since nothing was predicted there.
 
     Args:
         exponent: `teacher_tilt`.
         hidden: [B, T, H] hidden states of the adapted backbone.
-        input_ids, position_ids, document_ids: [B, T].
         taught: [B, T] True at the M positions.
     """
-    lm_head = without_adapter(backbone.head)
-    positions, documents = position_ids[:, :-1], document_ids[:, :-1]
-    inputs = heads.inputs(hidden[:, :-1], input_ids, backbone.embed, positions, documents, num_heads=1)
+    lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
+    before = (batch["position_ids"][:, :-1], documents[:, :-1])
+    inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
     training = heads.training
     heads.eval()  # what they predict in decoding: no dropout
     features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
     heads.train(training)
     if heads.lm_heads is None:
         features = features.to(next(lm_head.parameters()).dtype)
-    known = F.pad(document_ids[:, 1:] == document_ids[:, :-1], (1, 0))[taught]
+    known = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0))[taught]
     exponents = exponent * known.float()[:, None]
 
     def gain(rows: slice) -> Tensor:
@@ -119,3 +116,36 @@ def heads_weight(config: AdapterConfig, progress: float) -> float:
     """lambda_0 after `progress` of the run; 1 while the heads learn alone, and theirs is the only loss."""
     share = risen(config, progress)
     return 1.0 if share is None else config.lambda_0 * share
+
+
+class Quality(NamedTuple):
+    """Perplexities of the original and of the adapted backbone on the same rows."""
+
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.before:.3f} before, {self.after:.3f} after ({self.after / self.before - 1:+.2%})"
+
+
+def quality(backbone: Backbone, rows: PackedDataset | Features) -> Quality:
+    """Perplexities of an adapted backbone with the adapter off and on."""
+    backbone.model.eval()
+    with untouched(backbone.model):
+        before = perplexity(backbone, rows)
+    return Quality(before, perplexity(backbone, rows))
+
+
+@torch.no_grad()
+def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
+    """exp of the mean cross-entropy of the taught tokens in the first `QUALITY_ROWS` rows."""
+    total, count = 0.0, 0
+    for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
+        picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]
+        batch = {name: torch.stack([row[name] for row in picked]).to(backbone.device) for name in picked[0]}
+        hidden = backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
+        taught = labels != IGNORE
+        mean = lm_loss(backbone.head, hidden[taught], labels[taught], None)
+        total, count = total + float(mean) * int(taught.sum()), count + int(taught.sum())
+    return math.exp(total / max(count, 1))

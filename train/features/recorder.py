@@ -10,7 +10,8 @@ from torch import Tensor
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable
-from train.features import SHARD_BYTES, Manifest, is_features, padded, shards, token_bytes, write_shard
+from train.features import files
+from train.features.files import Manifest, is_features, shards
 
 
 class Recorder:
@@ -26,19 +27,19 @@ class Recorder:
         self.manifest = Manifest(known, str(dtype).removeprefix("torch."), hidden_size)
         self.texts = self.tokens = 0
         """Numbers of texts and tokens that this recorder has written to the folder."""
+        self._texts: list[dict[str, Tensor]] = []
         if is_features(folder):
             held = Manifest.read(folder)
-            if _comparable(held) != _comparable(self.manifest) or held.rows is not None:
+            if not held.same_states(self.manifest) or held.rows is not None:
                 raise RequestError(
                     f"{folder} holds features of another backbone or dtype, or a cache; give another folder"
                 )
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RequestError(f"{folder} holds something else than features; give another folder")
-        self._texts: list[dict[str, Tensor]] = []
 
     def size(self, tokens: int) -> int:
         """Bytes that so many tokens take."""
-        return tokens * token_bytes(self.manifest.hidden_size, self.dtype)
+        return tokens * files.token_bytes(self.manifest.hidden_size, self.dtype)
 
     def require_space(self, tokens: int) -> None:
         """Check that the disk can hold so many tokens.
@@ -54,18 +55,16 @@ class Recorder:
             )
 
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
-        """Add one text, of which the first `prompt_tokens` are not taught.
+        """Add one text [T], T >= 1, of which the first `prompt_tokens` are not taught.
 
-        Args:
-            input_ids: [T], T >= 1.
-            hidden: [T or fewer, H]; the backbone may not have read the last tokens.
+        `hidden` is [T, H], or shorter where the backbone has not read the last tokens.
         """
         ids = torch.tensor(input_ids, dtype=torch.int32)
-        states = padded(hidden.detach().to("cpu", self.dtype), len(ids) - len(hidden), 0)
+        states = files.padded(hidden.detach().to("cpu", self.dtype), len(ids) - len(hidden), 0)
         taught = torch.arange(len(ids)) >= prompt_tokens
         documents = torch.full_like(ids, len(self._texts))
         self._texts.append({"hidden": states, "input_ids": ids, "document_ids": documents, "loss_mask": taught})
-        if sum(text["hidden"].nbytes for text in self._texts) >= SHARD_BYTES:
+        if sum(text["hidden"].nbytes for text in self._texts) >= files.SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -75,10 +74,6 @@ class Recorder:
                 self.manifest.write(self.folder)
             number = 1 + max((int(path.stem) for path in shards(self.folder)), default=-1)
             joined = {name: torch.cat([text[name] for text in self._texts]) for name in self._texts[0]}
-            write_shard(self.folder / f"{number:05}.safetensors", **joined)
+            files.write_shard(self.folder / f"{number:05}.safetensors", **joined)
             self.texts, self.tokens = self.texts + len(self._texts), self.tokens + len(joined["input_ids"])
             self._texts.clear()
-
-
-def _comparable(manifest: Manifest) -> tuple[object, ...]:
-    return (manifest.weights, manifest.format, manifest.version, manifest.dtype, manifest.hidden_size)

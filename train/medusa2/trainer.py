@@ -1,6 +1,4 @@
-"""Medusa-2: heads and backbone learn together (paper, section 2.2.2), the backbone through a LoRA adapter.
-
-The loss is in `train.joint_loss`. The heads may learn alone first (`adapter.heads_first`).
+"""The module and the Trainer of Medusa-2. The loss is in `train.medusa2.lm_loss`; the heads may learn alone first.
 
 lambda_0 scales the heads' gradient where it enters the backbone, not the heads' loss. For the backbone that is the
 same. Under AdamW a constant factor changes nothing for the heads, but a changing one would slow them while it adjusts.
@@ -16,18 +14,17 @@ import torch
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from medusa.files import replacing_folder
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
-from train.adapter import ADAPTER, ADAPTER_WEIGHTS, untouched
 from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig
-from train.data import Batch
-from train.joint_loss import Tilt, heads_weight, lm_loss, risen, tilt_towards
+from train.data.datasets import Batch
 from train.labels import IGNORE, NEXT, head_labels
+from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS, untouched
+from train.medusa2.lm_loss import heads_weight, lm_loss, risen, tilt_towards
 from train.module import HeadsOnBackbone
 from train.trainer import MedusaTrainer
 
@@ -69,36 +66,29 @@ class HeadsAndAdapter(HeadsOnBackbone):
         """The same, by the name in older versions of transformers."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor,
-        loss_mask: Tensor,
-        hidden: Tensor | None = None,
-    ) -> JointLosses:
-        """As `HeadsOnBackbone.forward`, with the LM loss; `hidden` are the original backbone's hidden states."""
-        batch = (input_ids, position_ids, document_ids, loss_mask)
-        backbone = self.backbone
+    def forward(self, **batch: Tensor) -> JointLosses:  # type: ignore[override]
+        """As `HeadsOnBackbone.forward`, with the LM loss; a batch's `hidden` are the original backbone's states."""
+        backbone, hidden = self.backbone, batch.pop("hidden", None)
+        ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
             with torch.no_grad(), untouched(self.adapted):
-                hidden = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+                hidden = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
         if not self.joint:
-            nothing = input_ids.new_zeros((), dtype=torch.float32)
-            return JointLosses(*super().forward(*batch, hidden), nothing, nothing)
-        adapted = backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
-        labels = head_labels(input_ids, loss_mask, document_ids, 1, first=NEXT)[0]
+            assert hidden is not None
+            nothing = ids.new_zeros((), dtype=torch.float32)
+            return JointLosses(*super().forward(**batch, hidden=hidden), nothing, nothing)
+        adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
+        labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
         taught = labels != IGNORE
-        teacher = None if hidden is None or self.lm_loss == "text" else hidden[taught].to(adapted.dtype)
-        tilt = None if teacher is None or not self.teacher_tilt else self.tilt(adapted, *batch[:3], taught)
+        teacher = tilt = None
+        if hidden is not None and self.lm_loss == "kl":
+            teacher = hidden[taught].to(adapted.dtype)
+            if self.teacher_tilt:
+                tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, taught)
         lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, tilt)
         still = adapted.detach()
         for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
-        return JointLosses(*super().forward(*batch, for_heads), lm, taught.sum())
-
-    def tilt(self, hidden: Tensor, ids: Tensor, positions: Tensor, documents: Tensor, taught: Tensor) -> Tilt:
-        """The teacher's tilt towards the first head's prediction; see `tilt_towards`."""
-        return tilt_towards(self.heads, self.backbone, self.teacher_tilt, hidden, ids, positions, documents, taught)
+        return JointLosses(*super().forward(**batch, hidden=for_heads), lm, taught.sum())
 
 
 class Medusa2Trainer(MedusaTrainer):
@@ -107,25 +97,17 @@ class Medusa2Trainer(MedusaTrainer):
     trained: HeadsAndAdapter
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        heads: MedusaHeads,
-        args: MedusaTrainingArguments,
-        adapter: AdapterConfig,
-        train_dataset: Dataset[Batch] | None = None,
+        self, model: PreTrainedModel, heads: MedusaHeads, args: MedusaTrainingArguments, adapter: AdapterConfig
     ) -> None:
         """`model` has been through `adapt`."""
         self.adapter = adapter
         if adapter.heads_first > 0:
             args.ddp_find_unused_parameters = True  # the adapter's, while the heads learn alone
         self._lm_seen: list[Tensor] = []
-        super().__init__(model, heads, args, train_dataset=train_dataset)
+        super().__init__(model, heads, args)
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsAndAdapter:
         return HeadsAndAdapter(heads, model, args, self.adapter.lm_loss)
-
-    def is_ours(self, parameter: str) -> bool:
-        return super().is_ours(parameter) or "lora_" in parameter
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -160,10 +142,8 @@ class Medusa2Trainer(MedusaTrainer):
             seen = torch.stack(self._lm_seen).sum(0).to(self.args.device)
             self._lm_seen.clear()
             loss, labels = self.accelerator.reduce(seen, "sum").tolist()
-            logs |= {
-                "lm_loss": round(loss / max(labels, 1), 6),
-                "lambda_0": heads_weight(self.adapter, self.progress()),
-            }
+            logs["lm_loss"] = round(loss / max(labels, 1), 6)
+            logs["lambda_0"] = heads_weight(self.adapter, self.progress())
         super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

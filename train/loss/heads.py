@@ -2,10 +2,10 @@
 
 Shapes: K heads, R positions that are taught, H hidden size, V vocabulary.
 
-    objective   target of a head                                          given as
-    text        the token that stands there                               labels
-    argmax      the backbone's most probable token there                  labels (`train.teacher.backbone_choices`)
-    distill     the backbone's distribution, softmax(logits / temperature)    `train.teacher.Teacher`, chunk by chunk
+    objective   target of a head                                                given as
+    text        the token that stands there                                     labels
+    argmax      the backbone's most probable token there                        labels (`backbone_choices`)
+    distill     the backbone's distribution there, softmax(logits / temperature)    `Teacher`, chunk by chunk
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import places_of
-from train.chunked_loss import ChunkedLoss
 from train.labels import IGNORE
-from train.teacher import Teacher
-from train.weighting import PAPERS_WEIGHTING, Weighting, head_weights
+from train.loss.chunked import ChunkedLoss
+from train.loss.teacher import Teacher
+from train.loss.weighting import PAPERS_WEIGHTING, Weighting, head_weights
 
 BACKENDS = ("auto", "chunked", "plain", "liger")
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from train.chunks import MIN_ROWS, MIN_ROWS_OWN, chunk_rows
 from train.labels import IGNORE
-from train.teacher import SoftTargets, Teacher
-from train.weighting import Weighting
+from train.loss.chunks import MIN_ROWS, MIN_ROWS_OWN, chunk_rows
+from train.loss.teacher import SoftTargets, Teacher
+from train.loss.weighting import Weighting
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Gives the figures of `train.loss.head_losses_plain` (objective, loss, correct, total) from features.
+    """Gives the figures of `train.loss.heads.head_losses_plain` (objective, loss, correct, total) from features.
 
     The weighting is part of the forward: an own LM head's gradient is a sum over positions, which cannot be weighted
     afterwards.
@@ -81,7 +81,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 @dataclass
 class _Sums:
-    """The figures of all heads, summed over chunks; see `train.loss.HeadLosses`."""
+    """The figures of all heads, summed over chunks; see `train.loss.heads.HeadLosses`."""
 
     matrix: Tensor
     """[H, V] the shared LM head, or [K, H, V]."""

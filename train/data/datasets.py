@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
 import torch
@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from train.config import DataConfig
-from train.examples import DataCounts, Example, ExampleReader, records_of
-from train.packing import PackedRow, pack
+from train.data.examples import DataCounts, Example, ExampleReader, records_of
+from train.data.packing import PackedRow, pack
 
 Batch = dict[str, Tensor]
 """The arguments of the trained module, by name: `input_ids`, `position_ids`, `document_ids` and `loss_mask`."""
@@ -34,9 +34,8 @@ class PackedDataset(Dataset[Batch]):
         self.counts = counts or DataCounts()
         rows = [row.tensors(sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         empty = torch.empty(0, sequence_length, dtype=torch.int32)
-        self.input_ids = torch.stack([ids for ids, _, _ in rows]) if rows else empty
-        self.loss_mask = torch.stack([mask for _, mask, _ in rows]) if rows else empty.bool()
-        self.document_ids = torch.stack([documents for _, _, documents in rows]) if rows else empty
+        columns = [torch.stack(column) for column in zip(*rows, strict=True)] or [empty, empty.bool(), empty]
+        self.input_ids, self.loss_mask, self.document_ids = columns
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -52,16 +51,9 @@ class StreamedDataset(IterableDataset[Batch]):
     and so finds its place as long as the data are the same.
     """
 
-    def __init__(
-        self,
-        read: Callable[[DataCounts], Iterator[Example]],
-        sequence_length: int,
-        whole: bool = False,
-        shuffle_buffer: int = 1,
-        seed: int = 0,
-    ) -> None:
-        """`read` starts a new pass over the examples and counts what it drops."""
-        self.read, self.length, self.whole = read, sequence_length, whole
+    def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
+        """Rows have `length` tokens; `whole` keeps each document in one row."""
+        self.reader, self.length, self.whole = reader, length, whole
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
         self.counts = DataCounts()
         """Counts of the first pass so far; workers of a data loader keep theirs to themselves."""
@@ -75,7 +67,7 @@ class StreamedDataset(IterableDataset[Batch]):
     def _passes(self) -> Iterator[PackedRow]:
         self.counts = counts = DataCounts()
         for number in count():
-            rows = pack(self.read(counts), self.length, self.whole, counts)
+            rows = pack(self.reader.read(counts), self.length, self.whole, counts)
             yield from _shuffled(rows, self.shuffle_buffer, random.Random(self.seed + number))
             if not counts.taught:
                 raise RequestError(f"nothing to train on: {counts}")
@@ -112,11 +104,7 @@ def _shuffled(rows: Iterator[PackedRow], size: int, rng: random.Random) -> Itera
 
 
 def load_dataset(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    context: int | None,
-    seed: int = 0,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None, seed: int = 0
 ) -> PackedDataset | StreamedDataset:
     """Everything that `config` names, tokenised and packed; `seed` is for the order of a stream.
 
@@ -127,7 +115,7 @@ def load_dataset(
     length, whole = row_length(config, context), config.long_documents != "split"
     reader = ExampleReader(config, tokenizer, vocab_size, length)
     if config.streaming:
-        stream = StreamedDataset(reader.read, length, whole, config.shuffle_buffer, seed)
+        stream = StreamedDataset(reader, length, whole, config.shuffle_buffer, seed)
         next(iter(stream))  # errors in the first records are raised before training starts
         return stream
     counts = DataCounts()

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.loading import LoadOptions, load_config, load_tokenizer
 from train.config import TrainConfig
-from train.data import require_data, row_length
-from train.examples import DataCounts, Example, ExampleReader
-from train.packing import pack
+from train.data.datasets import require_data, row_length
+from train.data.examples import DataCounts, Example, ExampleReader
+from train.data.packing import pack
 
 TAUGHT = "bold green"
 BRACKETS = "⟦", "⟧"  # where there are no colours

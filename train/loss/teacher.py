@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from medusa.backbone import Backbone
 from medusa.vocabulary import places_of
-from train.chunks import chunk_rows
 from train.labels import FIRST_OFFSET, IGNORE
+from train.loss.chunks import chunk_rows
 
 
 class SoftTargets(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from train.examples import DataCounts, Example
+from train.data.examples import DataCounts, Example
 
 OPEN_ROWS = 16  # rows that wait for another whole document; more waste less padding and read ahead further
 PADDING = -1  # the document that padding belongs to
@@ -33,11 +33,9 @@ class PackedRow:
     def tensors(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, loss mask and documents, padded to [length]; padding belongs to no document and is not taught."""
         missing = length - len(self.ids)
-        return (
-            torch.tensor(self.ids + [0] * missing, dtype=torch.int32),
-            torch.tensor(self.taught + [False] * missing, dtype=torch.bool),
-            torch.tensor(self.documents + [PADDING] * missing, dtype=torch.int32),
-        )
+        ids, documents = self.ids + [0] * missing, self.documents + [PADDING] * missing
+        mask = torch.tensor(self.taught + [False] * missing)
+        return torch.tensor(ids, dtype=torch.int32), mask, torch.tensor(documents, dtype=torch.int32)
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[PackedRow]:

@@ -1,6 +1,6 @@
 """Training examples from records (`medusa.records`): ids and which of them are taught; unusable records are counted.
 
-records -> examples (here) -> rows of one length (`train.packing`) -> datasets (`train.data`)
+records -> examples (here) -> rows of one length (`train.data.packing`) -> datasets (`train.data.datasets`)
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from medusa.records import Record, prompt_ids, read_records
-from train.chat import conversation
 from train.config import DataConfig
+from train.data.chat import conversation
 from train.labels import FIRST_OFFSET
 
 

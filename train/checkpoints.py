@@ -1,0 +1,114 @@
+"""The checkpoints of a run: whether the disk can hold them, which are whole, and what makes a resumed run the same run.
+
+The Trainer writes `trainer_state.json` last, so a checkpoint with that file is whole. One that was cut off, by a kill
+or a full disk, is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from medusa.checkpoints.layout import WEIGHTS
+from medusa.errors import RequestError
+from medusa.files import free_bytes, readable, require_absent
+from train.progress import say
+
+ADAM_STATES = 2  # for every weight, the means of its gradient and of the gradient's square
+
+
+def whole_checkpoints(output: Path) -> list[Path]:
+    """Checkpoints that a run can resume from, oldest first."""
+    return [path for path in all_checkpoints(output) if is_whole(path)]
+
+
+def all_checkpoints(output: Path) -> list[Path]:
+    """Every folder that is called a checkpoint, whole or not, oldest first."""
+    found = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[-1]))
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether everything of a checkpoint was written: its last file is complete."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return (checkpoint / WEIGHTS).is_file()
+
+
+def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
+    """The last whole checkpoint for --resume; otherwise `None`, and the output folder may be written to.
+
+    Raises:
+        RequestError: nothing to resume, or heads that would be replaced without --overwrite.
+    """
+    found = whole_checkpoints(output)
+    if resume and overwrite:
+        raise RequestError("--resume goes on from a checkpoint and --overwrite deletes it; give one of them")
+    if resume:
+        if not found:
+            raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+        newest = all_checkpoints(output)[-1]
+        if newest != found[-1]:
+            say(f"{newest.name} was cut off while it was written; going on from {found[-1].name}")
+        return found[-1]
+    if found and not overwrite:
+        raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
+    require_absent(output / WEIGHTS, overwrite)
+    return None
+
+
+def delete_checkpoints(output: Path) -> None:
+    """Delete an old run's checkpoints; --resume would take them for a new run's."""
+    for old in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        shutil.rmtree(old)
+
+
+def require_room(output: Path, weights: int, arguments: TrainingArguments) -> None:
+    """Check that the disk can hold heads of `weights` bytes and the checkpoints that a run keeps.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    checkpoint = weights if arguments.save_only_model else (1 + ADAM_STATES) * weights
+    # A new checkpoint is whole before the oldest one is deleted. Without a limit at least one is certain.
+    kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0) + 1
+    replaced = sum(size_on_disk(path) for path in all_checkpoints(output))  # of earlier runs, or of this one
+    needed, free = kept * checkpoint + weights, free_bytes(output) + replaced
+    if needed > free:
+        raise RequestError(
+            f"{output} is to hold heads of {readable(weights)} and {kept} checkpoints of {readable(checkpoint)}, but "
+            f"its disk has {readable(free)} left; choose another output_dir, a smaller training.save_total_limit, "
+            "training.save_only_model=true (no --resume) or training.save_strategy=no"
+        )
+
+
+def way_out_of_full_disk(output: Path) -> str:
+    """What to do where the disk has filled up during a run."""
+    if found := whole_checkpoints(output):
+        return f"{found[-1].name} is whole: make room and go on with --resume"
+    return "nothing was saved yet: make room and start again"
+
+
+def size_on_disk(folder: Path) -> int:
+    """Bytes of all files in `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class LogBeforeSaving(TrainerCallback):
+    """Writes a line of the log at every checkpoint.
+
+    No checkpoint holds the sums since the last line. A run that resumed between two lines would log another mean than
+    an uninterrupted one; with a line at each checkpoint nothing is lost.
+    """
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        control.should_log = control.should_log or control.should_save
+
+    on_epoch_end = on_step_end

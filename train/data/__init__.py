@@ -1,0 +1,1 @@
+"""The training data: records become examples, rows of one length, and datasets."""
