@@ -199,7 +199,7 @@ class BackboneTrainer(Trainer):
 
 
 class Score(NamedTuple):
-    """Sums over a text; `tokens` counts all but BOS, `agreements` where the teacher's most probable token is ours."""
+    """Sums over a text. `tokens` leaves BOS out; `agreements` counts where the teacher predicts the same token."""
 
     nats: float
     tokens: int

@@ -3,7 +3,7 @@
     python scripts/benchmark_loss.py --output docs/results/loss_memory.json
     python scripts/benchmark_loss.py --device cuda --hidden-size 4096 --positions 2048 8192
 
-Every variant runs in a process of its own, with one thread. Memory is the most that a loss and its backward pass hold
+Every variant runs in a separate process, with one thread. Memory is the most that a loss and its backward pass hold
 beyond what was there before: resident memory on a CPU (Linux), tensors on a GPU, gradients of the heads included. Time
 is the shortest of three passes: CPU time in float32 on a CPU, wall time in bfloat16 on a GPU. Heads have one square
 block, so that the loss is nearly all of both. Liger's kernels take part on a GPU if they are installed.

@@ -1,4 +1,4 @@
-"""Load our exports with the code of their consumers, each in an environment of its own, without this package.
+"""Load our exports with the code of their consumers, in separate environments without this package.
 
     python scripts/check_exports.py write --heads HEADS --backbone BACKBONE --output exported
     python scripts/check_exports.py vllm exported          in an environment with vllm 0.32, no GPU needed
@@ -178,7 +178,7 @@ CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "modelopt": modelopt, "me
 
 
 def check(name: str, folder: Path) -> str:
-    """Compare a consumer's logits with ours; returns a line with its name and version.
+    """Compare the logits of a consumer with those that `write` kept; returns a line with its name and version.
 
     Raises:
         AssertionError: the logits differ."""

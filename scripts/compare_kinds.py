@@ -1,4 +1,4 @@
-"""Compare heads on one backbone: what they accept, what a step of theirs costs, and how fast they write.
+"""Compare heads on one backbone: what they accept, the cost of a step, and how fast they write.
 
     python scripts/compare_kinds.py --backbone B --prompts prompts.jsonl --trees dynamic:64 dynamic:16 --compile \\
         --heads paper=runs/paper medusa=runs/medusa hydra=runs/hydra --threads 1 --json kinds.json
@@ -47,7 +47,7 @@ from medusa.tree import Layout, Tree
 from script_tools import plain_table, run_script, script_parser
 
 TREES = """as for medusa generate, or calibrated:N, the static tree of N nodes that `medusa calibrate` found and kept
-beside the heads (default: dynamic:64)"""
+with the heads (default: dynamic:64)"""
 WIDTH = 112  # characters that the table takes; a narrow terminal wraps lines, and no figure is cut off
 PATH = 4
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's own counter knows those of GPUs only

@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--openings", required=True, help="stories whose beginnings the backbone continues (.txt)")
     parser.add_argument("--output", required=True, type=Path, help="a folder; results that it holds are not made again")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    kinds_help = "of heads, or paper; +prefix adds a layer of their own"
+    kinds_help = "of heads, or paper; +prefix adds prefix layers"
     parser.add_argument("--kinds", nargs="+", default=["medusa"], help=kinds_help)
     parser.add_argument("--num-heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--trees", nargs="+", default=[TREE], help="for measuring tau (default: %(default)s)")

@@ -4,7 +4,7 @@
     python scripts/run_notebooks.py notebooks/tour.ipynb
 
 Standard error (progress bars, warnings) and execution times are not kept. Tests run the notebooks with smaller sizes,
-which stand in a cell with the tag `parameters`, and do not save them.
+which they set in the cell with the tag `parameters`, and do not save them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def run_script(main: Callable[[], int | None]) -> None:
 
 
 def medusa(command: str, *more: object) -> None:
-    """Run `medusa` in a process of its own: the words of `command`, then `more` arguments as they are."""
+    """Run `medusa` in a separate process with the arguments in `command`, then `more` arguments as they are."""
     subprocess.run([sys.executable, "-m", "medusa", *command.split(), *map(str, more)], check=True)
 
 
@@ -49,7 +49,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 
 def plain_table(title: str, head: Sequence[str], words: int = 1) -> Table:
-    """A table for the terminal without a frame. The first `words` columns hold words, which may wrap, except names."""
+    """A table for the terminal without a frame. The first `words` columns hold text; only names never wrap."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(head):
         is_figure = index >= words

@@ -1,7 +1,7 @@
-"""What `mkdocs build` does beside rendering docs/: pages made elsewhere, and links that hold on GitHub and in the site.
+"""Hooks of `mkdocs build`: pages made from files outside docs/, and links that work on GitHub and in the site.
 
-README, CHANGELOG and CONTRIBUTING become pages, and so do notebooks, as they were saved. On GitHub a link may lead
-anywhere in the repository; in the site one that leaves docs/ leads to the page made of that file, or to a copy of it.
+README, CHANGELOG and CONTRIBUTING become pages, and so do the notebooks as they were saved. On GitHub a link may lead
+anywhere in the repository. In the site, a link that leaves docs/ leads to the page made from that file, or to a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that come from elsewhere, and the files outside docs/ that any page links to."""
+    """Add the pages made from files outside docs/, and the other files outside docs/ that pages link to."""
     texts = {page.src_uri: (f"docs/{page.src_uri}", page.content_string) for page in files.documentation_pages()}
     for source, target in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
@@ -42,14 +42,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A page of docs/ with the links that leave it led to where the site has what they name."""
+    """A page of docs/ whose links out of docs/ lead to the same files in the site."""
     if page.file.src_uri in PAGES.values():
         return markdown
     return moved(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
 
 
 def links(text: str) -> list[str]:
-    """The relative targets in a page, those in code blocks left out."""
+    """The relative links of a page, without those in code blocks."""
     return LINK.findall(FENCE.sub("", text))
 
 
@@ -59,12 +59,12 @@ def reached(source: str, link: str) -> str:
 
 
 def copied(path: str) -> str:
-    """Where the site keeps a copy of a file that is no page. Markdown would be rendered: it comes as text."""
+    """The place in the site of a copy of a file. Markdown and code are copied as text, not rendered."""
     return f"source/{path}.txt" if path.endswith((".md", ".py", ".yaml", ".toml", ".cff")) else f"source/{path}"
 
 
 def moved(text: str, source: str, target: str) -> str:
-    """`text` of the file `source`, with its links as they must be in the site's page `target`."""
+    """The text of the file `source`, with its links changed for the site's page `target`."""
 
     def lead(match: re.Match[str]) -> str:
         path = reached(source, match[0])
@@ -76,7 +76,7 @@ def moved(text: str, source: str, target: str) -> str:
 
 
 def notebook(content: dict[str, Any]) -> str:
-    """A saved notebook as a page: words, code, and what came out."""
+    """A saved notebook as a page: text, code and outputs."""
     parts = []
     for cell in content["cells"]:
         text = "".join(cell["source"])
@@ -89,7 +89,7 @@ def notebook(content: dict[str, Any]) -> str:
 
 
 def shown(output: dict[str, Any]) -> str:
-    """One output of a cell, in the richest form that it was saved in."""
+    """One output of a cell, in its richest saved form."""
     data = output.get("data", {})
     for kind in ("text/html", "image/svg+xml"):
         if kind in data:

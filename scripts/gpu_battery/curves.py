@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmark_loss import Variant, measure
 from decode.bench.methods import Method, medusa_method, plain_method
@@ -71,7 +71,7 @@ def random_model(run: Run, name: str) -> LlamaForCausalLM:
         shape = run.scale.curve_shape | {"num_key_value_heads": run.scale.kv_heads[name]}
         config = LlamaConfig(**shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None)
         with torch.device(run.device):
-            _MODELS[name] = LlamaForCausalLM._from_config(config, dtype=run.dtype).eval()
+            _MODELS[name] = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
         run.keep(model=name, parameters=_MODELS[name].num_parameters(), dtype=str(run.dtype))
     return _MODELS[name]
 

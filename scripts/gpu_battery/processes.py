@@ -1,4 +1,4 @@
-"""A stage in a process of its own, which is ended with all its children at the stage's limit."""
+"""A stage runs in a separate process, which is ended with all its children at the stage's limit."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Fi
 
 def in_process(name: str, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
     """The body of the stage's process; its output goes to the log."""
-    os.setpgid(0, 0)  # a group of its own, so that its children can be ended with it
+    os.setpgid(0, 0)  # a new group, so that its children can be ended with it
     with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ |= {"XDG_CACHE_HOME": str(output.absolute() / "cache")}  # calibrations and compiled code of this run
+    os.environ["HF_HUB_OFFLINE"] = "1"
     transformers.set_seed(0)
     run = Run(name, output, TOY if toy else FULL, device, seconds)
     if toy:
         torch.set_num_threads(1)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork
         torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler
     try:
         STAGES[name].run(run)

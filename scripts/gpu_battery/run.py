@@ -131,7 +131,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a call, run in a process of its own."""
+    """A part of a call, run in a separate process."""
 
     run: Callable[[Run], None]
     call: int

@@ -69,7 +69,7 @@ FULL = Scale(
     prompt_tokens=64,
     prompts=6,
     new_tokens=128,
-    rounds=3,
+    rounds=2,
     draws=200_000,
 )
 TOY = Scale(

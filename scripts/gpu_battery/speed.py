@@ -1,4 +1,4 @@
-"""The third call: the trained backbone with its heads, beside plain decoding and `model.generate`."""
+"""The third call: the trained backbone with its heads, compared with plain decoding and `model.generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Texts = list[list[int]]
 
 
 def benchmark(run: Run) -> None:
-    """Measure tau and tokens per second with the first heads, beside plain decoding and `generate`."""
+    """Measure tau and tokens per second with the first heads, and of plain decoding and `generate`."""
     bench = Bench(run)
     first = run.scale.kinds[0]
     for compile in (True, False):

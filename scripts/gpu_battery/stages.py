@@ -14,7 +14,7 @@ STAGES = {
     "sharding": Stage(sharding, call=1, seconds=60),
     "backbone": Stage(backbone, call=2, seconds=240),
     "heads": Stage(heads, call=2, seconds=280, needs=("backbone",)),
-    "benchmark": Stage(benchmark, call=3, seconds=190, needs=("heads",)),
+    "benchmark": Stage(benchmark, call=3, seconds=210, needs=("heads",)),
     "verify": Stage(verify, call=3, seconds=90, needs=("heads",)),
-    "kinds": Stage(kinds, call=3, seconds=240, needs=("heads",)),
+    "kinds": Stage(kinds, call=3, seconds=220, needs=("heads",)),
 }

@@ -21,7 +21,7 @@ PROMPT = 400  # characters of a source that a prompt is cut from
 
 
 def backbone(run: Run) -> None:
-    """Train a backbone, and write prompts from sources that it has not seen."""
+    """Train a backbone, and write prompts from sources that it did not train on."""
     texts = python_sources(run.scale.source_bytes)
     held_out, seen = texts[::20], [text for index, text in enumerate(texts) if index % 20]
     for name, part in (("train", seen), ("eval", held_out[:20])):

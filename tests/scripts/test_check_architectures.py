@@ -1,4 +1,4 @@
-"""scripts/check_architectures.py: its rows are what they claim, wrong ones are told, the page is of this script."""
+"""scripts/check_architectures.py: its rows are right, wrong ones are reported, and the page holds its tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_refused_row(name: str) -> None:
     assert cells[-1].startswith("not run" if name == "t5" else "a tree forward ")
 
 
-def test_what_goes_wrong_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """All nodes visible to all: another text, errors beyond the limit, exit status 1."""
     visible = verify.visible
 
@@ -97,7 +97,7 @@ def test_wrong_requests(arguments: list[str], named: str) -> None:
         script.main(arguments)
 
 
-def test_the_page_is_written_between_its_marks(tmp_path: Path) -> None:
+def test_the_page_is_written_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{script.BEGIN}\nold\n{script.END}\n\nafter\n")
     row = script.Row("bloom", "BloomForCausalLM", refusal="reasons")

@@ -13,7 +13,12 @@ from safetensors.torch import load_file, save_file
 import check_exports as script
 from tests.helpers import random_heads, tiny_model
 
-INSTALLED = {"vllm": "vllm", "vllm-eagle3": "vllm", "modelopt": "modelopt"}  # medusa-llm is never beside this package
+# Without medusa-llm, which cannot be installed together with this package.
+INSTALLED = {
+    "vllm": "vllm",
+    "vllm-eagle3": "vllm",
+    "modelopt": "modelopt",
+}
 
 
 @pytest.fixture(params=["medusa", "eagle"])
@@ -28,7 +33,7 @@ def exports(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return output
 
 
-def test_what_is_to_be_compared_lies_beside_the_exports(exports: Path) -> None:
+def test_expected_logits_are_written_with_the_exports(exports: Path) -> None:
     said = load_file(exports / script.EXPECTED)
     independent = (exports / "tgi").is_dir()
     assert ("logits" in said) == independent
@@ -46,7 +51,7 @@ def test_a_consumer_that_is_installed_loads_them(exports: Path, consumer: str) -
     assert script.check(consumer, exports)
 
 
-def test_other_logits_are_noticed(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_logits_fail(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (exports / "tgi").is_dir():
         pytest.skip("heads without logits to compare")
     logits = load_file(exports / script.EXPECTED)["logits"]

@@ -1,4 +1,4 @@
-"""The table of all drafters: a row for each that fits, with what it needs and holds, and words for what does not."""
+"""The table of all drafters: a row for each that fits, and a reason for each that does not."""
 
 from __future__ import annotations
 

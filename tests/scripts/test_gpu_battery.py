@@ -70,10 +70,10 @@ def test_what_matters_most_comes_first() -> None:
         assert curves.tree_of(nodes).num_nodes == nodes
 
 
-# -- stages of the tests' own
+# -- stages made by the tests
 
 
-def put_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: object, needs: tuple[str, ...] = ()) -> None:
+def put_in(monkeypatch: pytest.MonkeyPatch, function: object, needs: tuple[str, ...] = ()) -> None:
     monkeypatch.setitem(STAGES, "curves", Stage(function, 1, 1, needs))  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def run_toy(tmp_path: Path, seconds: float = 60) -> run.Figure:
 
 
 def sleeping(stage: Run) -> None:
-    """Keep a figure, then sleep for an hour, with a child that does so too."""
+    """Keep a figure, then sleep for an hour, as a child process does."""
     stage.keep(ms=1.5)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     stage.keep(child=child.pid)
@@ -92,7 +92,7 @@ def sleeping(stage: Run) -> None:
 def test_a_stage_is_ended_at_its_limit_and_its_figures_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_in(monkeypatch, tmp_path, sleeping)
+    put_in(monkeypatch, sleeping)
     assert run_toy(tmp_path, seconds=3)["status"] == "cut off"
     start, first, second, end = run.read_figures(tmp_path)["curves"]
     assert (start["event"], first["ms"], end["event"]) == ("start", 1.5, "end")
@@ -125,10 +125,10 @@ def losing_one(stage: Run) -> None:
         (losing_one, "done", None),
     ],
 )
-def test_errors_are_told_and_cost_no_figure(
+def test_errors_are_reported_and_cost_no_figure(
     function: object, status: str, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_in(monkeypatch, tmp_path, function)
+    put_in(monkeypatch, function)
     outcome = run_toy(tmp_path)
     assert (outcome["status"], outcome.get("error")) == (status, error)
     figures = run.read_figures(tmp_path)["curves"]
@@ -137,9 +137,9 @@ def test_errors_are_told_and_cost_no_figure(
 
 def test_a_stage_run_again_replaces_its_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.append(tmp_path, {"stage": "losses", "ms": 3.0})
-    put_in(monkeypatch, tmp_path, failing)
+    put_in(monkeypatch, failing)
     run_toy(tmp_path)
-    put_in(monkeypatch, tmp_path, losing_one)
+    put_in(monkeypatch, losing_one)
     run_toy(tmp_path)
     figures = run.read_figures(tmp_path)
     assert [figure["ms"] for figure in figures["curves"] if "ms" in figure] == [2.5]
@@ -147,7 +147,7 @@ def test_a_stage_run_again_replaces_its_figures_alone(tmp_path: Path, monkeypatc
 
 
 def test_a_stage_whose_needs_failed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in(monkeypatch, tmp_path, losing_one, needs=("heads",))
+    put_in(monkeypatch, losing_one, needs=("heads",))
     assert run_toy(tmp_path) == {"seconds": 0, "status": "skipped", "error": "needs heads"}
     run.append(tmp_path, {"stage": "heads", "error": "no backbone"})
     assert run_toy(tmp_path)["status"] == "skipped"
@@ -163,7 +163,7 @@ def test_full_sizes_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_figures_carry_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi of the test's own, which tells no power, as some GPUs do."""
+    """A script in place of nvidia-smi that reports no power, as some GPUs do."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 1980, 2619, '[N/A]', 41\nsleep 0.3\n")
     program.chmod(0o755)

@@ -243,7 +243,7 @@ def test_the_schedule_follows_steps_or_the_clock(
     recipe = training.Recipe(warmup_steps=4)
     trainer = training.BackboneTrainer(tiny_llama(), training.Rows([torch.zeros(8)], 4), recipe, arguments, minutes)
     if minutes:
-        monkeypatch.setattr(trainer.budget, "now", lambda: 45.0)  # three quarters of a minute
+        monkeypatch.setattr(trainer.budget, "agreed", lambda: 45.0)  # three quarters of a minute
     factor = trainer.create_scheduler(100).lr_lambdas[0]
     by_then = 0.51 if minutes else 1.0
     assert [factor(step) for step in range(4)] == pytest.approx([by_then * n / 4 for n in (1, 2, 3, 4)])
