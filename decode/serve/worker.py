@@ -96,8 +96,6 @@ class BatchWorker:
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.running: list[BatchRow] = []
-        self.batches: list[int] = []
-        """The sizes of all batches so far."""
         self.thread: threading.Thread | None = None
 
     @property
@@ -141,7 +139,6 @@ class BatchWorker:
         while (batch := self.next_batch()) is not None:
             self.running = batch
             if batch:
-                self.batches.append(len(batch))
                 self.decode(batch)
 
     def next_batch(self) -> list[BatchRow] | None:

@@ -132,24 +132,18 @@ def _expected_tau(
     """The tau of a tree on texts of the kind that was recorded."""
     if isinstance(tree, Tree):
         return predicted_tau_held_out(tree.num_nodes, recording)
-    if heads.follows_path:  # the children of a node depend on the node, which a recording does not show
-        return measured_tau(model, heads, texts, tree, settings)
-    return predicted_tau(tree, recording)  # its temperatures, one number a head, fit no text in particular
+    if not heads.follows_path:
+        return predicted_tau(tree, recording)  # the temperatures, one number a head, fit no text in particular
+    # The children of a node depend on the node, which a recording does not show: the prompts are decoded again.
+    longest = max(len(new) for _, new in texts)
+    decode = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
+    return tau([result for number, (prompt, _) in enumerate(texts) for result in decode([prompt], seeds=[number])])
 
 
 def best_of(points: Sequence[CalibrationPoint]) -> int:
     """Index of the fastest point; 0 (plain decoding) unless another is faster by `WORTHWHILE`."""
     best = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     return best if points[best].tokens_per_second >= WORTHWHILE * points[0].tokens_per_second else 0
-
-
-def measured_tau(
-    model: PreTrainedModel, heads: MedusaHeads, texts: Sequence[Text], tree: Layout, settings: Settings
-) -> float:
-    """tau of decoding the prompts again with `tree`."""
-    longest = max(len(new) for _, new in texts)
-    decode = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
-    return tau([result for number, (prompt, _) in enumerate(texts) for result in decode([prompt], seeds=[number])])
 
 
 def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
