@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     if args.report:
         require_absent(Path(args.report), args.overwrite)
     result: BenchmarkResult | None = None
-    earlier = {name: read_benchmark(name) for name in args.compare}
+    earlier = [(name, read_benchmark(name)) for name in args.compare]
     if args.backbone is None and earlier:
         comparisons = compare_files(earlier)
     else:
@@ -111,14 +111,14 @@ def read_benchmark(name: str) -> BenchmarkResult:
     return result
 
 
-def compare_files(earlier: dict[str, BenchmarkResult]) -> list[Comparison]:
+def compare_files(earlier: list[tuple[str, BenchmarkResult]]) -> list[Comparison]:
     """Compare the first file with each of the others.
 
     Raises:
         RequestError: there is only one file."""
     from decode.bench.compare import compare
 
-    (first, base), *others = earlier.items()
+    (first, base), *others = earlier
     if not others:
         raise RequestError(
             f"--compare {first} alone has nothing to be compared with; give a second file, or "
@@ -154,7 +154,9 @@ def check_request(args: argparse.Namespace) -> list[DrafterConfig]:
     return configs
 
 
-def measure(args: argparse.Namespace, earlier: dict[str, BenchmarkResult]) -> tuple[BenchmarkResult, list[Comparison]]:
+def measure(
+    args: argparse.Namespace, earlier: list[tuple[str, BenchmarkResult]]
+) -> tuple[BenchmarkResult, list[Comparison]]:
     """Measure, show the figures, and compare them with earlier runs."""
     configs = check_request(args)
     settings, records = common.settings_of(args), common.read_prompts(args)
@@ -171,7 +173,7 @@ def measure(args: argparse.Namespace, earlier: dict[str, BenchmarkResult]) -> tu
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     settings = common.with_amateur(args, loaded, settings)
     common.require_fitting(prompts, loaded, settings.amateur)
-    for name, result in earlier.items():
+    for name, result in earlier:
         if result.settings.prompts_sha256 != prompts_hash(prompts):
             raise RequestError(f"{name} was measured on other prompts, so nothing can be paired; give it the same ones")
     source, *others = [common.open_source(args, loaded, config, settings) for config in configs]
@@ -195,7 +197,7 @@ def measure(args: argparse.Namespace, earlier: dict[str, BenchmarkResult]) -> tu
     print_benchmark(common.output_console(args), result)
     if source.heads is not None:
         common.warn_if_useless(result.medusa.new_tokens, result.medusa.tau)
-    return result, [compare(content, result, (name, "this run")) for name, content in earlier.items()]
+    return result, [compare(content, result, (name, "this run")) for name, content in earlier]
 
 
 def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[DrafterFactory]) -> BenchmarkResult:

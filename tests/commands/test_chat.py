@@ -8,9 +8,9 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,23 +161,25 @@ def _until(terminal: int, word: bytes) -> bytes:
     return shown
 
 
-def test_in_a_terminal_accepted_tokens_are_green() -> None:
-    """A terminal of the test's own: answers, colours, Ctrl-D."""
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "medusa", *WITH_HEADS]
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200"}
-    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    try:
-        os.close(theirs)
-        shown = _until(ours, b"> ")
-        os.write(ours, b"Once upon a time\r")
-        shown += _until(ours, b"\r\n> ")
-        os.write(ours, b"\x04")
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
-    os.close(ours)
-    text = shown.decode()
+def test_in_a_terminal_accepted_tokens_are_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal, with a user in another thread: answers, colours, Ctrl-D."""
+    user, program = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def type_and_read() -> bytes:
+        shown = _until(user, b"> ")
+        os.write(user, b"Once upon a time\r")
+        shown += _until(user, b"\r\n> ")
+        os.write(user, b"\x04")
+        return shown
+
+    with open(program, closefd=False) as stdin, open(program, "w", buffering=1) as out, ThreadPoolExecutor(1) as thread:
+        for name, stream in (("stdin", stdin), ("stdout", out), ("stderr", out)):
+            monkeypatch.setattr(sys, name, stream)
+        shown = thread.submit(type_and_read)
+        assert main(list(WITH_HEADS)) == 0
+        text = shown.result(120).decode()
+    os.close(user)
     assert "\x1b[32m there was" in text or "\x1b[32m there" in text
     assert "tokens, " in text

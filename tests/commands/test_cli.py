@@ -623,7 +623,7 @@ def test_verify_tells_of_a_text_that_ends_early(
 
 
 def test_verify_in_full_tries_more_temperatures(medusa: Any, place: Place, tmp_path: Path) -> None:
-    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "5000", "--sampled-prompts", "1")
+    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "1000", "--sampled-prompts", "1")
     assert done.status == 0, done.out
     assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
@@ -700,13 +700,14 @@ def test_a_benchmark_says_what_else_was_asked(medusa: Any, place: Place, tmp_pat
     assert content["machine"]["memory"]["heads"] > 0
 
 
-def test_a_benchmarks_report_is_a_page_or_a_folder(medusa: Any, place: Place, tmp_path: Path) -> None:
-    page, folder = tmp_path / "r.html", tmp_path / "report"
-    assert medusa(*benchmark(place, "--report", page)).status == 0
-    assert "times model.generate" in page.read_text()
-    assert medusa(*benchmark(place, "--report", folder)).status == 0
+def test_a_benchmarks_report_may_be_a_folder(medusa: Any, place: Place, tmp_path: Path) -> None:
+    """A single page is tested with comparisons."""
+    folder, file = tmp_path / "report", tmp_path / "b.json"
+    assert medusa(*benchmark(place, "--report", folder, "--json", file)).status == 0
     assert {file.name for file in folder.iterdir()} >= {"report.html", "benchmark.json", "speedups.png", "tree.png"}
+    assert "times model.generate" in (folder / "report.html").read_text()
     content = json.loads((folder / "benchmark.json").read_text())
+    assert content == json.loads(file.read_text())
     figures = content["methods"]["medusa"]
     nodes = figures["accepted_by_node"]
     assert all(node["path"] in content["settings"]["tree"] for node in nodes)
@@ -716,7 +717,8 @@ def test_a_benchmarks_report_is_a_page_or_a_folder(medusa: Any, place: Place, tm
     again = medusa(*benchmark(place, "--report", folder))
     assert again.status == 2
     assert "--overwrite" in again.err
-    assert medusa(*benchmark(place, "--report", folder, "--overwrite")).status == 0
+    assert medusa("benchmark", "--compare", file, file, "--report", folder, "--overwrite").status == 0
+    assert {file.name for file in folder.iterdir()} == {"report.html", "benchmark.json", "changes.png"}
 
 
 def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path) -> None:

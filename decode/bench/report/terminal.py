@@ -71,8 +71,10 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print what changed between two runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("", "then", "now", "now / then", "95 %", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name in ("then", "now", "now / then", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("")  # the verdict wraps where the columns before it are wide
     for change in comparison.changes:
         table.add_row(
             change.label,

@@ -80,7 +80,11 @@ def test_hidden_states_are_kept_as_a_forward_over_the_text_gives_them(
 
 
 def test_hidden_states_are_kept_only_where_asked(llama: Any) -> None:
-    assert all(result.hidden is None for name in NAMES for result in methods(llama, Settings(max_new_tokens=8))[name](PROMPTS, None))
+    assert all(
+        result.hidden is None
+        for name in NAMES
+        for result in methods(llama, Settings(max_new_tokens=8))[name](PROMPTS, None)
+    )
 
 
 def test_the_last_step_is_cut_in_the_text_but_whole_in_tau() -> None:
