@@ -27,7 +27,7 @@ from medusa.commands.common import positive
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
 from medusa.loading import LoadOptions, load_backbone, load_tokenizer
-from medusa.records import DOCUMENT_SEPARATOR, read_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 from script_tools import markdown_table, run_script, script_parser
 
 BYTES = 256  # every byte needs a piece in a byte-level vocabulary

@@ -24,7 +24,7 @@ from medusa.checkpoints.layout import PROVENANCE
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
-from medusa.records import DOCUMENT_SEPARATOR, read_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 from script_tools import medusa, run_script, script_parser, write_jsonl
 
 SENTENCE = re.compile(r'.*?[.!?]["”]?(?=\s|$)', re.DOTALL)

@@ -27,7 +27,7 @@ from pathlib import Path
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.loading import load_tokenizer
-from medusa.records import DOCUMENT_SEPARATOR, read_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 from script_tools import markdown_table, medusa, run_script, script_parser, write_jsonl
 
 Row = dict[str, object]

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY
 from medusa.errors import RequestError
 from medusa.loading import ATTENTIONS, DTYPES, QUANTIZATIONS, LoadOptions
-from medusa.records import DOCUMENT_SEPARATOR
+from medusa.records.sources import DOCUMENT_SEPARATOR
 
 NUM_HEADS = 4
 TEACHER_TILT = 0.06  # with lambda_0 0.1, the perplexity stays within 2 % (docs/training.md)

@@ -14,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from transformers import PreTrainedTokenizerBase
 
 from decode.settings import Settings
-from medusa.records import Record, prompt_ids
+from medusa.records.prompts import prompt_ids
+from medusa.records.record import Record
 
 MAX_CHOICES = 128  # texts of one request
 UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values that ask for nothing

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     from decode.request import require_fitting
     from decode.results import prompt_seeds, tau
     from medusa.backbone import Backbone
-    from medusa.records import prompt_ids
+    from medusa.records.prompts import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from decode.strategies.contrastive import Amateur, Contrast
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import Loaded, LoadOptions
-    from medusa.records import Record
+    from medusa.records.record import Record
     from medusa.tree import Layout
 
 
@@ -553,7 +553,8 @@ def read_prompts(args: argparse.Namespace) -> list[Record]:
     """
     from itertools import islice
 
-    from medusa.records import Record, read_records
+    from medusa.records.record import Record
+    from medusa.records.sources import read_records
 
     given = getattr(args, "prompt", [])
     for text in given:

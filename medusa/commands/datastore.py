@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa.commands import common
 from medusa.errors import RequestError
-from medusa.records import DOCUMENT_SEPARATOR, read_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from medusa.commands import common
-from medusa.records import DOCUMENT_SEPARATOR
+from medusa.records.sources import DOCUMENT_SEPARATOR
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     from decode.request import require_fitting
     from decode.settings import Settings
     from medusa.backbone import Backbone
-    from medusa.records import prompt_ids
+    from medusa.records.prompts import prompt_ids
     from train.evaluate import OwnText, head_accuracy
 
     common.prepare_machine(args)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from decode.bench.losslessness.run import Verification, verify
     from decode.bench.report.terminal import print_verification
     from decode.bench.report.verify_page import TokenNames, page
-    from medusa.records import prompt_ids
+    from medusa.records.prompts import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)

@@ -11,7 +11,7 @@ from medusa.checkpoints.find import HUB_ID
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import Json, read_json
-from medusa.records import SUFFIXES
+from medusa.records.sources import SUFFIXES
 
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 # An absolute path, or one in a home folder, up to its last part; not the slashes of a URL or a Hub id.

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import make_backbone
-from medusa.records import DOCUMENT_SEPARATOR
+from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import write_jsonl
 from scripts.gpu_battery.run import Run
 

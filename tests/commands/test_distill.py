@@ -19,7 +19,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.__main__ import main
-from medusa.records import Record, read_records
+from medusa.records.record import Record
+from medusa.records.sources import read_records
 from tests.commands.fake_server import FakeServer, Reply, serving
 from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS, plain

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from medusa.errors import RequestError
-from medusa.records import DOCUMENT_SEPARATOR, Record, prompt_ids, read_records
+from medusa.records.prompts import prompt_ids
+from medusa.records.record import Record
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medusa.errors import RequestError
-from medusa.records import Record
+from medusa.records.record import Record
 from tests.train import templates
 from tests.train.templates import byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer
 from train.data.examples import to_example

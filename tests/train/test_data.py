@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.records import Record
+from medusa.records.record import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.config import DataConfig

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from medusa.errors import RequestError
-from medusa.records import Record, refusal
+from medusa.records.prompts import template_error
+from medusa.records.record import Record
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use characters: no text holds all of them
@@ -68,7 +69,7 @@ class _Written:
             self.template = tokenizer.get_chat_template(None, record.tools)
             self.text = self._write(self.messages)
         except Exception as error:  # templates are programs and raise any exception; all are about this record
-            raise refusal(record, error) from None
+            raise template_error(record, error) from None
 
     def _write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         settings: Any = {"tools": self.record.tools, "tokenize": False, "add_generation_prompt": prompt}

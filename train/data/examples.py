@@ -15,7 +15,9 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from medusa.records import Record, prompt_ids, read_records
+from medusa.records.prompts import prompt_ids
+from medusa.records.record import Record
+from medusa.records.sources import read_records
 from train.config import DataConfig
 from train.data.chat import conversation
 from train.labels import FIRST_OFFSET

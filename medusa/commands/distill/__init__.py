@@ -25,7 +25,8 @@ from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.errors import RequestError, RunError
 from medusa.files import disk_may_fill, free_bytes, read_json, readable, write_json
-from medusa.records import SETTINGS, Record, read_records
+from medusa.records.record import Record
+from medusa.records.sources import SETTINGS, read_records
 
 if TYPE_CHECKING:
     from decode.settings import Settings

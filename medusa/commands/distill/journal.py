@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from medusa.errors import RequestError
-from medusa.records import FAILED
+from medusa.records.sources import FAILED
 
 Key = tuple[int, int]
 """Index of the prompt, and its turn."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from medusa.records import Record, prompt_ids
+from medusa.records.prompts import prompt_ids
+from medusa.records.record import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

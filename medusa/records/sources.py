@@ -1,0 +1,135 @@
+"""Files, folders and Hub datasets of records: JSONL, JSON, text and Parquet.
+
+All but JSON arrays are read line by line as they are needed, so that a file may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from medusa.errors import RequestError, first_line
+from medusa.records.record import Record, parse_json, parse_record
+
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+DOCUMENT_SEPARATOR = "<|endoftext|>"
+SETTINGS, FAILED = ".settings.json", ".failed.jsonl"
+"""Ends of the names of files that `medusa distill` writes next to its data; they hold no records."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_records(
+    source: str, *, split: str = "train", subset: str | None = None, separator: str | None = None
+) -> Iterator[Record]:
+    """Read the records of a file, of all files in a folder, or of a Hub dataset.
+
+    Args:
+        source: a path or Hub id.
+        split, subset: of a Hub dataset.
+        separator: the line between documents in a `.txt` file; `None`: every line is a prompt.
+
+    Raises:
+        RequestError: no such source, nothing in it, or a line that has none of the known forms.
+    """
+    path, count = Path(source), 0
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
+        if not files:
+            raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
+    elif path.is_file():
+        files = [path]
+    elif path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not HUB_ID.fullmatch(source):
+        raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
+    else:
+        files = []
+    records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
+    for record in records:
+        count += 1
+        yield record
+    if not count:
+        raise RequestError(f"{source} is empty; it must hold at least one record")
+
+
+def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
+    if path.suffix == ".parquet":
+        yield from (parse_record(row, f"{path}, row {number}") for number, row in enumerate(_parquet_rows(path), 1))
+    elif path.suffix == ".jsonl":
+        for number, line in _lines(path):
+            if line.strip():
+                yield parse_record(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
+    elif path.suffix == ".json":
+        yield from (parse_record(row, f"{path}, record {number}") for number, row in enumerate(_json_array(path), 1))
+    elif path.suffix == ".txt" and separator is not None:
+        yield from _documents(path, separator)
+    elif path.suffix == ".txt":
+        for number, line in _lines(path):
+            if line.strip():
+                yield Record(f"{path}:{number}", text=line, is_prompt=True)
+    else:
+        raise RequestError(f"{path}: files end in {', '.join(SUFFIXES)}")
+
+
+def _parquet_rows(path: Path) -> Iterator[object]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        for batch in ParquetFile(path).iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise RequestError(f"{path} is damaged or no Parquet file ({first_line(error)})") from None
+
+
+def _json_array(path: Path) -> list[object]:
+    try:
+        content = json.loads("\n".join(line for _, line in _lines(path)))
+    except json.JSONDecodeError as error:
+        hint = "; a file with one record a line is named .jsonl" if error.msg == "Extra data" else ""
+        raise RequestError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}){hint}") from None
+    if not isinstance(content, list):
+        raise RequestError(f"{path} must hold a JSON array of records")
+    return content
+
+
+def _documents(path: Path, separator: str) -> Iterator[Record]:
+    """Documents between lines that hold only the separator, so that it never becomes a token of the text."""
+    lines: list[str] = []
+    start = 1
+    for number, line in chain(_lines(path), [(0, separator)]):
+        if line.rstrip(" \t") != separator:
+            lines.append(line)
+            continue
+        document = "\n".join(lines)
+        if document.strip():
+            yield Record(f"{path}:{start}", text=document.strip("\n"))
+        lines, start = [], number + 1
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines. Only a newline ends a line: text holds U+2028 and the like, unescaped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            try:
+                yield number, line.decode("utf-8").rstrip("\n").rstrip("\r")
+            except UnicodeDecodeError as error:
+                raise RequestError(
+                    f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}); "
+                    "convert the file, for example with iconv"
+                ) from None
+
+
+def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
+    except Exception as error:  # datasets raises many types; all mean that the dataset cannot be loaded
+        reason = first_line(error)
+        raise RequestError(f"no data at {name}: neither a file nor a dataset on the Hub ({reason})") from None
+    yield from (parse_record(row, f"{name}, row {number}") for number, row in enumerate(rows, 1))
