@@ -77,20 +77,12 @@ def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
     draws = sum(part.draws for part in parts)
     statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
     impossible = sum(part.impossible for part in parts)
-
-    def mean(name: str) -> float:
-        return sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1)
-
+    distances = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
+    means = (sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in distances)
+    variation, expected_variation, std, expected_std = means
+    p_value = _p_value(statistic, degrees, impossible)
     return GoodnessOfFit(
-        draws,
-        mean("total_variation"),
-        mean("expected_total_variation"),
-        mean("std_of_difference"),
-        mean("expected_std"),
-        statistic,
-        degrees,
-        _p_value(statistic, degrees, impossible),
-        impossible,
+        draws, variation, expected_variation, std, expected_std, statistic, degrees, p_value, impossible
     )
 
 

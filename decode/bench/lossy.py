@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from decode.bench.benchmark import summarize
+from decode.bench.benchmark import Contender, summarize
 from decode.bench.figures import LossyFigures
 from decode.bench.measure import BenchmarkJob
 from decode.request import LOSSY
@@ -23,8 +23,9 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
     """
     warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
     contenders = [
-        *job.stock_methods(warm),
-        *(job.drafting(rule, replace(warm, acceptance=rule)) for rule in ("rejection", *LOSSY)),
+        Contender("plain", job.plain(warm)),
+        Contender("transformers", job.by_transformers(warm)),
+        *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
     ]
     job.run(contenders, 1, "lossy rules")
     figures = summarize(contenders, [None] * len(job.prompts))

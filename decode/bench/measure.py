@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +22,10 @@ from decode.bench.figures import (
     RunSettings,
     TemperatureFigures,
 )
+from decode.bench.job import Job
 from decode.bench.machine import commit, machine
-from decode.bench.methods import medusa_method, plain_method, transformers_method
-from decode.draft import DrafterContext, DrafterFactory
+from decode.bench.methods import Method, transformers_method
+from decode.draft import DrafterContext
 from decode.drafters.small_model import load_companion
 from decode.results import prompt_seeds
 from decode.settings import Settings
@@ -32,88 +33,45 @@ from decode.timers import StageTimer
 from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
-from medusa.loading import Loaded
 from medusa.memory import bytes_of, peak_memory
 
-StartProgress = Callable[[str, int], Callable[[], object]]
-"""Starts a progress bar with a title and a number of batches; returns a function that advances the bar by one."""
 
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkJob(Job):
+    """One benchmark."""
 
-def no_progress(title: str, total: int) -> Callable[[], object]:
-    """Show no progress."""
-    return lambda: None
-
-
-@dataclass(frozen=True)
-class BenchmarkJob:
-    """The model, the drafter, the options and the prompts of one benchmark."""
-
-    loaded: Loaded
-    source: DrafterFactory
-    settings: Settings
-    prompts: list[list[int]]
-    categories: list[str | None]
+    categories: Sequence[str | None]
     """One for each prompt."""
-    heads: str | None = None
-    """The name of the heads, if heads draft."""
-    drafter: str = "heads"
-    """The name of the drafter with its options, as the user wrote it."""
-    tree: object = None
-    """The tree as the result lists it."""
     rounds: int = 3
-    batch_size: int = 1
-    seed: int = 0
     command: str = ""
     """The command line, for the result."""
-    start_progress: StartProgress = no_progress
 
     def __post_init__(self) -> None:
         require_tree_support(self.loaded.model)
         if self.settings.stop and self.loaded.tokenizer is None:
             raise RequestError("--stop needs a tokenizer, and this backbone has none")
 
-    @property
-    def prompts_sha256(self) -> str:
-        return prompts_hash(self.prompts)
-
     def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
         """Let the contenders take turns on the prompts."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
-        advance = self.start_progress(title, rounds * len(batches))
-        run_rounds(contenders, batches, rounds, advance, self.seed)
+        run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
 
-    def stock_methods(self, settings: Settings, clock: StageTimer | None = None) -> list[Contender]:
-        """The methods that every benchmark has besides the drafter's."""
-        model, tokenizer = self.loaded.model, self.loaded.tokenizer
-        return [
-            Contender("plain", plain_method(model, settings, tokenizer, clock), clock),
-            Contender("transformers", transformers_method(model, settings, tokenizer)),
-        ]
-
-    def drafting(
-        self, name: str, settings: Settings, source: DrafterFactory | None = None, clock: StageTimer | None = None
-    ) -> Contender:
-        """Decoding with a drafter, by default the one under test."""
-        source = source or self.source
-        method = medusa_method(
-            self.loaded.model, source.heads, settings, self.loaded.tokenizer, clock=clock, drafter=source
-        )
-        return Contender(name, method, clock)
+    def by_transformers(self, settings: Settings, **assistance: object) -> Method:
+        """transformers' `model.generate`, also with its own assistance."""
+        return transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance)
 
 
-def prompts_hash(prompts: list[list[int]]) -> str:
+def prompts_hash(prompts: Sequence[list[int]]) -> str:
     """A hash of the prompts' ids: runs with equal hashes decoded the same prompts."""
-    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
 def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> BenchmarkResult:
     """Measure all methods; `others` are further contenders."""
     methods = measure_methods(job, others)
-    model = job.loaded.model
-    memory = MemoryFigures(bytes_of(model), job.source.num_bytes, peak_memory())
-    dtype = str(model.dtype).removeprefix("torch.")
-    about = BenchmarkMachine(**vars(machine()), dtype=dtype, memory=memory, medusa=__version__)
+    memory = MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
+    about = BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
     generation = json.loads(json.dumps(job.settings.to_dict()))
     settings = RunSettings(
         **{name: generation.pop(name) for name in ("max_new_tokens", "temperature", "acceptance")},
@@ -126,7 +84,7 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
         drafter=job.drafter,
         tree=job.tree,
         nodes=job.source.num_nodes,
-        prompts_sha256=job.prompts_sha256,
+        prompts_sha256=prompts_hash(job.prompts),
         seed=job.seed,
         command=job.command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -137,11 +95,14 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
 
 def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, MethodFigures]:
     """The figures of all methods by name; `others` are further contenders."""
+    settings = job.settings
     wait = torch.cuda.synchronize if job.loaded.model.device.type == "cuda" else None
+    plain, medusa = StageTimer(wait), StageTimer(wait)
     contenders = [
-        *job.stock_methods(job.settings, StageTimer(wait)),
+        Contender("plain", job.plain(settings, plain), plain),
+        Contender("transformers", job.by_transformers(settings)),
         *others,
-        job.drafting("medusa", job.settings, clock=StageTimer(wait)),
+        Contender("medusa", job.drafted(settings, medusa), medusa),
     ]
     job.run(contenders, job.rounds, "measuring")
     return summarize(contenders, job.categories)
@@ -163,8 +124,7 @@ def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
 
 def prompt_lookup(job: BenchmarkJob) -> Contender:
     """transformers' prompt lookup."""
-    model, tokenizer = job.loaded.model, job.loaded.tokenizer
-    return Contender("prompt lookup", transformers_method(model, job.settings, tokenizer, prompt_lookup_num_tokens=10))
+    return Contender("prompt lookup", job.by_transformers(job.settings, prompt_lookup_num_tokens=10))
 
 
 def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
@@ -172,10 +132,9 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
     Raises:
         RequestError: no such model, or a model with another vocabulary or tokenizer."""
-    model, tokenizer = job.loaded.model, job.loaded.tokenizer
-    context = DrafterContext(model, tokenizer=tokenizer, name=job.loaded.name, trust_remote_code=trust_remote_code)
-    draft = load_companion(name, context)
-    return Contender("draft model", transformers_method(model, job.settings, tokenizer, assistant_model=draft))
+    model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
+    context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
+    return Contender("draft model", job.by_transformers(job.settings, assistant_model=load_companion(name, context)))
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
@@ -184,7 +143,7 @@ def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequenc
     `calibrations`: the files that calibrations of these heads are kept in."""
     heads = job.source.heads
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
-    decode = job.drafting("medusa", job.settings).method
+    decode = job.drafted(job.settings)
     seeds = prompt_seeds(job.seed, range(len(job.prompts)))
     results = [
         result for prompt, seed in zip(job.prompts, seeds, strict=True) for result in decode([prompt], seeds=[seed])

@@ -179,11 +179,11 @@ def measure(
     source, *others = [common.open_source(args, loaded, config, settings) for config in configs]
     spec, *_ = args.drafter or [None]
     job = BenchmarkJob(
-        loaded,
-        source,
-        settings,
-        prompts,
-        [record.category for record in records],
+        loaded=loaded,
+        source=source,
+        settings=settings,
+        prompts=prompts,
+        categories=[record.category for record in records],
         heads=args.heads,
         drafter=spec or "heads",
         tree=common.drafter_json(spec, source)["tree"],
@@ -203,6 +203,7 @@ def measure(
 def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[DrafterFactory]) -> BenchmarkResult:
     """Take all measurements that were asked for; `others` are the further drafters."""
     from decode.bench import measure
+    from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for
     from decode.bench.lossy import compare_lossy_rules
 
@@ -210,7 +211,8 @@ def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[Drafte
     if args.draft_model:
         further.append(measure.assisted_by(job, args.draft_model, args.trust_remote_code))
     specs = args.drafter[1:] if others else []
-    further += [job.drafting(spec, job.settings, source) for spec, source in zip(specs, others, strict=True)]
+    for spec, source in zip(specs, others, strict=True):
+        further.append(Contender(spec, job.drafted(job.settings, source=source)))
     result = measure.run_benchmark(job, further)
     if args.temperatures:
         result.temperatures = [measure.at_temperature(job, at) for at in args.temperatures]

@@ -244,11 +244,11 @@ def measure(
     )
     source = drafter_factory("heads", DrafterContext(loaded.model, heads))
     job = BenchmarkJob(
-        loaded,
-        source,
-        Settings(max_new_tokens=128),
-        prompts,
-        categories,
+        loaded=loaded,
+        source=source,
+        settings=Settings(max_new_tokens=128),
+        prompts=prompts,
+        categories=categories,
         heads=str(folder),
         tree=common.drafter_json(None, source)["tree"],
         seed=args.seed,

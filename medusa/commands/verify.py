@@ -13,6 +13,7 @@ means evidence against equality. If nothing is wrong, the draws show such eviden
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from medusa.commands import common
@@ -92,21 +93,21 @@ def run(args: argparse.Namespace) -> int:
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     common.require_fitting(prompts, loaded, settings.amateur)
     asked = Verification(
-        loaded,
-        args.heads,
-        args.drafter or "heads",
-        common.drafter_json(args.drafter, source)["tree"],
-        source,
-        settings,
-        prompts,
+        loaded=loaded,
+        source=source,
+        settings=settings,
+        prompts=prompts,
+        heads=args.heads,
+        drafter=args.drafter or "heads",
+        tree=common.drafter_json(args.drafter, source)["tree"],
         batch_size=args.batch_size,
+        seed=args.seed,
         draws=args.draws,
         sampled_prompts=args.sampled_prompts,
         full=args.full,
-        seed=args.seed,
     )
     with common.progress_bars(args) as start_progress:
-        outcome = verify(asked, start_progress)
+        outcome = verify(replace(asked, start_progress=start_progress))
     common.write_results(args, outcome.to_json())
     page(outcome, TokenNames(loaded.tokenizer)).save(Path(args.report))
     print_verification(common.output_console(args), outcome, args.full, args.report)

@@ -614,7 +614,7 @@ def test_verify_tells_of_a_text_that_ends_early(
         whole = medusa_method(*args, **kwargs)
         return lambda prompts: [Result(r.input_ids, r.new_ids[:3]) for r in whole(prompts)]
 
-    monkeypatch.setattr("decode.bench.losslessness.run.medusa_method", cut)
+    monkeypatch.setattr("decode.bench.job.medusa_method", cut)
     done, report = verify(medusa, place, tmp_path)
     assert done.status == 1
     assert "<td>the end</td>" in report.read_text(encoding="utf-8")

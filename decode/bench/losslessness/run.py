@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from decode.bench.job import Job
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
 from decode.bench.losslessness.context import require_room
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.losslessness.greedy import GreedyOutcome, compare_greedy
-from decode.bench.methods import medusa_method, plain_method
-from decode.draft import DrafterFactory
-from decode.settings import Settings
 from medusa.errors import RequestError
-from medusa.loading import Loaded
-
-StartProgress = Callable[[str, int], Callable[..., object]]
-"""Starts a progress bar with a title and a total; returns a function that advances it, by 1 or by a number."""
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What to verify, and how much of it.
+@dataclass(frozen=True, kw_only=True)
+class Verification(Job):
+    """What to verify, and how much of it. The settings are those of greedy decoding.
 
     Raises:
         RequestError: a drafter that drafts nothing, or a prompt that leaves no room to draw."""
 
-    loaded: Loaded
-    heads: str | None
-    """The name of the heads, if heads draft."""
-    drafter: str
-    """The name of the drafter with its options, as the user wrote it."""
-    tree: object
-    """The tree as the result lists it."""
-    source: DrafterFactory
-    settings: Settings
-    """Of greedy decoding; `compile` is used with the drafter alone."""
-    prompts: Sequence[list[int]]
-    batch_size: int = 1
     draws: int = 1_000_000
     sampled_prompts: int = 4
     """Number of prompts, the first ones, that are drawn from."""
     full: bool = False
     """Try three temperatures, with and without top-p, instead of one."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.source.num_nodes == 1:
             raise RequestError("the tree chain:0 drafts nothing, so there is nothing to verify; give a deeper one")
         require_room(self.prompts[: self.sampled_prompts], self.settings, self.loaded.model)
-
-    @property
-    def dtype(self) -> str:
-        return str(self.loaded.model.dtype).removeprefix("torch.")
 
     @property
     def targets(self) -> list[tuple[float, float]]:
@@ -101,35 +77,25 @@ class Outcome:
         return {"settings": about, "greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
 
 
-def verify(asked: Verification, start_progress: StartProgress) -> Outcome:
-    """Run both experiments."""
-    return Outcome(asked, compare_greedy_texts(asked, start_progress), draw_cases(asked, start_progress))
-
-
-def compare_greedy_texts(asked: Verification, start_progress: StartProgress) -> GreedyOutcome:
-    """Decode all prompts greedily, with the drafter and plainly."""
-    model, tokenizer, settings = asked.loaded.model, asked.loaded.tokenizer, asked.settings
-    return compare_greedy(
-        model,
-        plain_method(model, replace(settings, compile=False), tokenizer),
-        medusa_method(model, asked.source.heads, settings, tokenizer, drafter=asked.source),
+def verify(asked: Verification) -> Outcome:
+    """Run both experiments. Only greedy decoding with the drafter is compiled, if asked for."""
+    plainly = replace(asked.settings, compile=False)
+    greedy = compare_greedy(
+        asked.loaded.model,
+        asked.plain(plainly),
+        asked.drafted(asked.settings),
         asked.prompts,
         asked.batch_size,
-        start_progress("greedy", len(asked.prompts)),
-        settings.amateur,
+        asked.start_progress("greedy", len(asked.prompts)),
+        asked.settings.amateur,
     )
-
-
-def draw_cases(asked: Verification, start_progress: StartProgress) -> list[Case]:
-    """Draw from the first prompts, for every target and by every rule."""
-    model = asked.loaded.model
-    rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
-    advance = start_progress("draws", len(chosen) * len(asked.targets) * len(rules) * asked.draws)
+    rules, chosen, model = rules_for(asked.source), asked.prompts[: asked.sampled_prompts], asked.loaded.model
+    advance = asked.start_progress("draws", len(chosen) * len(asked.targets) * len(rules) * asked.draws)
     generator = torch.Generator(model.device).manual_seed(asked.seed)
     cases = []
     for number, prompt in enumerate(chosen):
         for temperature, top_p in asked.targets:
-            sampling = replace(asked.settings, temperature=temperature, top_p=top_p, compile=False)
+            sampling = replace(plainly, temperature=temperature, top_p=top_p)
             experiment = Experiment(model, asked.source, prompt, sampling, generator)
             cases += [experiment.run(rule, number, asked.draws, advance) for rule in rules]
-    return cases
+    return Outcome(asked, greedy, cases)
