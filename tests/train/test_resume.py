@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +18,13 @@ from transformers import TrainerCallback, TrainerState
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
+from tests.train.processes import forked
 from train.checkpoints import LogBeforeSaving, is_whole, whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import train
 from train.trainer import MedusaTrainer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
-ROOT = Path(__file__).parents[2]
 STEPS, SAVE_STEPS, LOGGING_STEPS = 24, 4, 3  # a line of the log and a checkpoint seldom fall on one step
 
 
@@ -53,17 +51,6 @@ def recipe(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         }
 
     return content
-
-
-def forked(work: Callable[[], None]) -> int:
-    """Process id of a copy of this process that does `work` and nothing else."""
-    process = os.fork()
-    if process == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return process
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
@@ -111,10 +98,8 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
         os.kill(process, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL, "it was not finished"
         os.close(reader)
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe("killed")), encoding="utf-8")
-    command = [sys.executable, "-m", "medusa", "train", str(tmp_path / "recipe.json"), "--resume", "--threads", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # a process of its own
-    assert done.returncode == 0, done.stderr
+    last = forked(lambda: train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=True), tmp_path / "error")
+    assert os.waitpid(last, 0)[1] == 0, (tmp_path / "error").read_text()
     assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
     assert [line["step"] for line in curve(whole)] == sorted({*range(3, 25, 3), *range(4, 25, 4)})
     assert same(MedusaHeads.from_pretrained(killed), MedusaHeads.from_pretrained(whole))

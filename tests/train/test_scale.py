@@ -6,8 +6,6 @@ What only a GPU can show is not run here: NCCL, two GPUs' memory, the speed of a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +14,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.tensor import DTensor
 
+from medusa.__main__ import main
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
+from tests.train.processes import as_two_ranks
+from train import MedusaTrainer
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import train
@@ -75,14 +79,6 @@ def same_heads(left: Path, right: Path) -> None:
         torch.testing.assert_close(ours[name], tensor, **CLOSE)
 
 
-def launch(*command: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_accumulated_micro_batches_are_one_batch(recipe: Any, tmp_path: Path) -> None:
     """Rows 0 and 1 of every four have ten times the labels of rows 2 and 3."""
     train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
@@ -92,15 +88,22 @@ def test_accumulated_micro_batches_are_one_batch(recipe: Any, tmp_path: Path) ->
     same_heads(tmp_path / "four", tmp_path / "one")
 
 
-def test_two_processes_are_one_with_the_same_global_batch(recipe: Any, tmp_path: Path) -> None:
+def test_two_processes_are_one_with_the_same_global_batch(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` with our settings, up to torchrun: its processes are copies of this one."""
     train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     content = recipe("two", per_device_train_batch_size=2) | {"cache_features": True}
     (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
+
+    def run(args: Any) -> None:
+        assert (args.nproc_per_node, args.module, args.training_script) == ("2", True, "medusa")
+        as_two_ranks(lambda: sys.exit(main(args.training_script_args)), tmp_path)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
     settings = str(ROOT / "configs" / "accelerate" / "two_processes_cpu.yaml")
-    launch(
-        *("accelerate.commands.launch", "--config_file", settings, "--main_process_port", "0", "-m", "medusa", "train"),
-        *(str(tmp_path / "recipe.json"), "--threads", "1", "--json", str(tmp_path / "figures.json")),
-    )
+    command = ["--config_file", settings, "-m", "medusa", "train", str(tmp_path / "recipe.json"), "--threads", "1"]
+    launch_command(launch_command_parser().parse_args([*command, "--json", str(tmp_path / "figures.json")]))
     two = tmp_path / "two"
     same_losses(losses(two), losses(tmp_path / "one"))
     same_heads(two, tmp_path / "one")
@@ -110,15 +113,33 @@ def test_two_processes_are_one_with_the_same_global_batch(recipe: Any, tmp_path:
     assert len(list(saved.glob("*.safetensors"))) == len(list(two.glob("*.safetensors"))) == 1
 
 
-def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(recipe: Any, tmp_path: Path) -> None:
-    """FSDP2 by torchrun and gloo; `sharded_run.py` sees that the parameters are DTensors (accelerate would run DDP)."""
+def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 with gloo: each process holds its share of the blocks, and they give the same hidden states."""
     train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     content = recipe("two", per_device_train_batch_size=2) | {"shard_backbone": True}
-    (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
-    launch(
-        *("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(ROOT / "tests/train/sharded_run.py"), str(tmp_path / "recipe.json"), str(tmp_path / "figures.json")),
-    )
+    start = MedusaTrainer.train
+
+    def look_and_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = self.backbone.model
+        blocks = [parameter for layer in model.model.layers for parameter in layer.parameters()]
+        assert all(isinstance(parameter, DTensor) for parameter in blocks)
+        held = sum(parameter.to_local().numel() for parameter in blocks)
+        assert held == sum(parameter.numel() for parameter in blocks) / 2, "every process holds its share"
+        assert not isinstance(model.lm_head.weight, DTensor)
+        assert not any(isinstance(parameter, DTensor) for parameter in self.heads.parameters())
+        ids = torch.arange(10)[None]
+        with torch.no_grad():
+            ours = Backbone(model).hidden_states(ids, use_cache=False)
+            theirs = Backbone(load_backbone(content["backbone"]).model).hidden_states(ids, use_cache=False)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        outcome = start(self, *args, **kwargs)
+        assert all(isinstance(parameter, DTensor) for layer in model.model.layers for parameter in layer.parameters())
+        return outcome
+
+    monkeypatch.setattr(MedusaTrainer, "train", look_and_train)
+    as_two_ranks(lambda: train(parse_recipe(content, "test"), quiet=True), tmp_path)
     same_losses(losses(tmp_path / "two"), losses(tmp_path / "one"))
     same_heads(tmp_path / "two", tmp_path / "one")
     known = MedusaHeads.from_pretrained(tmp_path / "two").config.backbone

@@ -1,0 +1,52 @@
+"""Copies of the test process, to be killed or to train together; a new Python would import torch for seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+
+
+def forked(work: Callable[[], object], errors: Path | None = None) -> int:
+    """Process id of a copy of this process that does `work` and nothing else; `errors` gets the traceback."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            torch.seed()  # the copy must not profit from random numbers of its parent
+            work()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except BaseException:
+            if errors is not None:
+                errors.write_text(traceback.format_exc(), encoding="utf-8")
+        finally:
+            os._exit(status)
+    return process
+
+
+def as_two_ranks(work: Callable[[], object], folder: Path) -> None:
+    """Do `work` in two processes, with what torchrun tells its processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def ranked(rank: int) -> None:
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in told.items()}, MASTER_ADDR="127.0.0.1")
+        AcceleratorState._reset_state(reset_partial_state=True)  # of runs in the parent
+        try:
+            work()
+        finally:
+            torch.distributed.destroy_process_group()
+
+    errors = [folder / f"rank{rank}.txt" for rank in range(2)]
+    ranks = [forked(lambda rank=rank: ranked(rank), errors[rank]) for rank in range(2)]  # type: ignore[misc]
+    failed = [os.waitpid(process, 0)[1] for process in ranks]
+    assert not any(failed), [path.read_text() for path in errors if path.exists()]
