@@ -240,10 +240,10 @@ def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_bef
 
 def test_a_leaning_teacher_makes_the_text_easier_to_foresee(recipe: Any, seen: Any) -> None:
     """The heads stay as they are, so what changes is the backbone: it gives more of its mass to their guesses."""
-    settings = {"max_steps": 30, "save_strategy": "no", "learning_rate": 1e-9}
+    settings = {"max_steps": 12, "save_strategy": "no", "learning_rate": 1e-9}
     still = {"training": settings, "heads": {"num": 2, "lm_head": "shared"}}
-    recipe("upright", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2}, **still)
-    recipe("tilt", adapter={"lambda_0": 1e-9, "learning_rate": 1e-2, "teacher_tilt": 0.5}, **still)
+    recipe("upright", adapter={"lambda_0": 1e-9, "learning_rate": 3e-2}, **still)
+    recipe("tilt", adapter={"lambda_0": 1e-9, "learning_rate": 3e-2, "teacher_tilt": 0.5}, **still)
     expected = []
     for trainer in seen:
         ids = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(16)])
@@ -291,7 +291,7 @@ def test_the_teacher_is_the_untouched_backbone(llama: Any) -> None:
 
 
 def test_kl_holds_the_backbone_where_it_is_and_text_does_not(recipe: Any) -> None:
-    settings = {"max_steps": 40, "save_strategy": "no", "learning_rate": 2e-2}
+    settings = {"max_steps": 15, "save_strategy": "no", "learning_rate": 5e-2}
     kept = recipe("kl", training=settings, adapter={"lambda_0": 1e-4})
     learned = recipe("text", training=settings, adapter={"lambda_0": 1e-4, "lm_loss": "text"})
     assert kept["perplexity_before"] == learned["perplexity_before"]
@@ -353,7 +353,7 @@ def test_activations_are_checkpointed_when_asked(recipe: Any, monkeypatch: pytes
 def test_adapter_and_heads_lie_side_by_side_and_decode_together(
     recipe: Any, seen: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    recipe(training={"max_steps": 30, "learning_rate": 2e-2}, adapter={"lm_loss": "text"})
+    recipe(training={"max_steps": 10, "learning_rate": 5e-2}, adapter={"lm_loss": "text"})
     out = tmp_path / "out"
     loaded = load_backbone(str(out / "adapter"), LoadOptions(device="cpu"))
     heads, ids = MedusaHeads.from_pretrained(out), torch.tensor([random_ids(9)])
@@ -370,7 +370,8 @@ def test_adapter_and_heads_lie_side_by_side_and_decode_together(
     prompt = tmp_path / "prompt.jsonl"
     prompt.write_text(json.dumps({"input_ids": prompts[0]}), encoding="utf-8")
     command = ["generate", "--backbone", str(out / "adapter"), "--heads", str(out), "--prompts", str(prompt)]
-    assert main([*command, "--max-new-tokens", "8", "--json", str(tmp_path / "g.json")]) == 0
+    command += ["--tree", "chain", "--max-new-tokens", "8", "--json", str(tmp_path / "g.json")]
+    assert main(command) == 0
     assert "another" not in capsys.readouterr().err, "no warning that the heads are another backbone's"
     assert json.loads((tmp_path / "g.json").read_text())["results"][0]["new_ids"] == plain[0][:8]
 
