@@ -63,7 +63,7 @@ def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
     return [seed if index == 0 else random.Random(f"{seed} {index}").getrandbits(63) for index in indices]
 
 
-class Run:
+class DecodingRun:
     """A batch of prompts while it is decoded. Iterate over the run for its steps; `results` grow with each step."""
 
     def __init__(self, session_and_steps: tuple[Session, Iterator[Step]], seconds: float = 0.0) -> None:

@@ -22,7 +22,7 @@ from decode.generation import medusa_session
 from decode.loop import Session, Step
 from decode.reference import plain_session
 from decode.request import TreeLike, prepare
-from decode.results import Result, Run
+from decode.results import DecodingRun, Result
 from decode.sequences import Request
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, ContrastProcessor
@@ -93,7 +93,7 @@ def _method(
     ) -> list[Result]:
         start = perf_counter()
         requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        run = Run(begin(requests), perf_counter() - start)
+        run = DecodingRun(begin(requests), perf_counter() - start)
         for step in run:
             if on_step is not None:
                 for row, ids in step.ids.items():

@@ -19,7 +19,7 @@ async def reader_left(request: HttpRequest) -> None:
         pass
 
 
-class Answer:
+class ApiAnswer:
     """The texts of one request."""
 
     def __init__(self, model: str, is_chat: bool, number: str, created: int, prompt_tokens: int) -> None:

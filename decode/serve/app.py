@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from decode.request import require_fitting
-from decode.serve.answers import Answer, reader_left
+from decode.serve.answers import ApiAnswer, reader_left
 from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, parse
 from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
@@ -89,7 +89,7 @@ class CompletionApi:
         return await self._respond(request, parse(await _body(request), CompletionRequest))
 
     async def chats(self, request: HttpRequest) -> Response:
-        """Answer a conversation."""
+        """ApiAnswer a conversation."""
         return await self._respond(request, parse(await _body(request), ChatRequest))
 
     async def _respond(self, request: HttpRequest, asked: CompletionRequest | ChatRequest) -> Response:
@@ -98,7 +98,7 @@ class CompletionApi:
             return StreamingResponse(answer.chunks(asked.wants_usage), media_type="text/event-stream")
         return JSONResponse(await answer.whole(asyncio.ensure_future(reader_left(request))))
 
-    def begin(self, asked: CompletionRequest | ChatRequest) -> Answer:
+    def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
         """Give the texts of a request to the worker.
 
         Raises:
@@ -116,7 +116,7 @@ class CompletionApi:
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
         prompt_tokens, is_chat = sum(map(len, prompts)), isinstance(asked, ChatRequest)
-        answer = Answer(self.name, is_chat, uuid.uuid4().hex, int(time.time()), prompt_tokens)
+        answer = ApiAnswer(self.name, is_chat, uuid.uuid4().hex, int(time.time()), prompt_tokens)
         for index in range(count):
             number, copy = divmod(index, asked.copies)
             # If the request has a seed, equal prompts get equal texts; otherwise all texts differ.
@@ -165,7 +165,7 @@ class _AnnouncedServer(uvicorn.Server):
 def serve(
     api: CompletionApi, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
 ) -> None:
-    """Answer requests until the program is ended. `on_start` is called when the server listens."""
+    """ApiAnswer requests until the program is ended. `on_start` is called when the server listens."""
     app = api.app(allowed_hosts)
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)
     _AnnouncedServer(config, on_start).run()

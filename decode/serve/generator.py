@@ -12,7 +12,7 @@ from decode.draft import DrafterFactory
 from decode.generation import medusa_session
 from decode.reference import plain_session
 from decode.request import prepare
-from decode.results import Run
+from decode.results import DecodingRun
 from decode.sequences import Request
 from decode.settings import Settings
 from decode.tree_check import require_tree_forward
@@ -36,7 +36,7 @@ class TextGenerator:
         """The models whose contexts a text must fit into."""
         return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
 
-    def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> Run:
+    def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
         """Begin to write after `prompt`; `plain`: without the drafter.
 
         Raises:
@@ -47,7 +47,7 @@ class TextGenerator:
 
     def run_all(
         self, requests: Sequence[Request], settings: Settings, plain: bool = False, seconds: float = 0.0
-    ) -> Run:
+    ) -> DecodingRun:
         """Begin to write a batch of requests, which were prepared in `seconds`.
 
         `settings`: of all requests; their lengths and stops may differ."""
@@ -65,7 +65,7 @@ class TextGenerator:
                 drafter=self.source,
                 amateur=settings.amateur,
             )
-        return Run(session, seconds + perf_counter() - start)
+        return DecodingRun(session, seconds + perf_counter() - start)
 
     def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:
         """Write a few tokens with the drafter and without, so that the first answer is not slower than later ones."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from decode.request import is_lossy
-from decode.results import Result, Run, tau
+from decode.results import DecodingRun, Result, tau
 from decode.serve.text_stream import TextPiece, TextStream, joined
 from decode.settings import Settings
 
@@ -14,7 +14,7 @@ from decode.settings import Settings
 class Side:
     """One of the texts of a race while it is written."""
 
-    def __init__(self, run: Run, stream: TextStream) -> None:
+    def __init__(self, run: DecodingRun, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream
         self.pieces: list[TextPiece] = []
         self.finished = False

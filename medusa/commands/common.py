@@ -508,8 +508,9 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
 
     Raises:
         RequestError: no such tree, or the heads cannot fill it."""
-    from decode.bench.calibration.calibrate import calibrate, own_texts
+    from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
+    from decode.bench.calibration.texts import own_texts
     from decode.drafters.dynamic_tree import DynamicTree
     from decode.request import resolve_tree
     from decode.tree_check import require_tree_forward

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from decode.results import Run
+from decode.results import DecodingRun
 from medusa.__main__ import main
 from medusa.commands import common
 
@@ -84,16 +84,16 @@ def test_contrastive_decoding_is_no_other_text_with_heads(say: Any) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Run.__iter__
+    steps = DecodingRun.__iter__
 
-    def interrupted(self: Run) -> Any:
+    def interrupted(self: DecodingRun) -> Any:
         for number, step in enumerate(steps(self)):
             if number == 1:
                 signal.raise_signal(signal.SIGINT)
             yield step
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(Run, "__iter__", interrupted)
+    monkeypatch.setattr(DecodingRun, "__iter__", interrupted)
     monkeypatch.setattr("decode.serve.generator.TextGenerator.warm_up", lambda *_: None)
     done = say(*WITH_HEADS, lines="Once upon a time\nOne day\n")
     assert done.status == 0

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.bench.calibration.grow import grow, predicted_tau, predicted_tau_held_out
 from decode.bench.calibration.recording import Recording, record
 from decode.bench.calibration.step_times import time_steps
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
-from decode.bench.methods import medusa_method, plain_method
+from decode.bench.calibration.texts import Text
+from decode.bench.methods import medusa_method
 from decode.drafters.dynamic_tree import TOP, DynamicTree
 from decode.results import tau
 from decode.settings import Settings
@@ -32,10 +33,6 @@ SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Trees that may be tried, in nodes; 1 is plain decoding."""
 WORTHWHILE = 1.02
 """The speed over plain decoding that a tree must promise to be chosen: timing errs by about as much."""
-OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # of the texts that `--tree auto` lets the backbone write
-
-Text = tuple[list[int], list[int]]
-"""The ids of a prompt, and those of its continuation by the backbone."""
 
 
 def calibrate(
@@ -135,29 +132,28 @@ def _expected_tau(
     if not heads.follows_path:
         return predicted_tau(tree, recording)  # the temperatures, one number a head, fit no text in particular
     # The children of a node depend on the node, which a recording does not show: the prompts are decoded again.
-    longest = max(len(new) for _, new in texts)
-    decode = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
-    return tau([result for number, (prompt, _) in enumerate(texts) for result in decode([prompt], seeds=[number])])
+    settings = replace(settings, max_new_tokens=max(len(new) for _, new in texts))
+    return measured_tau(model, heads, [prompt for prompt, _ in texts], tree, settings)
+
+
+def measured_tau(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    prompts: Sequence[Sequence[int]],
+    tree: Layout,
+    settings: Settings,
+    seeds: Sequence[int] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> float:
+    """tau of decoding `prompts`, one by one. `seeds`: one for each; by default their numbers."""
+    decode = medusa_method(model, heads, settings, tokenizer, tree)
+    seeds = range(len(prompts)) if seeds is None else seeds
+    return tau(
+        [result for prompt, seed in zip(prompts, seeds, strict=True) for result in decode([prompt], seeds=[seed])]
+    )
 
 
 def best_of(points: Sequence[CalibrationPoint]) -> int:
     """Index of the fastest point; 0 (plain decoding) unless another is faster by `WORTHWHILE`."""
     best = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     return best if points[best].tokens_per_second >= WORTHWHILE * points[0].tokens_per_second else 0
-
-
-def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
-    """Texts that the backbone writes without prompts, the same at every call.
-
-    Openings are sampled after the BOS token, or after random tokens if there is none. Continuations are written under
-    `settings`.
-    """
-    backbone = Backbone(model)
-    random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
-    first = [[token if bos is None else bos] for token in random_ids.tolist()]
-    seeds = list(range(OWN_TEXTS))
-    length = min(OWN_TOKENS, max((backbone.context or 1 << 30) - OPENING_TOKENS - 1, 1))
-    opening = plain_method(model, Settings(max_new_tokens=OPENING_TOKENS, temperature=1.0, ignore_eos=True))
-    openings = [result.input_ids + result.new_ids for result in opening(first, seeds=seeds)]
-    written = plain_method(model, replace(settings, max_new_tokens=length, stop=(), ignore_eos=True))
-    return [(result.input_ids, result.new_ids) for result in written(openings, seeds=seeds)]

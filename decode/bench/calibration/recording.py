@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from decode.bench.calibration.texts import Text
 from decode.drafters.dynamic_tree import TOP, DynamicTree
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
@@ -19,8 +20,6 @@ from medusa.heads.inputs import HeadInputs
 from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
-Text = tuple[Sequence[int], Sequence[int]]
-"""The ids of a prompt, and those of its continuation."""
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
 """The temperatures that a head can get."""
 AT_ONCE = 64  # positions whose logits are held

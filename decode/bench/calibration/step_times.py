@@ -41,7 +41,12 @@ def time_steps(
 
 
 def _times_of_steps(
-    model: PreTrainedModel, heads: MedusaHeads, batch: list[list[int]], tree: Layout, settings: Settings, steps: int
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    batch: list[list[int]],
+    tree: Layout,
+    settings: Settings,
+    steps: int,
 ) -> list[float]:
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     requests = prepare(model, batch, list(range(len(batch))), **kwargs)

@@ -40,7 +40,7 @@ class Verification(Job):
 
 
 @dataclass
-class Outcome:
+class VerificationResult:
     """Both experiments of a verification."""
 
     asked: Verification
@@ -77,7 +77,7 @@ class Outcome:
         return {"settings": about, "greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
 
 
-def verify(asked: Verification) -> Outcome:
+def verify(asked: Verification) -> VerificationResult:
     """Run both experiments. Only greedy decoding with the drafter is compiled, if asked for."""
     plainly = replace(asked.settings, compile=False)
     greedy = compare_greedy(
@@ -98,4 +98,4 @@ def verify(asked: Verification) -> Outcome:
             sampling = replace(plainly, temperature=temperature, top_p=top_p)
             experiment = Experiment(model, asked.source, prompt, sampling, generator)
             cases += [experiment.run(rule, number, asked.draws, advance) for rule in rules]
-    return Outcome(asked, greedy, cases)
+    return VerificationResult(asked, greedy, cases)

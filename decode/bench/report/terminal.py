@@ -1,15 +1,18 @@
-"""Benchmarks and verifications as tables on the terminal."""
+"""Benchmarks, verifications and calibrations as tables on the terminal."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison, interval_in_words
 from decode.bench.figures import BenchmarkResult
 from decode.bench.losslessness.cases import figures_table
-from decode.bench.losslessness.run import Outcome
+from decode.bench.losslessness.run import VerificationResult
 from decode.request import is_lossy
 
 
@@ -91,7 +94,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
 
 
-def print_verification(console: Console, outcome: Outcome, full: bool, report: str) -> None:
+def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str) -> None:
     """Print the outcome of `medusa verify`. `full`: the targets differ, so the table names them."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
@@ -108,3 +111,23 @@ def print_verification(console: Console, outcome: Outcome, full: bool, report: s
     console.print(table)
     verdict = "passed" if outcome.passed else "FAILED: evidence against equality"
     console.print(f"[bold]{verdict}[/]; report: {report}")
+
+
+def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
+    """Print the trees that were tried. `measured`: tau of texts that were held out; `place`: the file it is kept in."""
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("nodes", "tree", "predicted tau", "ms a step", "tokens/s", "against plain", ""):
+        table.add_column(name, justify="right")
+    plain = found.points[0].tokens_per_second
+    for index, point in enumerate(found.points):
+        rate = point.tokens_per_second
+        kind = "plain" if point.nodes == 1 else "dynamic" if point.dynamic else "static"
+        figures = (f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}")
+        chosen = ("chosen", "bold") if index == found.chosen else ("", "")
+        table.add_row(str(point.nodes), kind, *figures, chosen[0], style=chosen[1])
+    console.print(table)
+    if found.best.nodes == 1:
+        console.print("plain decoding is fastest here: these heads guess too little for what a tree costs")
+    if measured is not None:
+        console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")
+    console.print(f"kept for --tree auto in {place}")

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, threshold
-from decode.bench.losslessness.run import Outcome
+from decode.bench.losslessness.run import VerificationResult
 from decode.bench.report.colors import INK
 from decode.bench.report.page import ReportPage
 from decode.bench.report.plots import plain_frame
@@ -35,7 +35,7 @@ class TokenNames:
         return text.replace(" ", "\u00b7").replace("\n", "\u21b5") or str(token)
 
 
-def page(outcome: Outcome, names: TokenNames) -> ReportPage:
+def page(outcome: VerificationResult, names: TokenNames) -> ReportPage:
     """The report of a verification."""
     asked, amateur = outcome.asked, outcome.asked.settings.amateur
     drafter = f"the heads {asked.heads}" if asked.heads else f"drafts by {asked.drafter}"

@@ -15,6 +15,7 @@ from decode.bench.calibration.grow import grow, path_counts, predicted_tau, star
 from decode.bench.calibration.recording import TEMPERATURES, Recording, record
 from decode.bench.calibration.step_times import time_steps
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation, store, stored
+from decode.bench.calibration.texts import OPENING_TOKENS, OWN_TEXTS, own_texts
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.settings import Settings
@@ -210,11 +211,11 @@ def test_one_text_with_steps_is_enough(llama: Any) -> None:
 
 def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
     state = torch.get_rng_state()
-    one, other = (calibrate.own_texts(llama, SETTINGS, bos=None) for _ in range(2))
+    one, other = (own_texts(llama, SETTINGS, bos=None) for _ in range(2))
     assert one == other
-    assert len({tuple(prompt) for prompt, _ in one}) == calibrate.OWN_TEXTS
+    assert len({tuple(prompt) for prompt, _ in one}) == OWN_TEXTS
     assert torch.equal(torch.get_rng_state(), state), "the run's own random numbers are left alone"
-    assert all(len(prompt) == 1 + calibrate.OPENING_TOKENS and new for prompt, new in one)
+    assert all(len(prompt) == 1 + OPENING_TOKENS and new for prompt, new in one)
 
 
 def calibration(**holds_for: Any) -> Calibration:

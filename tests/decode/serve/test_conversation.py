@@ -9,7 +9,7 @@ import pytest
 from decode.bench.methods import plain_method
 from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
-from decode.results import Result, Run
+from decode.results import DecodingRun, Result
 from decode.serve.conversation import Conversation
 from decode.serve.generator import TextGenerator
 from decode.serve.race import Side, race
@@ -163,7 +163,7 @@ def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGener
 # --- a race ----------------------------------------------------------------------------------------------------------
 
 
-class Scripted(Run):
+class Scripted(DecodingRun):
     """Writes `count` tokens, each of which takes so many seconds; notes when it wrote."""
 
     def __init__(self, name: str, seconds: float, count: int, notes: list[str]) -> None:
