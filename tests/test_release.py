@@ -27,6 +27,19 @@ def test_every_package_on_disk_is_in_the_list() -> None:
     assert sorted(listed) == sorted(".".join(path.relative_to(ROOT).parts) for path in found)
 
 
+def test_every_data_file_on_disk_is_in_the_list() -> None:
+    """Templates, styles, pictures, trees: a wheel without them fails where it is used."""
+    listed = {
+        path
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    for name in ("medusa", "train", "decode"):
+        files = [path for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert not [path for path in files if path.suffix != ".py" and path not in listed]
+
+
 def test_no_module_lies_outside_a_package() -> None:
     for name in ("medusa", "train", "decode"):
         for path in (ROOT / name).rglob("*.py"):

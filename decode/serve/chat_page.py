@@ -119,6 +119,7 @@ class Card:
         return value
 
     def show(self, now: Snapshot) -> None:
+        """Show the text and its figures."""
         cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
         self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space
@@ -141,6 +142,7 @@ class ChatPage:
         """Set to end the answer that is being written; `None` if there is none."""
 
     def build(self) -> None:
+        """Lay out the page."""
         ui.colors(primary=ACCENT)
         ui.add_css((STATIC / "chat.css").read_text(encoding="utf-8"))
         ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")

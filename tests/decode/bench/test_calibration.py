@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,20 @@ def test_calibrations_are_kept_beside_each_other(tmp_path: Path) -> None:
     assert stored([file], {"batch_size": 8}) == again
     assert stored([file], {"batch_size": 2}) is None
     assert calibration().tree.rank_paths == [(0,), (0, 0)]
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    points = [{"nodes": 1, "paths": [], "tau": 1.0, "step_ms": 2.0}]
+    points.append({"nodes": 3, "paths": [[0], [0, 0]], "tau": 2.5, "step_ms": 4.0, "dynamic": False})
+    texts = {"texts": 3, "tokens": 40, "prompt_tokens": 12, "source": "prompts.jsonl"}
+    kept = {"points": points, "chosen": 1, "temperatures": [1.0, 0.7], "holds_for": {"batch_size": 1}, "texts": texts}
+    file.write_text(json.dumps([kept]))
+    found = stored([file], {"batch_size": 1})
+    assert found is not None
+    assert isinstance(found.tree, Tree)
+    assert found.tree.rank_paths == [(0,), (0, 0)]
+    assert (found.points, found.texts.source) == (calibration().points, "prompts.jsonl")
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_cache(tmp_path: Path) -> None:
