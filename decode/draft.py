@@ -1,191 +1,100 @@
-"""What crosses from proposing to verifying: candidate ids with their topology, and who can propose them."""
+"""What a drafter hands to verification: candidate tokens, how they are connected, and what they were drawn from.
+
+Shapes: B rows, N nodes of a draft (node 0 is the root), M nodes of a side branch, H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from decode.topology import Topology
 from medusa.heads.context_kv import ContextKV
-from medusa.memory import bytes_of
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from decode.loop import Session
-    from medusa.heads.independent import MedusaHeads
-    from medusa.tree import Layout
+from medusa.tree import Tree
 
 
 class Frontier(NamedTuple):
-    """Where a step starts: B rows, each with a decided token that the backbone has not read yet.
+    """Where a step starts: one row per unfinished text, each with its root.
 
-    The hidden state is the one from which that token, the root, was decided: Medusa heads guess what follows it.
+    The root is the token that is already decided and not yet read by the backbone. It was decided from `hidden`, the
+    hidden state of the token before it, from which Medusa heads guess the tokens after the root.
     """
 
     root: Tensor
     """[B] the decided token."""
     hidden: Tensor
-    """[B, H] the hidden state of the token before it."""
+    """[B, H] the hidden state of the token before the root."""
     rows: list[int]
-    """B numbers: which rows of the session these are; finished ones have left."""
+    """The session's number of each of the B rows; finished rows have left."""
     context_kv: ContextKV | None = None
-    """The text before, for heads that look back at it."""
+    """Keys and values of the text so far, for heads that look back at it."""
 
 
 class Proposal(NamedTuple):
-    """The distributions that a sampled draft was drawn from: siblings in order, without replacement.
-
-    M of them, which rows and nodes with the same past share.
-    """
+    """The distributions that a drawn draft comes from: siblings in order, without replacement."""
 
     q: Tensor
-    """[M, V] draft probabilities."""
+    """[Q, V] draft probabilities; rows, and nodes with the same past, may share one of the Q distributions."""
     of_children: Tensor
-    """[B, N] which of them the children of each node were drawn from; anything for leaves."""
+    """[B, N] which distribution the children of each node were drawn from; any value for leaves."""
 
 
 class SideBranch(NamedTuple):
-    """Nodes under the root that are read along in the forward that verifies a draft, and never accepted.
+    """Nodes under the root that the verifying forward reads as well, and that are never accepted.
 
-    For drafters that want to know what the backbone says behind texts of their own making (`lookahead`).
+    Lookahead decoding uses them to see what the backbone predicts after texts of the drafter's own making.
     """
 
     ids: Tensor
     """[B, M] the token of each node, without the root."""
     topology: Topology
-    """How the root and the M nodes hang together."""
+    """How the root and the M nodes are connected."""
     on_logits: Callable[[Tensor], None]
-    """Called with the backbone's logits [B, M, V] behind them, in every forward that reads them."""
+    """Receives the backbone's logits [B, M, V] after the nodes, in every forward that reads them."""
 
 
 class Draft(NamedTuple):
-    """Candidates of one step, node 0 being the root."""
+    """The candidate tokens of one step."""
 
     ids: Tensor
     """[B, N] the token of each node."""
     topology: Topology
-    """How the N nodes hang together, on the device of `ids`: in each row, or in all of them alike."""
+    """How the N nodes are connected, on the device of `ids`."""
     proposal: Proposal | None = None
-    """What the ids were drawn from; `None` where they were chosen and not drawn, as the heads' best guesses are."""
+    """What the tokens were drawn from; `None` if they were chosen, such as the most probable guesses of the heads."""
     side_branches: tuple[SideBranch, ...] = ()
-    """What else is to be read: the verifier's business alone, acceptance never sees it."""
+    """What else the verifying forward reads; acceptance does not see it."""
 
     @property
     def whole(self) -> Draft:
-        """The candidates, and behind them what stands aside, as one tree: what a forward reads."""
+        """The candidates followed by all side branches, as one tree: what the forward reads."""
         ids, topology = self.ids, self.topology
-        for aside in self.side_branches:
-            ids, topology = torch.cat([ids, aside.ids], dim=1), topology.beside(aside.topology)
+        for branch in self.side_branches:
+            ids, topology = torch.cat([ids, branch.ids], dim=1), topology.beside(branch.topology)
         return Draft(ids, topology)
 
 
 class Drafter(Protocol):
-    """Whatever can guess ahead. It never decides: acceptance does.
+    """Guesses the next tokens of the rows. It never decides on a token; acceptance does.
 
-    A drafter that needs the text reads it from the session's `Sequences`: by the time it is asked, they hold all that
-    was accepted, the root being the last token of each row. Nothing else is told to it.
+    A drafter that needs the text reads it from the session's `Sequences`. When `propose` is called, they hold all
+    accepted tokens, the root last. A drafter is told nothing else.
     """
 
     def propose(self, frontier: Frontier) -> Draft:
-        """A draft whose root is `frontier.root`."""
+        """Draft from `frontier`; node 0 of the draft holds `frontier.root`."""
         ...
 
 
-class DrafterFactory(ABC):
-    """Where drafters come from: models loaded and options checked, to be started for every batch of texts."""
+class NoDraft:
+    """Drafts the root alone, which makes a step one step of plain decoding."""
 
-    heads: MedusaHeads | None = None
-    """Those that draft, whose layers may read the text along."""
-    can_draw: bool = False
-    """Whether guesses can be drawn from distributions of its own (`draft sample`)."""
-    warm_up: int = 0
-    """Steps that it has to see before it has much to say, for whoever wants to try it."""
+    def __init__(self, device: torch.device) -> None:
+        self.topology = Topology.of(Tree.chain(0).to(device))
 
-    @property
-    @abstractmethod
-    def num_nodes(self) -> int:
-        """Of the largest draft, root included, and of what stands aside."""
-
-    @abstractmethod
-    def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """A drafter for the texts of `session`; `drawn`: its guesses are to be drawn."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of what it keeps beside the backbone, weights and tables; not of what grows with a text."""
-        return 0 if self.heads is None else bytes_of(self.heads)
-
-    def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
-        """The same with another tree, where it has one."""
-        return self
-
-
-class DrafterContext(NamedTuple):
-    """What sources are made of."""
-
-    model: PreTrainedModel
-    """The backbone's model."""
-    heads: MedusaHeads | None = None
-    tree: Any = None
-    """What the heads' guesses are laid out on (`decode.request.TreeLike`)."""
-    tokenizer: Any = None
-    """The backbone's, to tell a draft model's from it; ids alone are compared without one."""
-    name: str = "the backbone"
-    trust_remote_code: bool = False
-    stop_drafting: float = 0.0
-    """Of a dynamic tree of the heads."""
-
-
-class DrafterConfig(ABC):
-    """A drafter as it was asked for, `NAME[:options]`, before anything is loaded.
-
-    Plans are dataclasses: their fields are the options, and `__post_init__` refuses what cannot be.
-    """
-
-    compiles: ClassVar[bool] = False
-    """Whether its steps can be compiled whole."""
-    can_draw: ClassVar[bool] = False
-    """As that of its source."""
-    first: ClassVar[str | None] = None
-    """The option whose name may be left out."""
-    rest: ClassVar[str | None] = None
-    """The option that takes all behind the last of the others, commas included."""
-
-    @property
-    def needs_heads(self) -> bool:
-        return False
-
-    @property
-    def needs(self) -> str:
-        """In words: what must be there before."""
-        return "trained heads" if self.needs_heads else "nothing"
-
-    @property
-    def takes_tree(self) -> bool:
-        """Whether its heads' guesses are laid out on a tree that the user chooses."""
-        return False
-
-    def check(self, config: PretrainedConfig) -> None:
-        """Look at the backbone's configuration, before its weights are loaded.
-
-        Raises:
-            RequestError: this drafter cannot draft for it."""
-        return
-
-    def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """What the guesses of `heads` will be laid out on; `tree` and `stop_drafting` as in `DrafterContext`.
-
-        Raises:
-            RequestError: these heads have no such tree."""
-        return ()
-
-    @abstractmethod
-    def source(self, materials: DrafterContext) -> DrafterFactory:
-        """
-        Raises:
-            RequestError: something that it needs is missing or does not fit."""
+    def propose(self, frontier: Frontier) -> Draft:
+        """A draft of the root."""
+        return Draft(frontier.root[:, None], self.topology)

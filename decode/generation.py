@@ -1,4 +1,4 @@
-"""The front doors: `generate` for texts, `steps` for the loop, `medusa_generate` for use from inside transformers.
+"""The front doors: `generate` for texts, `steps` for the loop, and `medusa_generate` for use inside transformers.
 
 out = generate(model, heads, **inputs, max_new_tokens=256, streamer=streamer)
 out = generate(model, drafter="ngram", **inputs, max_new_tokens=256)
@@ -9,258 +9,255 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decode.compiled.regions import Compiled
-from decode.draft import DrafterContext, DrafterFactory
-from decode.drafters import DrafterLike, drafter_factory
+from decode.compiled.stepper import CompiledStepper
+from decode.draft import NoDraft
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
+from decode.drafters.layouts import TreeLike
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
-from decode.loop import Acceptor, Session, Step
-from decode.reference import plain_session
-from decode.request import (
-    LOSSLESS,
-    TreeLike,
-    prepare,
-    requests_of,
-    require_amateur,
-    require_compilable,
-    require_one_shape,
-    resolve_acceptance,
-    with_generators,
-)
+from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
+from decode.reference import PlainStepper
+from decode.request import prepare, requests_of, with_generators
 from decode.sequences import Request
+from decode.session import Session
+from decode.settings import LOSSLESS, DecodingOptions, require_uncontrasted, with_options
 from decode.strategies.contrastive import Amateur, AmateurLike
-from decode.timers import Timer
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.tree import Tree
 
 
-def medusa_session(
+class Decoding(NamedTuple):
+    """Texts being decoded: iterate over `steps`; the session holds the texts."""
+
+    session: Session
+    steps: Iterator[Step]
+
+
+def plain_decoding(
     model: PreTrainedModel,
-    heads: MedusaHeads | None,
     requests: Sequence[Request],
-    tree: TreeLike,
-    acceptor: Acceptor,
-    clock: Timer | None = None,
+    timer: Timer | None = None,
     keep_hidden: bool = False,
     compile: bool = False,
-    drafter: DrafterLike = None,
     amateur: Amateur | None = None,
-) -> tuple[Session, Iterator[Step]]:
-    """A session that decodes with a drafter, the heads by default; with `keep_hidden` it keeps what the LM head read.
+) -> Decoding:
+    """Start decoding one token per step, without heads.
 
-    `compile`: steps as one compiled region (`decode.compiled.regions`); `amateur`: whom the backbone is contrasted
-    with.
+    Args:
+        keep_hidden: record hidden states in the session.
+        compile: run compiled steps.
+        amateur: the small model to contrast the backbone with.
 
     Raises:
-        RequestError: heads of another shape, a tree that they cannot fill, a drafter that is none or lacks something,
-            scores asked of a lossy rule, an amateur that does not fit, or what cannot be compiled."""
-    source = drafter_factory(drafter, DrafterContext(model, heads, tree))
+        RequestError: the amateur does not fit, or the steps cannot be compiled."""
+    if amateur is not None:
+        require_uncontrasted(compile, amateur)
+        amateur.require_fitting(model, requests)
+    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
+    acceptor, device = Acceptor("rejection" if requests[0].do_sample else "greedy"), session.backbone.device
+    stepper: Stepper
+    if compile:
+        stepper = CompiledStepper(session, acceptor, Tree.chain(0), None, lambda: NoDraft(device))
+    elif amateur is not None:
+        stepper = TreeStepper(session, NoDraft(device), acceptor)
+    else:
+        stepper = PlainStepper(session)
+    return Decoding(session, run(session.sequences, stepper, timer or Timer()))
+
+
+def tree_decoding(
+    model: PreTrainedModel,
+    factory: DrafterFactory,
+    requests: Sequence[Request],
+    acceptor: Acceptor,
+    timer: Timer | None = None,
+    keep_hidden: bool = False,
+    compile: bool = False,
+    amateur: Amateur | None = None,
+) -> Decoding:
+    """Start decoding with a drafter; the arguments are those of `plain_decoding`.
+
+    Raises:
+        RequestError: scores are asked of a lossy rule, the drafter cannot draw its guesses, the amateur does not fit,
+            or the steps cannot be compiled."""
     config = requests[0].config
     if acceptor.passes is not None and (config.output_scores or config.output_logits):
         exact = "rejection" if config.do_sample else "greedy"
-        raise RequestError(
-            f"output_scores and output_logits cannot be had with acceptance {acceptor.name!r}; use {exact!r}"
-        )
-    require_compilable(compile, acceptor)
-    require_drawable(source, acceptor)
+        raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
+    if acceptor.draft == "sample" and not factory.can_draw:
+        raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
     require_tree_forward(model)
-    if source.num_nodes == 1 and acceptor.rule in LOSSLESS:
-        # the same text, without the price of a tree
-        return plain_session(model, requests, clock, keep_hidden, compile, amateur)
+    if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
+        return plain_decoding(model, requests, timer, keep_hidden, compile, amateur)
     if amateur is not None:
-        require_amateur(amateur, model, requests, compile)
-    session = Session(model, requests, source.num_nodes, acceptor.truncation, keep_hidden, source.heads, amateur)
+        require_uncontrasted(compile, amateur)
+        amateur.require_fitting(model, requests)
+    session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
+    stepper: Stepper
     if compile:
-        return session, _compiled(session, source, acceptor).run(clock or Timer())
-    started = source.start(session, drawn=acceptor.draft == "sample")
-    return session, session.run(started, session.verifier(), acceptor, clock or Timer())
+        stepper = _compiled(session, factory, acceptor)
+    else:
+        stepper = TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
+    return Decoding(session, run(session.sequences, stepper, timer or Timer()))
 
 
-def _compiled(session: Session, source: DrafterFactory, acceptor: Acceptor) -> Compiled:
-    if not isinstance(source, TrainedHeads):
+def _compiled(session: Session, factory: DrafterFactory, acceptor: Acceptor) -> CompiledStepper:
+    if not isinstance(factory, TrainedHeads):
         raise RequestError(
             "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
         )
-    heads, tree = source.heads, source.tree
-    require_one_shape(True, tree.min_confidence)
-    return Compiled(session, acceptor, tree, heads, lambda: heads_drafter(heads, session.backbone, tree))
-
-
-def require_drawable(source: DrafterFactory, acceptor: Acceptor) -> None:
-    """Raises:
-    RequestError: the drafter has no distributions that guesses could be drawn from."""
-    if acceptor.draft == "sample" and not source.can_draw:
-        raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
+    heads, tree = factory.heads, factory.tree
+    return CompiledStepper(session, acceptor, tree, heads, lambda: heads_drafter(heads, session.backbone, tree))
 
 
 def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
-    """Rows of a batch [B, T] without their padding; no mask means that there is none, whatever the ids are."""
+    """The rows of a batch [B, T] without their padding. Without a mask there is none, whatever the ids are."""
     if attention_mask is None:
         return input_ids.tolist()
     return [row[keep.bool()].tolist() for row, keep in zip(input_ids, attention_mask, strict=True)]
 
 
+@with_options()
 def steps(
     model: PreTrainedModel,
     heads: MedusaHeads | None,
     input_ids: Tensor,
     *,
+    options: DecodingOptions,
     attention_mask: Tensor | None = None,
     tree: TreeLike = None,
-    acceptance: str | None = None,
-    epsilon: float = 0.09,
-    delta: float = 0.3,
-    draft: str | None = None,
-    stop_drafting: float = 0.0,
     drafter: DrafterLike = None,
     amateur: AmateurLike = None,
-    clock: Timer | None = None,
-    compile: bool = False,
+    timer: Timer | None = None,
     **kwargs: Any,
 ) -> Iterator[Step]:
-    """Decode `input_ids` [B, T] (padded with an `attention_mask` where lengths differ), a generator of steps.
+    """Decode `input_ids` [B, T] and yield one `Step` per step; rows of different length need an `attention_mask`.
 
-    `kwargs` are those of `model.generate`. See `generate` for the rest.
+    `kwargs` are those of `model.generate`; see `generate` for the others.
     """
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
-    source = drafter_factory(drafter, DrafterContext(model, heads, tree, stop_drafting=stop_drafting))
-    beside = Amateur.of(amateur)
-    session = medusa_session(
-        model, heads, requests, None, acceptor, clock, compile=compile, drafter=source, amateur=beside
-    )
-    yield from session[1]
+    return _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
 
 
+@with_options()
 def generate(
     model: PreTrainedModel,
     heads: MedusaHeads | None = None,
     inputs: Tensor | None = None,
     *,
+    options: DecodingOptions,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     tree: TreeLike = None,
-    acceptance: str | None = None,
-    epsilon: float = 0.09,
-    delta: float = 0.3,
-    draft: str | None = None,
-    stop_drafting: float = 0.0,
-    compile: bool = False,
     drafter: DrafterLike = None,
     amateur: AmateurLike = None,
-    streamer: Any = None,
+    streamer: BaseStreamer | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """`model.generate`, faster: takes what it takes, returns what it returns.
+    """`model.generate`, faster: takes the same arguments, and returns the same.
 
     Args:
         model: any decoder-only model of transformers that can hold a tree.
-        heads: Medusa heads made for it; `None` with a drafter that needs none.
-        inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer gives them.
+        heads: Medusa heads made for the model; `None` with a drafter that needs none.
+        inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer returns them.
+        options: the fields of `decode.settings.DecodingOptions` (acceptance, draft, stop_drafting, epsilon, delta,
+            compile), each as a keyword argument.
         tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
-        acceptance: `greedy` or `rejection` (lossless, the defaults without and with sampling), `typical` or
-            `typical-sampled` (lossy); without sampling also `topk:K` and `distance:D` (lossy, `decode.accept`).
-        epsilon, delta: constants of typical acceptance (paper section 2.3.1).
-        draft: `topk` (the default: the heads' best guesses) or `sample` (draws from the heads' distributions).
-        compile: run whole steps as one region of `torch.compile`, a CUDA graph on a GPU (`decode.compiled.regions`):
-        the first
-            step takes seconds to minutes, which calls with the same model, heads, tree and options have behind them.
-        stop_drafting: with a dynamic tree, the confidence below which a node is not drafted, nor any under it; 0:
-            always all nodes. Steps are then as large as the heads are sure, and the text is the same.
-        drafter: who guesses ahead, `heads` by default: `NAME[:options]` (docs/drafters.md), a plan such as
-            `NgramConfig(tokens=5)`, or a source, which keeps what it has loaded from call to call.
-        amateur: a small model of the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
-            with constants of its own (`decode.strategies.contrastive`); whoever drafts, the text then follows the
-            contrast of both.
-        seeds (in `kwargs`): one a row, copies by `num_return_sequences` counted; a row's text then depends on its
-            prompt and seed alone. Without them one row draws from PyTorch's generator as `model.generate` does, and the
-            rows of a batch are seeded from it.
-        streamer, and all others (tokenizer, stop_strings, ...): as in `model.generate`.
+        drafter: what guesses ahead, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
+            `NgramConfig(tokens=5)`, or a factory, which keeps what it has loaded from call to call.
+        amateur: a small model with the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
+            with its own constants. The text then follows the contrast of both models, whatever the drafter.
+        streamer: receives the prompt and then the tokens of every step, as in `model.generate`.
+        seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
+            its prompt and seed. Without them, one row draws from PyTorch's generator as `model.generate` does, and the
+            rows of a batch are seeded from that generator.
+        kwargs: all others (tokenizer, stop_strings, ...), as in `model.generate`.
 
     Raises:
         RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, an amateur
-            that does not fit, or an option that trees cannot honour.
+            that does not fit, or an option that tree decoding does not support.
     """
     ids = inputs if inputs is not None else input_ids
     if ids is None:
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample, epsilon, delta, draft, stop_drafting)
-    source = drafter_factory(drafter, DrafterContext(model, heads, tree, stop_drafting=stop_drafting))
-    session = _run(model, source, requests, acceptor, streamer, compile, Amateur.of(amateur))
-    return _output(session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+    decoding = _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur)
+    _finish(decoding, streamer)
+    return _output(decoding.session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
+@with_options(prefix="medusa_")
 def medusa_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    *,
+    options: DecodingOptions,
     medusa_heads: MedusaHeads | None = None,
     medusa_tree: TreeLike = None,
-    medusa_acceptance: str | None = None,
-    medusa_epsilon: float = 0.09,
-    medusa_delta: float = 0.3,
-    medusa_draft: str | None = None,
-    medusa_stop_drafting: float = 0.0,
-    medusa_compile: bool = False,
     medusa_drafter: DrafterLike = None,
     medusa_amateur: AmateurLike = None,
-    medusa_streamer: Any = None,
+    medusa_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """A decoding method for `model.generate(custom_generate=medusa_generate, medusa_heads=heads)`.
 
-    transformers keeps `streamer`, `tokenizer` and `assistant_model` from such a callable, and prepares processors for
-    the padded batch: pass `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches.
+    The arguments that start with `medusa_` are those of `generate`. transformers does not pass `streamer`, `tokenizer`
+    and `assistant_model` to such a callable, and prepares processors for the padded batch. So pass `medusa_streamer`,
+    and use `decode.generate` for stop strings and for penalties in batches.
     """
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-    requests = with_generators(model, requests)
-    acceptor = resolve_acceptance(
-        medusa_acceptance, requests[0].do_sample, medusa_epsilon, medusa_delta, medusa_draft, medusa_stop_drafting
-    )
-    materials = DrafterContext(model, medusa_heads, medusa_tree, stop_drafting=medusa_stop_drafting)
-    source, amateur = drafter_factory(medusa_drafter, materials), Amateur.of(medusa_amateur)
-    session = _run(model, source, requests, acceptor, medusa_streamer, medusa_compile, amateur)
-    return _output(session, input_ids, generation_config)
+    requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
+    decoding = _start(model, context, requests, options, medusa_drafter, medusa_amateur)
+    _finish(decoding, medusa_streamer)
+    return _output(decoding.session, input_ids, generation_config)
 
 
-def _run(
+def _start(
     model: PreTrainedModel,
-    source: DrafterFactory,
+    context: DrafterContext,
     requests: Sequence[Request],
-    acceptor: Acceptor,
-    streamer: Any,
-    compile: bool,
-    amateur: Amateur | None,
-) -> Session:
-    """Decode to the end, feeding `streamer` the prompt and then the tokens of every step."""
-    if streamer is not None and len(requests) > 1:
-        raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
-    session, iterator = medusa_session(
-        model, None, requests, None, acceptor, compile=compile, drafter=source, amateur=amateur
+    options: DecodingOptions,
+    drafter: DrafterLike,
+    amateur: AmateurLike,
+    timer: Timer | None = None,
+) -> Decoding:
+    acceptor = options.acceptor_for(requests[0].do_sample)
+    factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
+    return tree_decoding(
+        model, factory, requests, acceptor, timer, compile=options.compile, amateur=Amateur.of(amateur)
     )
+
+
+def _finish(decoding: Decoding, streamer: BaseStreamer | None) -> None:
+    """Decode to the end; `streamer` receives the prompt, and then the tokens of every step."""
+    prompts = decoding.session.sequences.prompts
+    if streamer is not None and len(prompts) > 1:
+        raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
     if streamer is not None:
-        streamer.put(torch.tensor([requests[0].prompt]))
-    for step in iterator:
+        streamer.put(torch.tensor([prompts[0]]))
+    for step in decoding.steps:
         if streamer is not None:
             streamer.put(torch.tensor(step.ids[0]))
     if streamer is not None:
         streamer.end()
-    return session
 
 
 def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """What `model.generate` returns: prompts as given, new tokens padded on the right."""
-    pad = getattr(config, "_pad_token_tensor", None)  # what `generate` settled on, from pad or the first EOS
+    """The result of `model.generate`: prompts as given, then new tokens, padded on the right."""
+    pad = getattr(config, "_pad_token_tensor", None)  # what `generate` derived from the pad token or the first EOS
     new_ids = session.sequences.new_ids
     width = max(map(len, new_ids))
     padded = torch.full((len(new_ids), width), 0 if pad is None else int(pad), dtype=torch.long)

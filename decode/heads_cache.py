@@ -1,7 +1,8 @@
-"""Heads that look back, in decoding: what they keep of a text grows with it, and only by what was accepted.
+"""What heads that look back keep of the text while decoding; it grows by the accepted tokens only.
 
-Prefix layers read every hidden state (`medusa.heads.prefix`); heads that look back keep keys and values of the pairs
-(hidden state, token behind it) of all positions but the last, whose next token is the root (`medusa.heads.context_kv`).
+Prefix layers read every hidden state (`medusa.heads.prefix`). Kinds that use context keep keys and values of pairs: a
+hidden state with the token after it, at all positions except the last, whose next token is the root
+(`medusa.heads.context_kv`).
 
 Shapes: B rows, T tokens of a piece of the prompts, C columns of a path, H hidden size.
 """
@@ -13,8 +14,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode.cache import TreeCache
+from decode.masks import TreeMasks
 from decode.topology import Topology
-from decode.verify import TreeMasks
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
@@ -23,7 +24,7 @@ from medusa.tree import Tree
 
 
 class HeadsCache:
-    """Caches of the heads' own, in step with the backbone's."""
+    """The heads' own caches, which grow together with the backbone's."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         self.heads, self.backbone = heads, backbone
@@ -35,15 +36,17 @@ class HeadsCache:
 
     @classmethod
     def of(cls, heads: MedusaHeads | None, backbone: Backbone, batch_size: int, capacity: int) -> HeadsCache | None:
-        """`None` where heads take what the backbone says now, and nothing else."""
+        """The cache that these heads need; `None` for heads that read only the current hidden state."""
         if heads is None or not (heads.prefix is not None or heads.uses_context):
             return None
         return cls(heads, backbone, batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """hidden [B, T, H] of the next tokens of all prompts, right-padded -> what the heads read [B, T, H].
+        """Append a piece of all prompts; returns what the heads read of it [B, T, H].
 
-        `next_ids` [B, T]: the tokens behind; anything where a prompt has ended.
+        Args:
+            hidden: [B, T, H] the backbone's hidden states of right-padded prompts.
+            next_ids: [B, T] the token after each position; any value where a prompt has ended.
         """
         hidden = hidden.to(self.device, self.dtype)
         if self.prefix is not None:
@@ -53,12 +56,12 @@ class HeadsCache:
         return hidden
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: list[int]) -> Tensor:
-        """What the heads read at the ends of accepted paths [B, H].
+        """Append accepted paths; returns what the heads read at their ends [B, H].
 
         Args:
-            before: [B, H] what they read before the root.
-            hidden, ids: [B, C, H], [B, C] of the paths' nodes, the root first.
-            counts: nodes of each path.
+            before: [B, H] what the heads read before the root.
+            hidden, ids: [B, C, H] and [B, C] of the paths' nodes, the root first.
+            counts: the number of nodes of each path.
         """
         hidden = hidden.to(self.device, self.dtype)
         if self.prefix is not None:
@@ -69,7 +72,7 @@ class HeadsCache:
         return hidden[torch.arange(len(hidden), device=self.device), end]
 
     def cut(self, lengths: list[int]) -> None:
-        """Rows have so many tokens, and what was read behind them was padding."""
+        """Keep the first `lengths` tokens of each row; the rest was padding."""
         if self.prefix is not None:
             self.prefix.cache.cut(lengths)
         if self.pairs is not None:
@@ -82,12 +85,12 @@ class HeadsCache:
                 part.cache.select(rows)
 
     def context_kv(self) -> ContextKV | None:
-        """What the next step looks back at."""
+        """The keys and values that the next draft looks back at; `None` for kinds that do not look back."""
         return None if self.pairs is None else self.pairs.context_kv()
 
 
 class PrefixCache:
-    """The prefix layers with their cache."""
+    """The prefix layers with their KV cache."""
 
     def __init__(self, prefix: Prefix, batch_size: int, capacity: int) -> None:
         example = next(prefix.parameters())
@@ -97,7 +100,7 @@ class PrefixCache:
         self.chains: dict[int, Topology] = {}
 
     def piece(self, hidden: Tensor) -> Tensor:
-        """hidden [B, T, H] of the next tokens of all prompts -> what the heads read [B, T, H]."""
+        """Read a piece [B, T, H] of all prompts; returns the layers' output [B, T, H]."""
         start, count = self.cache.longest, hidden.shape[1]
         positions = torch.arange(start, start + count, device=self.device).expand(len(hidden), -1)
         seen = torch.ones(count, start + count, dtype=torch.bool, device=self.device).tril(start)
@@ -106,7 +109,7 @@ class PrefixCache:
         return out
 
     def path(self, hidden: Tensor, counts: list[int]) -> Tensor:
-        """hidden [B, C, H] of accepted paths, `counts[b]` nodes long -> what the heads read there [B, C, H]."""
+        """Read accepted paths [B, C, H] of `counts` nodes each; returns the layers' output [B, C, H]."""
         width, lengths = hidden.shape[1], self.cache.lengths
         if width not in self.chains:
             self.chains[width] = Topology.of(Tree.chain(width - 1).to(self.device))
@@ -120,14 +123,14 @@ class PrefixCache:
 
 
 class PairCache:
-    """Keys and values of the pairs that heads project_kv."""
+    """Keys and values of the pairs (hidden state, token after it) of the text."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         self.heads, self.backbone = heads, backbone
         self.cache = TreeCache(LlamaConfig(num_hidden_layers=1), batch_size, capacity)
 
     def append(self, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
-        """Pairs of hidden [B, T, H] and the tokens behind it [B, T], of which row b keeps the first `counts[b]`."""
+        """Append the pairs of hidden [B, T, H] and the tokens after it [B, T]; each row keeps its first `counts`."""
         cache, token = self.cache, self.backbone.embed(next_ids).to(hidden)
         start = torch.tensor(cache.lengths, device=hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)
@@ -135,7 +138,7 @@ class PairCache:
         cache.commit_prompt(counts)
 
     def context_kv(self) -> ContextKV:
-        """All pairs, for queries at the positions behind them."""
+        """All pairs, for queries at the positions after them."""
         cache, layer = self.cache, self.cache.tree_layers[0]
         lengths = torch.tensor(cache.lengths, device=layer.keys.device)[:, None]  # [B, 1]
         seen = torch.arange(cache.longest, device=lengths.device) < lengths

@@ -1,7 +1,9 @@
-"""Reading prompts, a piece at a time: however long they are, only a piece's activations and masks are held at once.
+"""Prefill: read prompts into the KV cache piece by piece, so that memory holds the activations of one piece only.
 
-A piece of C tokens attends to all S slots before and in it, so the largest mask is [C, S], never [S, S], and the LM
-head is applied at one position a row. The first piece needs no mask at all.
+A piece of C tokens attends to all S slots before and in it. So the largest mask is [C, S], never [S, S], and the LM
+head runs at one position per row. The first piece needs no mask.
+
+Shapes: B rows, T tokens of the longest prompt, C tokens of a piece, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,32 +18,29 @@ from decode.cache import TreeCache
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone, Readout, at
 
-TOKENS, LEAST = 1024, 256
-"""Tokens of a piece in all rows together, and at least in each. More gain nothing: products of 1024 rows are as fast as
-any, and the masks of pieces cost less than a tenth (8192 tokens, 6 layers of 288, float32)."""
+PIECE_TOKENS, MIN_PIECE_ROW = 1024, 256
+"""Tokens of a piece in all rows together, and the fewest in each row. Larger pieces gain nothing: products of 1024 rows
+are as fast as any, and the masks cost less than a tenth (8192 tokens, 6 layers of width 288, float32)."""
+OnHidden = Callable[[Tensor, Tensor, int], Tensor]
+"""(hidden states [B, C, H] of a piece, the token after each [B, C], the piece's first position) -> the hidden states
+[B, C, H] to use instead."""
 
 
 def prefill(
-    backbone: Backbone,
-    cache: TreeCache,
-    ids: Tensor,
-    lengths: list[int],
-    on_hidden: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    backbone: Backbone, cache: TreeCache, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None
 ) -> Readout:
-    """Fill the empty `cache` with prompts, right-padded; a causal model never looks at what stands behind a token.
+    """Fill the empty `cache` with right-padded prompts; a causal model does not see padding after a token.
 
     Args:
         ids: [B, T] prompts.
         lengths: of each row, without its padding.
-        on_hidden: is given the hidden states [B, C, H] of every piece, the tokens behind them [B, C] and where it
-        starts,
-            and gives back what is to be taken for them.
+        on_hidden: receives the hidden states of every piece, and returns what is used instead.
 
     Returns:
         The last hidden state of each row [B, H] and its logits [B, V].
     """
     count, longest = ids.shape[0], max(lengths)
-    size = max(TOKENS // count, LEAST)
+    size = max(PIECE_TOKENS // count, MIN_PIECE_ROW)
     last = torch.tensor(lengths, device=ids.device) - 1
     next_ids = F.pad(ids[:, 1:], (0, 1))
     found: Readout | None = None
@@ -49,8 +48,8 @@ def prefill(
         end = min(start + size, longest)
         piece, positions = ids[:, start:end], torch.arange(start, end, device=ids.device)
         if backbone.rope_boundary is not None and end <= backbone.rope_boundary < longest:
-            # longrope turns a forward by its longest position, and this text's lies beyond the boundary. One more token
-            # says so; standing behind the others it is seen by none, and its slot is written over.
+            # longrope rotates a forward by its longest position, and this text's lies beyond the boundary. One more
+            # token carries that position; no other token sees it, and its slot is overwritten.
             piece = torch.cat([piece, piece[:, -1:]], dim=1)
             positions = torch.cat([positions, positions.new_tensor([longest - 1])])
         final = (last - start).clamp(0, end - start - 1)
@@ -59,13 +58,12 @@ def prefill(
                 piece, cache, last=final, all_hidden=on_hidden is not None, position_ids=positions.expand(count, -1)
             )
         if on_hidden is not None:
-            here = here._replace(
-                hidden=at(on_hidden(here.hidden[:, : end - start], next_ids[:, start:end], start), final)
-            )
+            hidden = on_hidden(here.hidden[:, : end - start], next_ids[:, start:end], start)
+            here = here._replace(hidden=at(hidden, final))
         cache.commit_prompt([end - start] * count)
         if found is None:
             found = here
-        else:  # rows that ended before have what they need
+        else:  # rows that ended in an earlier piece keep its readout
             goes_on = (last >= start)[:, None].to(here.hidden.device)
             found = Readout(*(torch.where(goes_on, new, old) for new, old in zip(here, found, strict=True)))
     assert found is not None, "an empty prompt is refused before"

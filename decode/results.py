@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decode.loop import Session, Step
+from decode.loop import Step
+from decode.session import Session
 
 
 @dataclass

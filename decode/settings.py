@@ -1,72 +1,176 @@
-"""How to decode, as a user says it, checked before anything long starts."""
+"""Decoding options: each option's name, default, check and help in one place.
+
+`Settings` is what the command line, the server and the benchmarks pass on. Python's `generate` takes the fields of
+`DecodingOptions` as keyword arguments (`with_options`), and takes all others as `model.generate` does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from decode.accept import DELTA, EPSILON
 from decode.loop import Acceptor
-from decode.request import require_compilable, require_one_shape, require_uncontrasted, resolve_acceptance
-from decode.strategies.contrastive import Amateur
 from medusa.errors import RequestError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-@dataclass(frozen=True)
-class Settings:
-    """Generation settings; all at their defaults mean greedy text until EOS or 256 tokens."""
+    from decode.strategies.contrastive import Amateur
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """0 is off."""
-    top_p: float = 1.0
-    """1 is off."""
-    min_p: float = 0.0
-    """0 is off."""
-    repetition_penalty: float = 1.0
-    """1 is off."""
-    stop: tuple[str, ...] = ()
-    acceptance: str | None = None
-    """greedy or rejection, or one of the lossy: typical, typical-sampled, or at temperature 0 topk:K, distance:D;
-    `None`: the lossless one for this temperature."""
-    epsilon: float = 0.09
-    delta: float = 0.3
-    draft: str = "topk"
-    """topk, the heads' best guesses, or sample, draws from their distributions."""
-    stop_drafting: float = 0.0
-    """Confidence below which a dynamic tree drafts nothing more; 0 is off."""
-    ignore_eos: bool = False
-    compile: bool = False
-    """Whole steps as one compiled region (`decode.compiled.regions`)."""
-    amateur: Amateur | None = None
-    """Whom the backbone is contrasted with."""
+LOSSLESS = ("greedy", "rejection")
+LOSSY = ("typical", "typical-sampled")
+"""Lossy rules for a temperature above 0."""
+LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
+"""Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
+ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
+DRAFTS = ("topk", "sample")
+SHARE = "between 0 and 1"
+ONE_SHAPE = "--compile has steps of one shape only, and stop-drafting changes it; leave one out"
+
+
+def option(
+    default: object, help: str, allowed: str = "", check: Callable[[Any], bool] | None = None, metavar: str = ""
+) -> Any:
+    """A dataclass field with its help; `check` is true for a valid value, and `allowed` describes those values."""
+    about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """How tokens are drafted and accepted."""
+
+    acceptance: str | None = option(
+        None,
+        "accept guesses by this rule: greedy (default at temperature 0) and rejection (default above) change nothing; "
+        "typical, typical-sampled and, at temperature 0, topk:K and distance:D are lossy",
+    )
+    draft: str = option("topk", "draft the heads' best guesses (topk) or draws from their distributions (sample)")
+    stop_drafting: float = option(
+        0.0,
+        "with --tree dynamic:N: prune nodes whose path probability is below P, with their subtrees; 0 is off",
+        SHARE,
+        lambda value: 0 <= value <= 1,
+        "P",
+    )
+    epsilon: float = option(EPSILON, "set epsilon of typical acceptance", SHARE, lambda value: 0 <= value <= 1)
+    delta: float = option(DELTA, "set delta of typical acceptance", SHARE, lambda value: 0 <= value <= 1)
+    compile: bool = option(
+        False, "run whole steps by torch.compile, as CUDA graphs on a GPU; the first step takes seconds to minutes"
+    )
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "a whole number of at least 1")
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
-        _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or above")
-        _require(0 < self.top_p <= 1, "top-p", self.top_p, "above 0 and at most 1 (off)")
-        _require(0 <= self.min_p <= 1, "min-p", self.min_p, "between 0 (off) and 1")
-        _require(self.repetition_penalty > 0, "repetition-penalty", self.repetition_penalty, "above 0; 1 is off")
+        for field in fields(self):
+            check, value = field.metadata.get("check"), getattr(self, field.name)
+            if check is not None and not check(value):
+                name = field.name.replace("_", "-")
+                raise RequestError(f"{name} is {value}; it must be {field.metadata['allowed']}")
+        if self.compile and self.stop_drafting:
+            raise RequestError(ONE_SHAPE)
+        if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
+            raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
+
+    def acceptor_for(self, do_sample: bool) -> Acceptor:
+        """The acceptance rule for these options; by default the lossless rule, greedy or rejection.
+
+        Raises:
+            RequestError: an unknown rule or draft, or one that does not fit the others or the sampling mode."""
+        rule, limit = rule_and_limit(self.acceptance)
+        if self.draft not in DRAFTS:
+            raise RequestError(f"draft is {self.draft!r}; choose one of {', '.join(DRAFTS)}")
+        rule = rule or ("rejection" if do_sample else "greedy")
+        self._require_mode(rule, do_sample)
+        if self.draft == "sample":
+            self._require_drawable(rule, do_sample)
+        elif self.stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
+            instead = "typical-sampled" if do_sample else "greedy"
+            raise RequestError(
+                f"with stop-drafting, acceptance {self.acceptance!r} would depend on the batch; use {instead}"
+            )
+        return Acceptor(rule, self.epsilon, self.delta, self.draft, limit)
+
+    def _require_mode(self, rule: str, do_sample: bool) -> None:
+        if rule == "greedy" and do_sample:
+            raise RequestError(
+                "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
+            )
+        if rule in LOSSY_GREEDY and do_sample:
+            raise RequestError(
+                f"acceptance {self.acceptance!r} draws nothing; use temperature 0 (do_sample=False) or 'rejection'"
+            )
+        if rule in LOSSY and not do_sample:
+            raise RequestError(f"acceptance {rule!r} needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
+
+    def _require_drawable(self, rule: str, do_sample: bool) -> None:
+        if rule not in ("rejection", "typical-sampled"):
+            raise RequestError(
+                "draft 'sample' needs a temperature above 0 and acceptance 'rejection' or 'typical-sampled'; "
+                f"with {rule!r} use draft 'topk'"
+            )
+        if not do_sample:
+            raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
+        if self.stop_drafting:
+            raise RequestError("stop-drafting cannot be combined with draft sample; use draft topk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(DecodingOptions):
+    """All generation settings; the defaults mean greedy text until EOS or 256 tokens."""
+
+    max_new_tokens: int = option(
+        256, "write at most N tokens", "a whole number of at least 1", lambda value: value >= 1, "N"
+    )
+    temperature: float = option(
+        0.0, "sample at temperature T; 0 is greedy", "0 (greedy) or above", lambda value: value >= 0, "T"
+    )
+    top_k: int = option(
+        0, "sample among the K most probable tokens; 0 is off", "0 (off) or above", lambda value: value >= 0, "K"
+    )
+    top_p: float = option(
+        1.0,
+        "sample within the probability mass P; 1 is off",
+        "above 0 and at most 1 (off)",
+        lambda value: 0 < value <= 1,
+        "P",
+    )
+    min_p: float = option(
+        0.0,
+        "sample tokens above P times the best probability; 0 is off",
+        "between 0 (off) and 1",
+        lambda value: 0 <= value <= 1,
+        "P",
+    )
+    repetition_penalty: float = option(
+        1.0, "penalise repeated tokens by R; 1 is off", "above 0; 1 is off", lambda value: value > 0, "R"
+    )
+    stop: tuple[str, ...] = option((), "end the text before STRING; repeatable", metavar="STRING")
+    ignore_eos: bool = option(False, "continue after the end-of-text token")
+    amateur: Amateur | None = None
+    """The small model that the backbone is contrasted with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if any(not stop for stop in self.stop):
             raise RequestError("a stop string is empty; give at least one character")
-        require_one_shape(self.compile, self.stop_drafting)
-        require_compilable(self.compile, self.acceptor)
         require_uncontrasted(self.compile, self.amateur)
+        _ = self.acceptor  # refuses rules that do not fit
 
     @property
     def acceptor(self) -> Acceptor:
-        return resolve_acceptance(
-            self.acceptance, self.do_sample, self.epsilon, self.delta, self.draft, self.stop_drafting
-        )
+        """The acceptance rule for these settings."""
+        return self.acceptor_for(self.do_sample)
 
     @property
     def do_sample(self) -> bool:
         return self.temperature > 0
 
-    def generate_kwargs(self, tokenizer: Any = None) -> dict[str, Any]:
-        """The same for `model.generate`; what is not named here is as the model's generation config says."""
+    def generate_kwargs(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+        """The same settings for `model.generate`; all others are as the model's generation config says."""
         kwargs: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.do_sample,
@@ -83,13 +187,76 @@ class Settings:
         return kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return told | {
-            "acceptance": self.acceptor.name,
-            "amateur": None if self.amateur is None else self.amateur.to_dict(),
-        }
+        """All settings for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        amateur = None if self.amateur is None else self.amateur.to_dict()
+        return values | {"acceptance": self.acceptor.name, "amateur": amateur}
 
 
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise RequestError(f"{name} is {value}; it must be {allowed}")
+def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
+    """An acceptance rule as a user writes it -> its name, and the number of the rules `NAME:NUMBER`.
+
+    Raises:
+        RequestError: there is no such rule, or it lacks its number."""
+    if acceptance is None:
+        return None, None
+    name, _, number = acceptance.partition(":")
+    if name in LOSSY_GREEDY:
+        least = LOSSY_GREEDY[name][1]
+        if not number.isdecimal() or int(number) < least:
+            raise RequestError(
+                f"acceptance {acceptance!r} needs a whole number of at least {least}, as in {name}:{max(least, 2)}"
+            )
+        return name, int(number)
+    if acceptance not in (*LOSSLESS, *LOSSY):
+        *most, last = [name for name in ACCEPTANCES if is_lossy(name)]
+        raise RequestError(
+            f"acceptance is {acceptance!r}; choose one of {', '.join(ACCEPTANCES)} "
+            f"({', '.join(most)} and {last}: lossy)"
+        )
+    return acceptance, None
+
+
+def is_lossy(acceptance: str) -> bool:
+    """Whether this rule, as a user writes it, may change the text."""
+    return acceptance.partition(":")[0] in (*LOSSY, *LOSSY_GREEDY)
+
+
+def require_uncontrasted(compile: bool, amateur: object) -> None:
+    """Raises:
+    RequestError: contrastive decoding is to be compiled."""
+    if compile and amateur is not None:
+        raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
+
+
+T = TypeVar("T")
+
+
+def with_options(prefix: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorate a function so that it takes the fields of `DecodingOptions` as keyword arguments.
+
+    The function receives them as one object in its parameter `options`. Its signature lists them, each with `prefix`
+    before its name: for help(), and for transformers, which passes a `custom_generate` callable only the arguments that
+    its signature names.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        names = {prefix + field.name: field for field in fields(DecodingOptions)}
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> T:
+            given = {field.name: kwargs.pop(name) for name, field in names.items() if kwargs.get(name) is not None}
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            return function(*args, options=DecodingOptions(**given), **kwargs)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        added = [
+            inspect.Parameter(name, keyword, default=field.default, annotation=field.type)
+            for name, field in names.items()
+        ]
+        own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
+        rest = [own.pop()] if own[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+        wrapped.__signature__ = inspect.Signature([*own, *added, *rest])  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate

@@ -48,7 +48,7 @@ class Layout(Protocol):
         """All nodes that a draft can have: the static tree itself, or the tree that a dynamic one is chosen from."""
 
     @property
-    def min_confidence(self) -> float:
+    def min_probability(self) -> float:
         """Path probability below which no node is drafted; 0 drafts all."""
 
     def to(self, device: torch.device | str) -> Self: ...
@@ -175,7 +175,7 @@ class Tree:
         return self
 
     @property
-    def min_confidence(self) -> float:
+    def min_probability(self) -> float:
         return 0.0
 
     @property

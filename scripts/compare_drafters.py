@@ -28,8 +28,8 @@ from decode.bench.losslessness.cases import p_values, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.draft import DrafterConfig, DrafterFactory
 from decode.drafters import parse
+from decode.drafters.base import DrafterConfig, DrafterFactory
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings

@@ -33,11 +33,10 @@ from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import regions
 from decode.drafters.trained_heads import heads_drafter
-from decode.loop import Session
 from decode.request import prepare
 from decode.results import tau
+from decode.session import Session
 from decode.settings import Settings
-from decode.verify import Verifier
 from measuring import open_models, take_turns
 from medusa.commands import common
 from medusa.errors import RequestError
@@ -84,13 +83,13 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
     requests = prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False)
     session = Session(loaded.model, requests, tree.num_nodes, heads=heads)
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
-    verifier = Verifier(session.backbone, session.cache, session.sequences)
+    verifier = session.verifier
     counter = partial(FlopCounterMode, display=False, custom_mapping={ATTENTION: attention_flops})
     with counter() as drafting, Bytes() as moved:
         draft = drafter.propose(frontier)
-        if session.reader is not None:  # reads what was accepted: here a path of PATH nodes
+        if session.heads_cache is not None:  # reads what was accepted: here a path of PATH nodes
             hidden = frontier.hidden[:, None].expand(-1, PATH, -1)
-            session.reader.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
+            session.heads_cache.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
     with counter() as verifying, Bytes() as read:
         verifier(draft)
     return {

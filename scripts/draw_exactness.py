@@ -16,8 +16,8 @@ from decode.bench.losslessness.cases import RULES
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.report.colors import INK
 from decode.bench.report.verify_page import TokenNames, draw
+from decode.drafters.layouts import resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.request import resolve_tree
 from decode.settings import Settings
 from medusa.files import ASSETS
 from medusa.heads.independent import MedusaHeads

@@ -30,17 +30,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode import prefill as prefill_module
 from decode.bench.machine import machine
+from decode.bench.timers import stopwatch
 from decode.cache import TreeCache
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
-from decode.loop import Session, Step
+from decode.drafters.layouts import resolve_tree
+from decode.generation import plain_decoding
+from decode.loop import Acceptor, Step, Timer, TreeStepper, run
+from decode.masks import TreeMasks
 from decode.prefill import prefill
-from decode.reference import plain_session
-from decode.request import prepare, resolve_acceptance, resolve_tree
+from decode.request import prepare
 from decode.sequences import Request
-from decode.timers import Timer, stopwatch
+from decode.session import Session
 from decode.topology import Topology
-from decode.verify import TreeMasks, Verifier
 from measuring import PeakMemory, open_models
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
@@ -73,8 +75,8 @@ class Scripted(HeadsDrafter):
         draft = super().propose(frontier)
         right = int((self.steps + 1) * (self.tau - 1)) - int(self.steps * (self.tau - 1))
         self.steps += 1
-        path = self.static.paths[-1][1 : right + 1]  # the last node is one of the deepest
-        draft.ids[:, path] = (frontier.root[:, None] + self.static.depth[path]) % self.backbone.vocab_size
+        path = self.topology.paths[0, -1, 1 : right + 1]  # the last node is one of the deepest
+        draft.ids[:, path] = (frontier.root[:, None] + self.topology.depth[0, path]) % self.backbone.vocab_size
         return draft
 
 
@@ -136,7 +138,7 @@ def measure(
     backbone = Backbone(model)
     requests = prepare(model, [prompt], max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
     session, steps = start_session(model, heads, tree, requests, tau)
-    plain, plain_steps = plain_session(model, requests)
+    plain, plain_steps = plain_decoding(model, requests)
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
     depth = topology.depth
@@ -159,16 +161,16 @@ def measure(
         start = clock()
         step = next(steps, None)
         seconds = clock() - start
-        length = session.cache.lengths[0]
+        length = session.verifier.cache.lengths[0]
         at_end = backbone.context is not None and length + tree.max_depth >= backbone.context
         if step is None or session.sequences.finish_reason[0] is not None or at_end:
             return rounds[WARM_UP:], lengths
         lengths.append(step.lengths[0])
         of_plain = seconds_of(lambda: next(plain_steps))
-        one, here = depth.new_tensor([[prompt[0]]]), depth.new_tensor([[plain.cache.lengths[0]]])
-        forward = bare(session.cache, one.expand(1, tree.num_nodes), depth + length, masks([length], topology))
+        one, here = depth.new_tensor([[prompt[0]]]), depth.new_tensor([[plain.verifier.cache.lengths[0]]])
+        forward = bare(session.verifier.cache, one.expand(1, tree.num_nodes), depth + length, masks([length], topology))
         of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
-        rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.cache, one, here, None)))
+        rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.verifier.cache, one, here, None)))
 
 
 def start_session(
@@ -182,8 +184,7 @@ def start_session(
             raise RequestError(f"--tau is {tau}; this tree reaches 1 to {1 + tree.max_depth}")
         drafter = Scripted(heads, session.backbone, tree)
         drafter.tau = tau
-    verifier = Verifier(session.backbone, session.cache, session.sequences)
-    return session, session.run(drafter, verifier, resolve_acceptance(None, False), Timer())
+    return session, run(session.sequences, TreeStepper(session, drafter, Acceptor("greedy")), Timer())
 
 
 def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:

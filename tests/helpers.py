@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tiny_models
-from decode.draft import Draft, Frontier
+from decode.draft import Draft, Drafter, Frontier
 from decode.generation import unpadded
-from decode.loop import Session, Step
-from decode.request import prepare, resolve_acceptance
-from decode.timers import Timer
+from decode.loop import Acceptor, Step, Timer, TreeStepper, run
+from decode.request import prepare
+from decode.session import Session
+from decode.settings import DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.backbone import Backbone
@@ -143,10 +144,15 @@ def decode_with(
     """Run the loop with a drafter of the test's own; returns the finished session and its steps."""
     input_ids = torch.as_tensor(input_ids)
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
-    session = Session(model, requests, slack=drafter.tree.num_nodes, amateur=amateur)
+    session = Session(model, requests, slack=drafter.tree.num_nodes, verifiers=amateur)
     drafter.sequences = session.sequences
-    acceptor = resolve_acceptance(acceptance, requests[0].do_sample)
-    return session, list(session.run(drafter, session.verifier(), acceptor, Timer()))
+    acceptor = DecodingOptions(acceptance=acceptance).acceptor_for(requests[0].do_sample)
+    return session, run_steps(session, drafter, acceptor)
+
+
+def run_steps(session: Session, drafter: Drafter, acceptor: Acceptor) -> list[Step]:
+    """All steps of a session with this drafter."""
+    return list(run(session.sequences, TreeStepper(session, drafter, acceptor), Timer()))
 
 
 @torch.no_grad()

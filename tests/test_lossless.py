@@ -16,7 +16,7 @@ from scipy import stats
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from decode import generate, steps
-from decode.reference import plain_session
+from decode.generation import plain_decoding
 from decode.request import prepare
 from medusa import Tree
 from tests.helpers import (
@@ -571,7 +571,7 @@ def test_models_that_read_the_whole_text_again_at_the_boundary_of_longrope(famil
 
 def plain_steps(model: Any, prompt: list[int]) -> Any:
     """The package's own plain decoding."""
-    return plain_session(model, prepare(model, [prompt], max_new_tokens=NEW, do_sample=False))[1]
+    return plain_decoding(model, prepare(model, [prompt], max_new_tokens=NEW, do_sample=False))[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])

@@ -19,8 +19,8 @@ from torch import Tensor
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
 from decode.bench.intervals import Sample, interval
 from decode.bench.methods import Method
+from decode.bench.timers import STAGES, StageTimer
 from decode.results import Result, prompt_seeds, tau
-from decode.timers import STAGES, StageTimer
 
 POSITIONS = 16
 """Tokens in a stretch of `tau_by_position`."""

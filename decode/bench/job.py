@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode.bench.methods import Method, medusa_method, plain_method
-from decode.draft import DrafterFactory
+from decode.drafters.base import DrafterFactory
+from decode.loop import Timer
 from decode.settings import Settings
-from decode.timers import Timer
 from medusa.loading import Loaded
 
 StartProgress = Callable[[str, int], Callable[..., object]]

@@ -10,8 +10,8 @@ import torch
 from decode.bench.benchmark import Contender, summarize
 from decode.bench.figures import LossyFigures
 from decode.bench.measure import BenchmarkJob
-from decode.request import LOSSY
 from decode.results import Result
+from decode.settings import LOSSY
 from medusa.backbone import Backbone
 
 

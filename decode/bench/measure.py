@@ -25,11 +25,11 @@ from decode.bench.figures import (
 from decode.bench.job import Job
 from decode.bench.machine import commit, machine
 from decode.bench.methods import Method, transformers_method
-from decode.draft import DrafterContext
-from decode.drafters.small_model import load_companion
+from decode.bench.timers import StageTimer
+from decode.drafters.base import DrafterContext
+from decode.drafters.small_model import load_small_model
 from decode.results import prompt_seeds
 from decode.settings import Settings
-from decode.timers import StageTimer
 from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
@@ -134,7 +134,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
         RequestError: no such model, or a model with another vocabulary or tokenizer."""
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
-    return Contender("draft model", job.by_transformers(job.settings, assistant_model=load_companion(name, context)))
+    return Contender("draft model", job.by_transformers(job.settings, assistant_model=load_small_model(name, context)))
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:

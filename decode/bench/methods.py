@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -16,17 +16,16 @@ from transformers import (
     StopStringCriteria,
 )
 
-from decode.draft import DrafterContext, DrafterFactory
-from decode.drafters import DrafterLike, drafter_factory
-from decode.generation import medusa_session
-from decode.loop import Session, Step
-from decode.reference import plain_session
-from decode.request import TreeLike, prepare
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
+from decode.drafters.layouts import TreeLike
+from decode.generation import Decoding, plain_decoding, tree_decoding
+from decode.loop import Timer
+from decode.request import prepare
 from decode.results import DecodingRun, Result
 from decode.sequences import Request
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, ContrastProcessor
-from decode.timers import Timer
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 
@@ -53,8 +52,8 @@ def plain_method(
 ) -> Method:
     """Our own autoregressive loop: one token a step."""
 
-    def begin(requests: list[Request]) -> tuple[Session, Iterator[Step]]:
-        return plain_session(model, requests, clock, keep_hidden, settings.compile, settings.amateur)
+    def begin(requests: list[Request]) -> Decoding:
+        return plain_decoding(model, requests, clock, keep_hidden, settings.compile, settings.amateur)
 
     return _method(model, settings, tokenizer, begin)
 
@@ -74,8 +73,8 @@ def medusa_method(
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
     acceptor, compile, amateur = settings.acceptor, settings.compile, settings.amateur
 
-    def begin(requests: list[Request]) -> tuple[Session, Iterator[Step]]:
-        return medusa_session(model, heads, requests, None, acceptor, clock, keep_hidden, compile, source, amateur)
+    def begin(requests: list[Request]) -> Decoding:
+        return tree_decoding(model, source, requests, acceptor, clock, keep_hidden, compile, amateur)
 
     return _method(model, settings, tokenizer, begin)
 
@@ -84,7 +83,7 @@ def _method(
     model: PreTrainedModel,
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase | None,
-    begin: Callable[[list[Request]], tuple[Session, Iterator[Step]]],
+    begin: Callable[[list[Request]], Decoding],
 ) -> Method:
     """A method that decodes what `begin` starts."""
 

@@ -1,16 +1,15 @@
-"""Blockwise parallel decoding (Stern et al. 2018): heads guess a token each, a chain that the backbone checks at once.
+"""Blockwise parallel decoding (Stern et al. 2018): every head guesses one token, and the backbone checks the chain.
 
-With the exact rules the text is the backbone's own; `acceptance topk:K` and `distance:D` are the lossy ones of their
-section 5 (`decode.accept`).
+With the exact rules the text is the backbone's own. The lossy rules of their section 5 are `acceptance topk:K` and
+`distance:D` (`decode.accept`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from decode.draft import DrafterConfig, DrafterContext, DrafterFactory
-from decode.drafters import require_at_least, require_no_tree
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
+from decode.drafters.layouts import TreeLike
 from decode.drafters.trained_heads import TrainedHeads, require_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -22,7 +21,7 @@ class BlockwiseConfig(DrafterConfig):
     """A chain of the heads' best guesses."""
 
     tokens: int = 0
-    """How far ahead is drafted; 0: as far as there are heads."""
+    """How many tokens to draft; 0: one per head."""
 
     needs_heads = True
     compiles = True
@@ -31,13 +30,13 @@ class BlockwiseConfig(DrafterConfig):
     def __post_init__(self) -> None:
         require_at_least(0, "blockwise", tokens=self.tokens)
 
-    def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Tree]:
+    def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Tree]:
         count = heads.config.num_heads
         if self.tokens > count:
             raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads")
         return (Tree.chain(self.tokens or count),)
 
-    def source(self, materials: DrafterContext) -> DrafterFactory:
-        require_no_tree(materials.tree, materials.stop_drafting)
-        heads = require_heads(materials)
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        require_no_tree(context.tree, context.stop_drafting)
+        heads = require_heads(context)
         return TrainedHeads(heads, *self.layouts(heads))

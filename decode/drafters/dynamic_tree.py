@@ -1,11 +1,11 @@
-"""Trees that change from step to step: of a fixed set of candidates, those that the drafter believes in most.
+"""Dynamic trees: in every step, the most probable nodes of a fixed set of candidates.
 
-A node's worth is the product of its drafter's confidences along its path (EAGLE-2, OPT-Tree); with the same number of
-nodes in every step, shapes stay fixed and only the topology moves. A child is never worth more than its parent, so the
-most probable nodes hang together. Confidences are softmaxes at a temperature of each head's own, fitted on text that
-the backbone wrote (`decode.bench.calibration`): heads are often less, or more, sure than they are right.
+The log probability of a path is the sum of its drafter's log confidences (EAGLE-2, OPT-Tree). Every step drafts the
+same number of nodes, so shapes are fixed and only the topology changes. A child is never more probable than its parent,
+so the most probable nodes are connected. A confidence is a softmax at a temperature, one per head, fitted on text that
+the backbone wrote (`decode.bench.calibration`): heads are often more, or less, confident than they are right.
 
-Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes.
+Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes, M nodes of any set.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from medusa.errors import RequestError
 from medusa.tree import RankPath, Tree
 
 TOP = 16
-"""Guesses of a head that are looked at."""
-MOST_NODES, MOST_CANDIDATES = 256, 1024
-LEAST = -50.0
-"""Log confidences below are taken for this: no tree reaches so far down."""
+"""Guesses of a head that are considered."""
+MAX_NODES, MAX_CANDIDATES = 256, 1024
+MIN_LOG_CONFIDENCE = -50.0
+"""Smaller log confidences are raised to this; no tree reaches such guesses."""
 STEEPNESS = 1e-4
-"""Subtracted per level from log confidences, so that a child of a sure guess comes after its parent, rounded or not."""
+"""Subtracted per level from log confidences, so that rounding never ranks a child before its parent."""
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicTree:
-    """In every step the `num_nodes` (root included) of `candidates` in which the heads believe most."""
+    """In every step, the `num_nodes` most probable nodes (root included) of `candidates`."""
 
     num_nodes: int
     candidates: Tree
     temperatures: tuple[float, ...] = ()
-    """Of each head's confidences, one for every head that the candidates reach; 1 where none are given."""
-    min_confidence: float = 0.0
-    """Nodes whose path probability is below this are not drafted, with their subtrees; 0 keeps all."""
+    """The temperature of each head's confidences, for every head that the candidates reach; empty: all are 1."""
+    min_probability: float = 0.0
+    """Nodes whose path probability is lower are pruned with their subtrees; 0 keeps all nodes."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_confidence <= 1:
+        if not 0 <= self.min_probability <= 1:
             raise RequestError(
-                f"a confidence to stop drafting at is {self.min_confidence}; it must lie between 0 (never) and 1"
+                f"a confidence to stop drafting at is {self.min_probability}; it must lie between 0 (never) and 1"
             )
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
@@ -56,9 +56,11 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """Raises:
-        RequestError: no such number of nodes."""
-        most = min(MOST_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
+        """The tree of `num_nodes` nodes over this many heads.
+
+        Raises:
+            RequestError: the number of nodes is out of range."""
+        most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
         return cls(num_nodes, _candidates(num_nodes, num_heads), temperatures)
@@ -74,39 +76,40 @@ class DynamicTree:
     def to_json(self) -> dict[str, object]:
         """What results hold of the tree."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
-        return content | ({"stop_drafting": self.min_confidence} if self.min_confidence else {})
+        return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
     def to(self, device: torch.device | str) -> DynamicTree:
+        """The same tree with its tensors on `device`."""
         if self.candidates.depth.device == torch.device(device):
-            return self  # with its table
+            return self  # with its cached tables
         return replace(self, candidates=self.candidates.to(device))
 
     def clip(self, max_depth: int) -> DynamicTree:
-        """Without what is deeper than `max_depth`; fewer nodes if no more are left."""
+        """The tree without candidates deeper than `max_depth`; it has fewer nodes if no more are left."""
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
         """Raises:
-        RequestError: as `Tree.require_fit`."""
+        RequestError: as in `Tree.require_fit`."""
         self.candidates.require_fit(num_heads, vocab_size, name)
 
     @cached_property
-    def _on_the_way(self) -> Tensor:
-        """[S, D] the places in the flattened [K, R] table of the guesses on the way to each candidate; K R is none."""
+    def _on_path(self) -> Tensor:
+        """[S, D] the guesses on each candidate's path, as places in the flattened [K, R] table; K R stands for none."""
         tree, top = self.candidates, self.candidates.max_rank + 1
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
     @cached_property
     def _scale(self) -> Tensor:
-        """[K, 1, 1] temperatures; made once, as every copy to a device is one that a step waits for."""
+        """[K, 1, 1] the temperatures; cached, because a step waits for every copy to a device."""
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
-        """logits [k, B, V] of the heads -> log probabilities at each head's temperature [k, B, V], float32.
+        """Log probabilities [k, B, V] of the heads' logits [k, B, V] at each head's temperature, float32.
 
-        With a `head`, all logits [..., V] are of that one.
+        With `head`, all logits [..., V] are of that head.
         """
         if self.temperatures and head is not None:
             logits = logits.float() / self.temperatures[head]
@@ -114,49 +117,50 @@ class DynamicTree:
             logits = logits.float() / self._scale[: len(logits)].to(logits.device)
         return logits.log_softmax(-1, dtype=torch.float32)
 
-    def worth(self, confidences: Tensor) -> Tensor:
-        """log confidences [B, k, R] of each head's best guesses -> of each candidate's whole path [B, S]."""
+    def path_log_probs(self, confidences: Tensor) -> Tensor:
+        """The log probability of each candidate's path [B, S], from log confidences [B, k, R] of the best guesses."""
         used = confidences[:, : self.max_depth, : self.candidates.max_rank + 1]
         known = F.pad(bounded(used).flatten(1), (0, 1))
-        return known[:, self._on_the_way].sum(-1) - STEEPNESS * self.candidates.depth
+        return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
-    def reached(self, worth: Tensor) -> int:
-        """worth [B, M] of nodes -> how many of them are to be had in the row with most that are worth it.
+    def num_worthwhile(self, log_probs: Tensor) -> int:
+        """How many of M nodes reach `min_probability`, given their path log probabilities [B, M], in the best row.
 
-        Rows of a batch have one shape, so those that believe in fewer get their next best ones as well.
+        All rows of a batch draft the same number of nodes, so the other rows also draft their next best nodes.
         """
-        if not self.min_confidence:
-            return worth.shape[1]
-        return int((worth >= math.log(self.min_confidence)).sum(1).max())  # waits for the device
+        if not self.min_probability:
+            return log_probs.shape[1]
+        return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
 
-    def choose(self, worth: Tensor) -> tuple[Tensor, Topology]:
-        """worth [B, S] -> the nodes that are taken, ascending [B, N], and how they hang together."""
-        count = min(self.num_nodes - 1, self.reached(worth[:, 1:]))
-        best = worth[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
-        chosen = torch.cat([torch.zeros_like(worth[:, :1], dtype=torch.long), best.sort(dim=-1).values], dim=1)
+    def choose(self, log_probs: Tensor) -> tuple[Tensor, Topology]:
+        """The nodes to draft, ascending [B, N], and how they are connected, given path log probabilities [B, S]."""
+        count = min(self.num_nodes - 1, self.num_worthwhile(log_probs[:, 1:]))
+        best = log_probs[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
+        chosen = torch.cat([torch.zeros_like(log_probs[:, :1], dtype=torch.long), best.sort(dim=-1).values], dim=1)
         return chosen, chosen_part(self.candidates, chosen)
 
 
 def bounded(confidences: Tensor) -> Tensor:
-    """Log confidences, finite, and not so small that a level more or less would be lost in rounding.
+    """Log confidences made finite, and large enough that rounding does not lose the difference of a level.
 
-    What is no number (heads that overflow in float16) is worth nothing: `topk` would take it for the greatest, a child
-    could be taken without its parent, and its position and past would be wrong, and with them the text.
+    NaN (from heads that overflow in float16) becomes the minimum. `topk` would take it for the maximum, and choose a
+    child without its parent; the child's position and past would be wrong, and with them the text.
     """
-    return confidences.nan_to_num(nan=LEAST, neginf=LEAST).clamp_min(LEAST)
+    return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
     """All paths that can be among the `num_nodes` - 1 most probable ones, whatever the confidences.
 
-    As likely as a path of ranks r1, r2, ... at least are all paths of its length and of its prefixes' lengths with no
-    greater ranks: (r1 + 1) + (r1 + 1)(r2 + 1) + ... of them, itself included. So it has no chance where these are more
-    than there are nodes. Beyond MOST_CANDIDATES or rank TOP, the least promising by that measure are left out.
+    Take a path of ranks r1, r2, ... At least as probable are all paths of its length and of its prefixes' lengths whose
+    ranks are not greater: (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included. A path with more of them than
+    there are nodes is never chosen. Beyond MAX_CANDIDATES or rank TOP, the least promising paths by this measure are
+    left out.
     """
     paths: list[RankPath] = []
-    # By that measure: it, the path, and for the path without its last rank the measure and the product of (r + 1).
+    # Ordered by the measure. Then the path; then of the path without its last rank the measure and product of (r + 1).
     open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]
-    while open_paths and len(paths) < MOST_CANDIDATES - 1:
+    while open_paths and len(paths) < MAX_CANDIDATES - 1:
         measure, path, above, product = heapq.heappop(open_paths)
         if measure > num_nodes - 1:
             break

@@ -25,12 +25,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier, SideBranch
-from decode.drafters import require_at_least, require_no_tree
+from decode.draft import Draft, Drafter, Frontier, SideBranch
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
 from decode.drafters.tries import Trie, draft_of
-from decode.loop import Session
 from decode.ops.fast_topk import argmax
 from decode.sequences import Sequences
+from decode.session import Session
 from decode.topology import Topology
 
 
@@ -49,8 +49,8 @@ class LookaheadConfig(DrafterConfig):
         require_at_least(1, "lookahead", window=self.window, guesses=self.guesses)
         require_at_least(3, "lookahead", n=self.n)  # with 2, the first column holds nothing but the root
 
-    def source(self, materials: DrafterContext) -> DrafterFactory:
-        require_no_tree(materials.tree, materials.stop_drafting)
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        require_no_tree(context.tree, context.stop_drafting)
         return Lookahead(self)
 
 

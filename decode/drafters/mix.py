@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
-from decode.drafters import parse, require_at_least, require_no_tree
-from decode.loop import Session
+from decode.draft import Draft, Drafter, Frontier
+from decode.drafters import parse
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
+from decode.drafters.layouts import TreeLike
+from decode.session import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -71,14 +72,14 @@ class MixConfig(DrafterConfig):
         for plan in self.plans:
             plan.check(config)
 
-    def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
+    def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
         return tuple(found for plan in self.plans for found in plan.layouts(heads, tree, stop_drafting))
 
-    def source(self, materials: DrafterContext) -> DrafterFactory:
+    def factory(self, context: DrafterContext) -> DrafterFactory:
         if not self.takes_tree:
-            require_no_tree(materials.tree, materials.stop_drafting)
-        without = materials._replace(tree=None, stop_drafting=0.0)
-        return Mix([plan.source(materials if plan.takes_tree else without) for plan in self.plans], self.nodes)
+            require_no_tree(context.tree, context.stop_drafting)
+        without = context._replace(tree=None, stop_drafting=0.0)
+        return Mix([plan.factory(context if plan.takes_tree else without) for plan in self.plans], self.nodes)
 
 
 class Mix(DrafterFactory):

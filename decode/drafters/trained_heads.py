@@ -1,17 +1,17 @@
-"""Trained heads, of any kind, as `--drafter heads`: the tree is `--tree`, or the one saved with them."""
+"""Trained heads of any kind, as `--drafter heads`, on the tree of `--tree` or the one saved with the heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from decode.draft import Drafter, DrafterConfig, DrafterContext, DrafterFactory
+from decode.draft import Drafter
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory
 from decode.drafters.heads import HeadsDrafter
+from decode.drafters.layouts import TreeLike, resolve_tree
 from decode.drafters.paths import PathDrafter
-from decode.loop import Session
-from decode.request import resolve_tree
-from decode.sampling import Target
+from decode.session import Session
+from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -21,25 +21,26 @@ from medusa.tree import Layout
 
 @dataclass(frozen=True)
 class HeadsDrafterConfig(DrafterConfig):
-    """No options: shape and number of nodes are the tree's."""
+    """The heads; the tree sets shape and number of nodes, so there are no options."""
 
     needs_heads = True
     takes_tree = True
     compiles = True
     can_draw = True
 
-    def layouts(self, heads: MedusaHeads, tree: Any = None, stop_drafting: float = 0.0) -> tuple[Layout]:
+    def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout]:
         return (resolve_tree(tree, heads, stop_drafting),)
 
-    def source(self, materials: DrafterContext) -> DrafterFactory:
-        heads = require_heads(materials)
-        return TrainedHeads(heads, *self.layouts(heads, materials.tree, materials.stop_drafting))
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        heads = require_heads(context)
+        return TrainedHeads(heads, *self.layouts(heads, context.tree, context.stop_drafting))
 
 
 class TrainedHeads(DrafterFactory):
-    """Heads and the tree that their guesses are laid out on."""
+    """Heads, and the tree that their guesses are laid out on."""
 
     can_draw = True
+    compiles = True
 
     heads: MedusaHeads
 
@@ -57,22 +58,24 @@ class TrainedHeads(DrafterFactory):
         return TrainedHeads(self.heads, change(self.tree))
 
 
-def require_heads(materials: DrafterContext) -> MedusaHeads:
-    """Raises:
-    RequestError: there are none."""
-    if not isinstance(materials.heads, MedusaHeads):
-        given = materials.heads
+def require_heads(context: DrafterContext) -> MedusaHeads:
+    """The heads of `context`.
+
+    Raises:
+        RequestError: there are none."""
+    if not isinstance(context.heads, MedusaHeads):
+        given = context.heads
         raise RequestError(f"the heads are {given!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
-    return materials.heads
+    return context.heads
 
 
 def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
-    """The drafter for these heads; with a `target` it draws.
+    """The drafter for heads of any kind; with a `target` it draws.
 
     Raises:
-        RequestError: heads of another shape, or a tree that they cannot fill."""
+        RequestError: heads of another size than the backbone, or a tree that they cannot fill."""
     if isinstance(heads, SequentialHeads) and heads.follows_path:
         return PathDrafter(heads, backbone, tree, target)
     return HeadsDrafter(heads, backbone, tree, target)

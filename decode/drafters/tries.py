@@ -1,4 +1,4 @@
-"""Drafts from continuations that are known as plain ids: a trie for each row, and the tensors of all of them."""
+"""Drafts from continuations that are plain ids: one trie per row, and the tensors of all rows together."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from decode.topology import Topology
 
 
 class Trie:
-    """Continuations of one row, shared beginnings once; node 0 is the root, and a parent stands before its children."""
+    """The continuations of one row, with common beginnings stored once.
+
+    Node 0 is the root, and a parent comes before its children.
+    """
 
     def __init__(self, num_nodes: int) -> None:
-        """`num_nodes`: at most, root included."""
+        """`num_nodes`: the most nodes, root included."""
         self.num_nodes = num_nodes
         self.ids, self.parent, self.depth = [-1], [0], [0]  # the root's id is not known here
         self.child: dict[tuple[int, int], int] = {}
         self.is_chain = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """As much of a continuation as there is room for."""
+        """Add a continuation, as far as there is room."""
         node = 0
         for token in tokens:
             child = self.child.get((node, token))
@@ -38,7 +41,7 @@ class Trie:
             node = child
 
     def fill(self, count: int) -> None:
-        """Nodes in a row behind the last one, up to `count`, so that all rows have as many: guesses like any other."""
+        """Add a chain of arbitrary tokens after the last node, up to `count` nodes, so that all rows have as many."""
         for _ in range(count - len(self.ids)):
             self.parent.append(len(self.ids) - 1)
             self.depth.append(self.depth[-1] + 1)
@@ -46,7 +49,7 @@ class Trie:
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
-    """One trie a row, and the roots [B]."""
+    """The draft of one trie per row, with roots [B]."""
     count = max(len(trie.ids) for trie in tries)
     for trie in tries:
         trie.fill(count)
@@ -62,6 +65,6 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
 
 @lru_cache(maxsize=256)
 def chain(count: int, device: torch.device) -> Topology:
-    """A root and `count - 1` nodes in a row."""
+    """The topology of a root and a chain of `count - 1` nodes."""
     line = torch.arange(count, device=device)
     return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))

@@ -8,9 +8,8 @@ from time import perf_counter
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.draft import DrafterFactory
-from decode.generation import medusa_session
-from decode.reference import plain_session
+from decode.drafters.base import DrafterFactory
+from decode.generation import plain_decoding, tree_decoding
 from decode.request import prepare
 from decode.results import DecodingRun
 from decode.sequences import Request
@@ -53,16 +52,14 @@ class TextGenerator:
         `settings`: of all requests; their lengths and stops may differ."""
         start = perf_counter()
         if plain or self.source is None:
-            session = plain_session(self.model, requests, compile=settings.compile, amateur=settings.amateur)
+            session = plain_decoding(self.model, requests, compile=settings.compile, amateur=settings.amateur)
         else:
-            session = medusa_session(
+            session = tree_decoding(
                 self.model,
-                None,
+                self.source,
                 requests,
-                None,
                 settings.acceptor,
                 compile=settings.compile,
-                drafter=self.source,
                 amateur=settings.amateur,
             )
         return DecodingRun(session, seconds + perf_counter() - start)

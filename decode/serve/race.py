@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from decode.request import is_lossy
 from decode.results import DecodingRun, Result, tau
 from decode.serve.text_stream import TextPiece, TextStream, joined
-from decode.settings import Settings
+from decode.settings import Settings, is_lossy
 
 
 class Side:

@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
+from decode.masks import LayerKinds, grown_masks
 from decode.ops.fast_topk import top_k
 from decode.ops.grouped_attention import grouped
 from decode.prefill import prefill
 from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
-from decode.verify import path_masks
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
 
@@ -280,6 +280,7 @@ class OnTree:
     def __init__(self, backbone: Backbone, prompt: list[int]) -> None:
         self.backbone, self.start = backbone, prompt
         self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256)
+        self.layers = LayerKinds(backbone.config)
         self.depths: list[int] = []
         """Of the nodes in the slots behind the prompt: positions from its end."""
 
@@ -303,7 +304,9 @@ class OnTree:
                 torch.tensor([[beginning.ids[-1] for beginning in beginnings]], device=device),
                 self.cache,
                 position_ids=len(self.start) + depth,
-                attention_mask=path_masks(backbone, starts, torch.tensor([lines], device=device), depth, of_slot),
+                attention_mask=grown_masks(
+                    self.layers, backbone.dtype, starts, torch.tensor([lines], device=device), depth, of_slot
+                ),
             ).logits
         self.cache.commit_prompt([len(beginnings)])
         return logits[0]

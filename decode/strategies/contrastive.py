@@ -1,8 +1,8 @@
-"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): the text is to follow what the backbone, the expert, says
-more than a small model, the amateur, does. A target like any other: every drafter drafts for it, every rule accepts.
+"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): follow what the backbone says more than a small model does.
 
-The amateur reads what the backbone reads: the prompts, and in each step the same ids on the same tree, with a cache of
-its own that keeps the same path. The contrast takes the logits' place before temperature, penalties and the like.
+The backbone is the expert, and the small model the amateur. Their contrast is a target like any other: every drafter
+drafts for it, and every rule accepts. The amateur reads what the backbone reads: the prompts, and in each step the same
+tree, with its own cache that keeps the same path. The contrast replaces the logits before temperature and penalties.
 
 Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
@@ -10,71 +10,80 @@ Shapes: B rows, T tokens, N nodes, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.prefill import prefill
-from decode.sequences import Sequences
+from decode.drafters.small_model import require_same_vocabulary
+from decode.prefill import OnHidden
+from decode.request import require_fitting, require_longrope_alone
+from decode.sequences import Request, Sequences
+from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
 from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 
-FLOOR = -1e4
-"""The least log-probability that an amateur is taken at its word for: a word that it excludes has no infinite score."""
+MIN_LOG_PROB = -1e4
+"""Lower log probabilities of the amateur are raised to this, so that a token that it excludes has a finite score."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """What is made of two opinions; the defaults are the article's."""
+    """How the two models' predictions are combined; the defaults are the article's."""
 
     alpha: float = 0.1
-    """Plausibility: words less probable to the expert than `alpha` times its best one are left out; 0: none."""
+    """Plausibility: tokens less probable to the expert than `alpha` times its best token are excluded; 0: none are."""
     beta: float | None = None
-    """`None`: log p(expert) - log p(amateur), the article's. A number: (1 + beta) log p(expert) - beta log p(amateur),
-    O'Brien and Lewis's (2023, arXiv 2309.09117); at 0 that is the expert alone, but for `alpha`."""
+    """`None`: log p(expert) - log p(amateur), as in the article. A number: (1 + beta) log p(expert) - beta
+    log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117); at 0 the amateur has no weight."""
     temperature: float = 1.0
-    """Of the amateur: below 1 it is surer of itself, and its first choices are held against the text more."""
+    """The amateur's temperature; below 1 its first choices count more against a token."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise RequestError(f"contrast-alpha is {self.alpha}; it must lie between 0 (all words are plausible) and 1")
+            raise RequestError(
+                f"contrast-alpha is {self.alpha}; it must lie between 0 (all tokens are plausible) and 1"
+            )
         if self.beta is not None and not 0 <= self.beta < math.inf:
             raise RequestError(f"contrast-beta is {self.beta}; it must be 0 or above")
         if not 0 < self.temperature < math.inf:
             raise RequestError(f"amateur-temperature is {self.temperature}; it must be above 0")
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
-        """Logits [..., V] of both -> scores [..., V] in their stead; -inf for what is not plausible (section 3.2-3.3).
+        """The scores [..., V] that replace the expert's logits [..., V]; -inf for implausible tokens (section 3.2-3.3).
 
-        float32, or float64 where the expert's are."""
+        They are float32, or float64 where the expert's logits are."""
         dtype = torch.promote_types(expert.dtype, torch.float32)
-        ours = expert.to(dtype).log_softmax(-1)
-        theirs = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(FLOOR)
-        scores = ours - theirs if self.beta is None else (1 + self.beta) * ours - self.beta * theirs
-        return scores.masked_fill(self.margin(ours) < 0, -torch.inf)
+        expert_log_p = expert.to(dtype).log_softmax(-1)
+        amateur_log_p = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(MIN_LOG_PROB)
+        if self.beta is None:
+            scores = expert_log_p - amateur_log_p
+        else:
+            scores = (1 + self.beta) * expert_log_p - self.beta * amateur_log_p
+        return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
 
     def margin(self, expert: Tensor) -> Tensor:
-        """Log-probabilities or logits [..., V] of the expert -> by how much each word is plausible; below 0: not."""
-        edge = math.log(self.alpha) if self.alpha else -math.inf
-        return expert - expert.amax(-1, keepdim=True) - edge
+        """How far each token is above the plausibility limit, from the expert's log probabilities or logits [..., V].
+
+        Tokens below 0 are implausible."""
+        limit = math.log(self.alpha) if self.alpha else -math.inf
+        return expert - expert.amax(-1, keepdim=True) - limit
 
     @property
     def weights(self) -> tuple[float, float]:
-        """How much a change of an expert's logit, and of an amateur's, changes a score."""
-        ours, theirs = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
-        return ours, theirs / self.temperature
+        """How much a score changes with a logit of the expert, and with one of the amateur."""
+        expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
+        return expert, amateur / self.temperature
 
 
 @dataclass(frozen=True)
 class Amateur:
-    """A small model of the backbone's vocabulary, and how it is contrasted."""
+    """A small model with the backbone's vocabulary, and how to contrast it (a `decode.verify.VerifierFactory`)."""
 
     model: PreTrainedModel
     contrast: Contrast = Contrast()
@@ -82,59 +91,81 @@ class Amateur:
 
     @classmethod
     def of(cls, given: AmateurLike) -> Amateur | None:
-        """Raises:
-        RequestError: it is no model."""
+        """An amateur from what Python's `generate` takes.
+
+        Raises:
+            RequestError: it is no model."""
         if given is None or isinstance(given, Amateur):
             return given
         if not isinstance(given, PreTrainedModel):
             raise RequestError(f"the amateur is {given!r}; pass a model, or an Amateur (decode.strategies.contrastive)")
         return cls(given, name=given.config._name_or_path or "amateur")
 
-    def to_dict(self) -> dict[str, Any]:
+    def context(self, backbone: Backbone) -> int | None:
+        """The shorter context of both models."""
+        contexts = (backbone.context, Backbone(self.model).context)
+        return min((context for context in contexts if context is not None), default=None)
+
+    def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> ContrastVerifier:
+        """A verifier that runs both models."""
+        expert, amateur = (Verifier.with_cache(each, sequences, capacity) for each in (backbone, Backbone(self.model)))
+        return ContrastVerifier(expert, amateur, self.contrast)
+
+    def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request]) -> None:
+        """Raises:
+        RequestError: another vocabulary than the backbone's, no room for a prompt, or a model that can hold no tree."""
+        require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
+        require_tree_forward(self.model)
+        require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")
+        require_longrope_alone(self.model, requests)
+
+    def to_dict(self) -> dict[str, object]:
+        """The amateur for JSON."""
         return {"model": self.name} | asdict(self.contrast)
 
 
 AmateurLike = Amateur | PreTrainedModel | None
 
 
-class AmateurState:
-    """An amateur at work: it reads the texts of a session along, in a cache of its own."""
-
-    def __init__(self, amateur: Amateur, rows: int, capacity: int) -> None:
-        self.contrast = amateur.contrast
-        self.backbone = Backbone(amateur.model)
-        self.cache = TreeCache(amateur.model.config, rows, capacity)
-
-    def prefill(self, ids: Tensor, lengths: list[int], logits: Tensor) -> Tensor:
-        """Prompts [B, T], right-padded, and what the expert says behind them [B, V] -> the contrast [B, V]."""
-        return self.contrast(logits, prefill(self.backbone, self.cache, ids, lengths).logits)
-
-
 class ContrastVerifier(Verifier):
-    """Both models over one draft."""
+    """Both models over one draft; what they read is kept or dropped together."""
 
-    def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences, beside: AmateurState) -> None:
-        super().__init__(backbone, cache, sequences)
-        self.amateur, self.contrast = Verifier(beside.backbone, beside.cache, sequences), beside.contrast
+    def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
+        super().__init__(expert.backbone, expert.cache, expert.sequences)
+        self.amateur, self.contrast = amateur, contrast
+
+    def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
+        return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
 
     def read(self, draft: Draft) -> Readout:
-        """The expert's hidden states [B, N, H], and the contrast [B, N, V] in the place of its logits."""
-        readout = super().read(draft)
-        return readout._replace(logits=self.contrast(readout.logits, self.amateur.read(draft).logits))
+        """The expert's hidden states [B, N, H], and the contrast [B, N, V] instead of its logits."""
+        return self._contrasted(super().read(draft), self.amateur.read(draft))
+
+    def _contrasted(self, expert: Readout, amateur: Readout) -> Readout:
+        return expert._replace(logits=self.contrast(expert.logits, amateur.logits))
 
     def room(self, draft: Draft) -> Tensor | None:
         rooms = [room for room in (super().room(draft), self.amateur.room(draft)) if room is not None]
         return torch.stack(rooms).amin(0) if rooms else None
 
+    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
+        super().commit(path, counts, in_place)
+        self.amateur.commit(path, counts, in_place)
+
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
+        self.amateur.select(rows)
+
 
 class ContrastProcessor(LogitsProcessor):
-    """The same target inside `model.generate`, a token a step, the amateur on a stock cache: for one call of it.
+    """The same target inside one call of `model.generate`, with a stock cache for the amateur.
 
-    Give it as `logits_processor`; penalties of `generate` itself would come before it, so they belong behind it there.
+    Pass it as a `logits_processor`. `generate` would apply its own penalties before it, so pass penalties after it in
+    the same list.
     """
 
     def __init__(self, amateur: Amateur, attention_mask: Tensor) -> None:
-        """`attention_mask` [B, T] of the prompts, padded on the left."""
+        """`attention_mask` [B, T] of prompts that are padded on the left."""
         self.amateur, self.mask = amateur, attention_mask
         self.cache = DynamicCache(config=amateur.model.config)
 

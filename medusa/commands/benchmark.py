@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from decode.bench.compare import Comparison
     from decode.bench.figures import BenchmarkResult
     from decode.bench.measure import BenchmarkJob
-    from decode.draft import DrafterConfig, DrafterFactory
+    from decode.drafters.base import DrafterConfig, DrafterFactory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from decode.draft import DrafterConfig, DrafterFactory
+    from decode.drafters.base import DrafterConfig, DrafterFactory
     from decode.settings import Settings
     from decode.strategies.contrastive import Amateur, Contrast
     from medusa.heads.independent import MedusaHeads
@@ -342,7 +342,7 @@ def contrast_of(args: argparse.Namespace) -> Contrast | None:
 
     Raises:
         RequestError: a constant out of range, or without an amateur to belong to; or steps are to be compiled."""
-    from decode.request import require_uncontrasted
+    from decode.settings import require_uncontrasted
     from decode.strategies.contrastive import Contrast
 
     named = {"contrast-alpha": "alpha", "contrast-beta": "beta", "amateur-temperature": "temperature"}
@@ -362,8 +362,8 @@ def with_amateur(args: argparse.Namespace, loaded: Loaded, settings: Settings) -
 
     Raises:
         RequestError: an amateur that is none, or of another tokenizer."""
-    from decode.draft import DrafterContext
-    from decode.drafters.small_model import load_companion
+    from decode.drafters.base import DrafterContext
+    from decode.drafters.small_model import load_small_model
     from decode.strategies.contrastive import Amateur
 
     contrast = contrast_of(args)
@@ -371,7 +371,7 @@ def with_amateur(args: argparse.Namespace, loaded: Loaded, settings: Settings) -
         return settings
     trusts = args.trust_remote_code
     materials = DrafterContext(loaded.model, tokenizer=loaded.tokenizer, name=args.backbone, trust_remote_code=trusts)
-    model = load_companion(args.amateur, materials, "amateur")
+    model = load_small_model(args.amateur, materials, "amateur")
     return replace(settings, amateur=Amateur(model, contrast, args.amateur))
 
 
@@ -392,7 +392,8 @@ def plan_of(args: argparse.Namespace, spec: str | None, alone: bool = True) -> D
     Raises:
         RequestError: no such drafter, no --heads where they are needed, or --tree, --compile or drawn drafts where it
             has none."""
-    from decode.drafters import parse, require_no_tree
+    from decode.drafters import parse
+    from decode.drafters.base import require_no_tree
 
     plan = parse(spec or "heads")
     if args.compile and not plan.compiles:
@@ -415,8 +416,8 @@ def open_source(
 
     Raises:
         RequestError: something that it needs does not fit the backbone."""
-    from decode.draft import DrafterContext
     from decode.drafters import drafter_factory
+    from decode.drafters.base import DrafterContext
 
     heads, tree, stop_drafting = None, None, 0.0
     if plan.needs_heads:
@@ -469,10 +470,10 @@ def check_models(args: argparse.Namespace, *plans: DrafterConfig) -> None:
 def _check_amateur(args: argparse.Namespace, config: PretrainedConfig) -> None:
     """Raises:
     RequestError: it is no model, or its vocabulary or tokenizer is not that of the backbone, whose `config` this is."""
-    from decode.drafters.small_model import companion_path, require_same_tokenizer, require_same_vocabulary
+    from decode.drafters.small_model import require_same_tokenizer, require_same_vocabulary, small_model_path
     from medusa.loading import LoadOptions, load_config, load_tokenizer
 
-    path, options = companion_path(args.amateur), LoadOptions(trust_remote_code=args.trust_remote_code)
+    path, options = small_model_path(args.amateur), LoadOptions(trust_remote_code=args.trust_remote_code)
     require_same_vocabulary(args.amateur, load_config(path, options), config, "amateur")
     theirs, ours = load_tokenizer(path, options), load_tokenizer(args.backbone, load_options(args))
     require_same_tokenizer(args.amateur, theirs, ours, args.backbone, "amateur")
@@ -512,7 +513,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
     from decode.bench.calibration.texts import own_texts
     from decode.drafters.dynamic_tree import DynamicTree
-    from decode.request import resolve_tree
+    from decode.drafters.layouts import resolve_tree
     from decode.tree_check import require_tree_forward
 
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size

@@ -231,8 +231,8 @@ def measure(
     """Stage 4: the speedup."""
     from decode.bench.measure import BenchmarkJob, run_benchmark
     from decode.bench.report.terminal import print_benchmark
-    from decode.draft import DrafterContext
     from decode.drafters import drafter_factory
+    from decode.drafters.base import DrafterContext
     from decode.settings import Settings
 
     folder = output / "heads"

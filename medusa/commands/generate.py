@@ -21,7 +21,7 @@ from medusa.commands import common, strategies
 from medusa.errors import RequestError
 
 if TYPE_CHECKING:
-    from decode.draft import DrafterFactory
+    from decode.drafters.base import DrafterFactory
     from decode.settings import Settings
     from medusa.loading import Loaded
     from train.features.recorder import Recorder

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from decode.bench.calibration import calibrate
 from decode.bench.methods import medusa_method
+from decode.bench.timers import STAGES
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.results import Result
-from decode.timers import STAGES
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
 from medusa.commands import common
@@ -600,7 +600,7 @@ def test_verify_gives_the_json_of_the_interface_and_a_report(medusa: Any, place:
 def test_verify_fails_where_the_text_or_the_samples_are_wrong(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
+    monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
     done, report = verify(medusa, place, tmp_path)
     assert done.status == 1
     assert "FAILED" in done.out

@@ -13,11 +13,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import Acceptance, Scores, accept_greedy, accept_typical, accept_walk
+from decode.accept import Acceptance, Scores, accept_greedy, accept_longest, accept_walk, typical
 from decode.draft import Draft
 from decode.topology import Topology, chosen_part
 from medusa import Tree
 from tests.helpers import random_tree
+
+
+def accept_typical(draft: Draft, target: Scores, epsilon: float, delta: float, room: Any = None) -> Acceptance:
+    return accept_longest(draft, target, lambda scores: typical(scores.softmax(-1), epsilon, delta), room)
 
 
 def children_of(tree: Tree | Topology, node: int) -> list[int]:

@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 
 from decode import generate, medusa_generate, steps
+from decode.bench.timers import STAGES, StageTimer
 from decode.draft import Frontier
 from decode.drafters.heads import HeadsDrafter
-from decode.request import default_tree, resolve_tree
-from decode.timers import STAGES, StageTimer
+from decode.drafters.layouts import default_tree, resolve_tree
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
@@ -250,7 +250,7 @@ def test_heads_of_another_dtype_than_the_backbone() -> None:
 
 def test_the_clock_names_every_stage(llama: Any, heads: MedusaHeads) -> None:
     clock = StageTimer()
-    list(steps(llama, heads, PROMPT, clock=clock, max_new_tokens=NEW, do_sample=False))
+    list(steps(llama, heads, PROMPT, timer=clock, max_new_tokens=NEW, do_sample=False))
     assert set(clock.seconds) == set(STAGES)
     assert all(seconds > 0 for seconds in clock.seconds.values())
 

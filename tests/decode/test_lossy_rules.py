@@ -11,8 +11,7 @@ import torch
 from decode import generate, steps
 from decode.accept import accept_longest, among_best, near_best
 from decode.draft import Draft
-from decode.request import is_lossy, resolve_acceptance
-from decode.settings import Settings
+from decode.settings import DecodingOptions, Settings, is_lossy
 from decode.topology import Topology
 from medusa import Tree
 from medusa.errors import RequestError
@@ -153,15 +152,15 @@ def test_refusals_in_python(llama: Any) -> None:
     heads, ids = random_heads(llama), torch.tensor([PROMPTS[0]])
     with pytest.raises(RequestError, match="cannot be compiled"):
         generate(llama, heads, ids, acceptance="topk:2", compile=True, **GREEDY)
-    with pytest.raises(RequestError, match="output_scores and output_logits cannot be had with acceptance 'topk:2'"):
+    with pytest.raises(RequestError, match="acceptance 'topk:2' gives no output_scores or output_logits"):
         generate(llama, heads, ids, acceptance="topk:2", output_scores=True, return_dict_in_generate=True, **GREEDY)
 
 
 def test_they_are_called_lossy() -> None:
     assert not any(map(is_lossy, ("greedy", "rejection")))
     assert all(map(is_lossy, ("typical", "typical-sampled", "topk:2", "distance:0")))
-    assert resolve_acceptance("topk:2", False).name == "topk:2"
+    assert DecodingOptions(acceptance="topk:2").acceptor_for(False).name == "topk:2"
     assert Settings(acceptance="distance:3").to_dict()["acceptance"] == "distance:3"
     with pytest.raises(RequestError, match=r"typical-sampled, topk:K and distance:D: lossy"):
-        resolve_acceptance("hopeful", False)
+        DecodingOptions(acceptance="hopeful").acceptor_for(False)
     assert VOCAB > 8, "or topk:8 takes everything"

@@ -9,8 +9,8 @@ import torch
 
 from decode import prefill as prefill_module
 from decode.cache import TreeCache
+from decode.generation import plain_decoding
 from decode.prefill import prefill
-from decode.reference import plain_session
 from decode.request import prepare
 from medusa.backbone import Backbone, Readout
 from tests.helpers import FAMILIES, plain, random_ids, tiny_model
@@ -21,8 +21,8 @@ LENGTHS = {"one row": [45], "even rows": [17, 17], "ragged rows": [9, 31, 2, 18]
 def read_in_pieces(
     model: Any, texts: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[TreeCache, Readout]:
-    monkeypatch.setattr(prefill_module, "TOKENS", 1)
-    monkeypatch.setattr(prefill_module, "LEAST", size)
+    monkeypatch.setattr(prefill_module, "PIECE_TOKENS", 1)
+    monkeypatch.setattr(prefill_module, "MIN_PIECE_ROW", size)
     lengths = [len(text) for text in texts]
     ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts])
     cache = TreeCache(model.config, len(texts), capacity=8)
@@ -78,9 +78,9 @@ def test_no_more_than_a_piece_is_held(family: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_prompt_in_pieces_is_continued_as_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_module, "LEAST", 4)
-    monkeypatch.setattr(prefill_module, "TOKENS", 4)
+    monkeypatch.setattr(prefill_module, "MIN_PIECE_ROW", 4)
+    monkeypatch.setattr(prefill_module, "PIECE_TOKENS", 4)
     prompts = [random_ids(30), random_ids(7, seed=1)]
-    session, steps = plain_session(llama, prepare(llama, prompts, max_new_tokens=20, do_sample=False))
+    session, steps = plain_decoding(llama, prepare(llama, prompts, max_new_tokens=20, do_sample=False))
     list(steps)
     assert session.sequences.new_ids == [plain(llama, prompt, max_new_tokens=20) for prompt in prompts]

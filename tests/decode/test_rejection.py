@@ -22,11 +22,13 @@ from transformers import (
 )
 
 import decode.accept
-from decode.accept import Acceptance, accept_sampled, accept_walk, typical
+import decode.rejection
+from decode.accept import Acceptance, Scores, accept_walk, typical
 from decode.bench.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
-from decode.sampling import RowDraws, SharedDraws, cumulative, draw_distinct, invert
+from decode.ops.draws import MASS_LEFT, RowDraws, SharedDraws, cumulative, draw_distinct, invert
+from decode.rejection import accept_sampled
 from decode.topology import Topology
 from medusa import Tree
 
@@ -104,7 +106,7 @@ def texts_written(language: Language, form: str, take: Take, seed: int, draws: i
     return number.bincount(minlength=WORDS**TOKENS)
 
 
-def target_of(language: Language, draft: Draft, number: Tensor, length: Tensor) -> decode.accept.Scores:
+def target_of(language: Language, draft: Draft, number: Tensor, length: Tensor) -> Scores:
     """The target after a node: the text, then the path; rows with the same text share their distributions."""
 
     def scores(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +152,7 @@ def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyP
     """`accept_sampled` with one line of it gone wrong."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> Take:
-        monkeypatch.setattr(decode.accept, name, fault)
+        monkeypatch.setattr(decode.rejection, name, fault)
         return accept_sampled
 
     return plant
@@ -266,7 +268,7 @@ def test_a_head_that_is_sure_and_wrong_does_no_harm(rest: float) -> None:
     tokens = torch.where(accepted.length > 1, drafted, accepted.next_root)
     assert goodness_of_fit(tokens.bincount(minlength=WORDS), p[0]).p_value > FALSE_ALARM
     second = draft.ids[draft.ids[:, 1] == 2, 2]
-    if rest > decode.sampling.LEAST_LEFT:
+    if rest > MASS_LEFT:
         law = torch.cat([others[:2], torch.zeros(1), others[2:]])
         assert goodness_of_fit(second.bincount(minlength=WORDS), law).p_value > FALSE_ALARM
     else:
@@ -349,9 +351,7 @@ def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:
             return torch.stack([self.uniform(rows) for _ in range(count)], dim=1)
 
         def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-            return decode.sampling.invert(
-                decode.sampling.cumulative(p[index]), torch.arange(len(rows)), self.uniform(rows)
-            )
+            return invert(cumulative(p[index]), torch.arange(len(rows)), self.uniform(rows))
 
     draft = sampled_draft(context, Topology.of(TREE), q, context, Scripted())
     place = torch.tensor([0, 1, 7])

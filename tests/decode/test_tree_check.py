@@ -16,12 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from decode import generate, prefill, verify
+from decode import generate, masks, prefill, verify
 from decode import tree_check as capability
 from decode.cache import TreeCache
+from decode.masks import FULL_LAYER, LayerKind, visible
 from decode.topology import Topology
 from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
-from decode.verify import visible
 from medusa import RequestError, backbone
 from medusa.backbone import Backbone
 from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, tiny_model
@@ -50,30 +50,27 @@ def test_models_that_can_hold_a_tree_pass(family: str, dtype: torch.dtype) -> No
 # Broken masks, positions and caches
 
 
-def all_visible(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+def all_visible(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
     """Every node sees all nodes before it, as without a mask."""
     line = dataclasses.replace(topology, ancestors=torch.ones_like(topology.ancestors).tril())
-    return visible(line, lengths, window, chunk)
+    return visible(line, lengths, kind)
 
 
-def windows_by_slot(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+def windows_by_slot(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
     """What transformers' own mask builder does: distances are counted in slots."""
     allowed, nodes = visible(topology, lengths), topology.num_nodes
     query = torch.tensor(lengths)[:, None, None] + torch.arange(nodes)[:, None]
     key = torch.arange(max(lengths) + nodes)
-    if window is not None:
-        allowed &= query - key < window
-    if chunk is not None:
-        allowed &= query // chunk == key // chunk
-    return allowed
+    return kind.limited(allowed, query, key)
 
 
-def no_windows(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
+def no_windows(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
     return visible(topology, lengths)
 
 
-def one_too_wide(topology: Topology, lengths: Any, window: int | None = None, chunk: int | None = None) -> Tensor:
-    return visible(topology, lengths, window and window + 1, chunk and chunk + 1)
+def one_too_wide(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
+    wider = kind._replace(window=kind.window and kind.window + 1, chunk=kind.chunk and kind.chunk + 1)
+    return visible(topology, lengths, wider)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +83,7 @@ def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, mo
     """In models whose windows are far longer than the self-test, too."""
     model = long_windows(family, dtype=dtype) if family in WINDOWED else tiny_model(family, dtype=dtype)
     assert check_tree_forward(model).ok
-    monkeypatch.setattr(verify, "visible", broken)
+    monkeypatch.setattr(masks, "visible", broken)
     check = check_tree_forward(model)
     assert not check.ok
     assert check.error > 1.5 * check.limit
@@ -137,7 +134,7 @@ def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatc
 
 def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """What eager attention silently does to boolean masks."""
-    monkeypatch.setattr(verify.TreeMasks, "_additive", lambda self, allowed: allowed)
+    monkeypatch.setattr(masks, "additive", lambda allowed, dtype: allowed)
     assert not check_tree_forward(tiny_model("llama", attn_implementation="eager")).ok
     assert check_tree_forward(tiny_model("llama", attn_implementation="sdpa")).ok, "sdpa takes both"
 

@@ -11,8 +11,9 @@ from transformers import LlamaConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.masks import LayerKind, LayerKinds, TreeMasks, visible
 from decode.topology import Topology
-from decode.verify import TreeMasks, Verifier, layer_kinds, visible
+from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
 from tests.helpers import FAMILIES, path_logits, random_ids, random_tree, tiny_model
@@ -47,7 +48,7 @@ def test_rows_of_different_length() -> None:
 
 def test_windows_count_positions_not_slots() -> None:
     """Window 3: positions p, p - 1 and p - 2. Node 2 (slot 6) is at position 5, so it still sees position 3."""
-    assert visible(SMALL, [4], window=3)[0].tolist() == [
+    assert visible(SMALL, [4], LayerKind(window=3))[0].tolist() == [
         # position 0 1 2 3 | 4 5 5 6
         [F, F, T, T, T, F, F, F],
         [F, F, F, T, T, T, F, F],
@@ -57,7 +58,7 @@ def test_windows_count_positions_not_slots() -> None:
 
 
 def test_a_window_may_be_shorter_than_a_path() -> None:
-    assert visible(Topology.of(Tree.chain(3)), [1], window=2)[0].tolist() == [
+    assert visible(Topology.of(Tree.chain(3)), [1], LayerKind(window=2))[0].tolist() == [
         [T, T, F, F, F],
         [F, T, T, F, F],
         [F, F, T, T, F],
@@ -68,7 +69,7 @@ def test_a_window_may_be_shorter_than_a_path() -> None:
 def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
     """Nodes 2, 3 and 4 are one line, at depths 1, 2 and 3: with window 2 the last sees its parent and itself."""
     tree = Tree.from_paths([[0], [1], [1, 0], [1, 0, 0]])
-    assert visible(Topology.of(tree), [1], window=2)[0].tolist() == [
+    assert visible(Topology.of(tree), [1], LayerKind(window=2))[0].tolist() == [
         # text | 0  1  2  3  4
         [T, T, F, F, F, F],
         [F, T, T, F, F, F],
@@ -80,7 +81,7 @@ def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
 
 def test_chunks_begin_at_absolute_positions() -> None:
     """Chunks of 3: positions 0-2 and 3-5. The root at 4 sees 3; node 3, at position 6, opens a chunk of its own."""
-    assert visible(SMALL, [4], chunk=3)[0].tolist() == [
+    assert visible(SMALL, [4], LayerKind(chunk=3))[0].tolist() == [
         # position 0 1 2 3 | 4 5 5 6
         [F, F, F, T, T, F, F, F],
         [F, F, F, T, T, T, F, F],
@@ -91,9 +92,9 @@ def test_chunks_begin_at_absolute_positions() -> None:
 
 def test_windows_in_ragged_rows() -> None:
     for window in (1, 2, 3, 5):
-        rows = visible(SMALL, [4, 2], window=window)
-        assert torch.equal(rows[0], visible(SMALL, [4], window=window)[0])
-        assert torch.equal(rows[1, :, :6], visible(SMALL, [2], window=window)[0])
+        rows = visible(SMALL, [4, 2], LayerKind(window=window))
+        assert torch.equal(rows[0], visible(SMALL, [4], LayerKind(window=window))[0])
+        assert torch.equal(rows[1, :, :6], visible(SMALL, [2], LayerKind(window=window))[0])
         assert not rows[1, :, 6:].any()
 
 
@@ -122,11 +123,11 @@ def test_masks_cut_from_the_buffer_are_the_definition(kind: str, dtype: torch.dt
         for lengths in ([1], [3, 3], [7, 2, 5], [255, 1], [256], [257, 300], [900, 4]):
             got = masks(lengths, topology)
             by_kind = got if isinstance(got, dict) else {kind: got}
-            assert set(by_kind) == set(layer_kinds(config_of(kind)))
+            assert set(by_kind) == {each.name for each in LayerKinds(config_of(kind)).kinds}
             for name, mask in by_kind.items():
                 window = 4 if name == "sliding_attention" else None
                 chunk = 5 if name == "chunked_attention" else None
-                expected = visible(topology, lengths, window, chunk)
+                expected = visible(topology, lengths, LayerKind(name, window, chunk))
                 assert mask.dtype == dtype
                 assert torch.equal(mask[:, 0] == 0, expected)
                 assert (mask[:, 0][~expected] == torch.finfo(dtype).min).all()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import decode.compiled.regions
+import decode.compiled.region
 from decode import generate
 from decode.bench.calibration.recording import record
 from decode.bench.losslessness.cases import Rule, passes
@@ -22,8 +22,8 @@ from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import heads_drafter
 from decode.request import prepare
-from decode.sampling import Target
 from decode.settings import Settings
+from decode.target import Target
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.checkpoints.layout import CONFIG, WEIGHTS
@@ -252,7 +252,7 @@ def test_whole_steps_can_be_compiled(
         torch._dynamo.reset()
         return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
 
-    monkeypatch.setattr(decode.compiled.regions, "compiled", traced)
+    monkeypatch.setattr(decode.compiled.region, "compiled", traced)
     _, some = pair(llama, kind, lm_head)
     prompt = random_ids(5)
     out = generate(llama, some, torch.tensor([prompt]), tree=tree, max_new_tokens=8, do_sample=False, compile=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import check_architectures as script
-from decode import generation, verify
+from decode import generation, masks
 from medusa.errors import RequestError
 from tests.helpers import random_ids, tiny_model
 from tiny_models import SUPPORTED
@@ -42,13 +42,13 @@ def test_a_refused_row(name: str) -> None:
 
 def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """All nodes visible to all: another text, errors beyond the limit, exit status 1."""
-    visible = verify.visible
+    visible = masks.visible
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         allowed = visible(*args, **kwargs)
         return torch.ones_like(allowed)
 
-    monkeypatch.setattr(verify, "visible", broken)
+    monkeypatch.setattr(masks, "visible", broken)
     monkeypatch.setattr(generation, "require_tree_forward", lambda model: None)  # or decoding would refuse
     assert script.main(["--only", "llama", "mpt"]) == 1
     shown = capsys.readouterr()

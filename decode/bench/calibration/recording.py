@@ -71,7 +71,7 @@ class Recording:
         scale, heads = torch.tensor(tree.temperatures)[: tree.max_depth], range(tree.max_depth)
         log_z = self.log_z[text][:, heads, chosen][:, :, None]
         guesses = self.best[text][:, : tree.max_depth, : tree.candidates.max_rank + 1]
-        taken, _ = tree.choose(tree.worth(guesses / scale[:, None] - log_z))
+        taken, _ = tree.choose(tree.path_log_probs(guesses / scale[:, None] - log_z))
         return accepted(tree.candidates, self.ranks[text], taken)
 
 

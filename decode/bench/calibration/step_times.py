@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from decode.generation import medusa_session
+from decode.bench.timers import stopwatch
+from decode.drafters.trained_heads import TrainedHeads
+from decode.generation import tree_decoding
 from decode.request import prepare
 from decode.settings import Settings
-from decode.timers import stopwatch
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout
 
@@ -52,7 +53,9 @@ def _times_of_steps(
     requests = prepare(model, batch, list(range(len(batch))), **kwargs)
     clock = stopwatch(model.device)
     times, last = [], clock()
-    for step in medusa_session(model, heads, requests, tree, settings.acceptor, amateur=settings.amateur)[1]:
+    for step in tree_decoding(
+        model, TrainedHeads(heads, tree), requests, settings.acceptor, amateur=settings.amateur
+    ).steps:
         now = clock()
         if len(step.ids) == len(batch):  # rows that have ended would make the step cheaper
             times.append(now - last)

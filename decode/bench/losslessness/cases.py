@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from decode.bench.chi2 import GoodnessOfFit
-from decode.draft import DrafterFactory
+from decode.drafters.base import DrafterFactory
 
 FALSE_ALARM = 1e-4
 """Probability that the draws of one `medusa verify` fail although nothing is wrong, over all of its tests together and

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.accept import ended_at
-from decode.draft import Draft, DrafterFactory
-from decode.loop import Session
-from decode.request import prepare, require_amateur
+from decode.draft import Draft
+from decode.drafters.base import DrafterFactory
+from decode.loop import Acceptor, TreeStepper
+from decode.request import prepare
+from decode.session import Session
 from decode.settings import Settings
 from decode.topology import Topology
 from medusa.backbone import Backbone
@@ -60,11 +62,12 @@ class FixedContext:
         self.model, self.source, self.amateur = model, source, settings.amateur
         self.processors = requests[0].processors
         if self.amateur is not None:
-            require_amateur(self.amateur, model, requests)
+            self.amateur.require_fitting(model, requests)
         slack = max(source.num_nodes, STAR)
-        self.session = Session(model, requests, slack=slack, heads=source.heads, amateur=self.amateur)
+        self.session = Session(model, requests, slack=slack, heads=source.heads, verifiers=self.amateur)
         self.drafter = source.start(self.session)
-        self.frontier = self.session.prefill(most_probable_first=True)
+        self.stepper = TreeStepper(self.session, self.drafter, Acceptor("greedy"))
+        self.frontier = self.stepper.frontier = self.session.prefill(most_probable_first=True)
         self.session.sequences.extend(0, self.frontier.root.tolist())
         self._warm_up(source.warm_up)
         self.root = int(self.frontier.root)
@@ -73,17 +76,16 @@ class FixedContext:
     def _warm_up(self, steps: int) -> None:
         """Take greedy steps without their drafts, at least `steps`, until the drafter drafts."""
         session, sequences = self.session, self.session.sequences
-        verifier = session.verifier()
         room = (session.backbone.context or 1 << 30) - 2
         for step in range(steps * PATIENCE):
             draft = self.drafter.propose(self.frontier)
             ready = step >= steps and draft.topology.num_nodes > 1
             if ready or sequences.finish_reason[0] is not None or sequences.lengths[0] > room:
                 return
-            readout = verifier(draft)
+            readout = session.verifier(draft)
             root = session.target.next([0], sequences, readout.logits[:, 0], most_probable_only=True)
             accepted = ended_at(draft, draft.ids.new_zeros(1), root.to(draft.ids.device))
-            self.frontier = session.move_on(self.frontier, draft, readout, accepted, [1])
+            self.frontier = self.stepper.frontier = self.stepper.compact(draft, readout, accepted, [1])
             sequences.extend(0, self.frontier.root.tolist())
 
     def first_head(self) -> Tensor | None:
@@ -127,8 +129,8 @@ class FixedContext:
     def scores_of_nodes(self, draft: Draft) -> Tensor:
         """The target's scores [N, V] after every node of a draft of one row. The cache drops the draft again."""
         session = self.session
-        logits = session.verifier()(draft).logits[0]
-        session.commit(draft.ids.new_zeros(1, 1), [0])
+        logits = session.verifier(draft).logits[0]
+        session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
         scores = []
         for node, path in enumerate(draft.topology.paths[0, :, 1:]):
             prefix = session.sequences.prefix(0, draft.ids[0, path[path >= 0]])

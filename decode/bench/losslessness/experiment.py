@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, accept_sampled, accept_typical, accept_walk, typical
+from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, typical
 from decode.bench.chi2 import combined, goodness_of_fit
 from decode.bench.losslessness.cases import Case, Rule
 from decode.bench.losslessness.context import FixedContext
-from decode.draft import Draft, DrafterFactory
+from decode.draft import Draft
+from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
-from decode.drafters.paths import PathDrafter
-from decode.sampling import SharedDraws, Truncation
+from decode.drafters.levelwise import LevelwiseDrafter
+from decode.loop import Acceptor
+from decode.ops.draws import SharedDraws
+from decode.rejection import accept_sampled
 from decode.settings import Settings
 from medusa.tree import Layout, Tree
 
@@ -153,7 +156,9 @@ class Experiment:
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
             if rule.acceptance == "typical":
-                return draft, accept_typical(draft, of_nodes, self.settings.epsilon, self.settings.delta)
+                passes = Acceptor("typical", self.settings.epsilon, self.settings.delta).passes
+                assert passes is not None
+                return draft, accept_longest(draft, of_nodes, passes)
             many = Draft(draft.ids.expand(rows, -1), draft.topology)
             return many, accept_walk(many, of_nodes, decide)
 
@@ -163,7 +168,7 @@ class Experiment:
         """Draws with `draft sample`: every row draws its own tree from the drafter's distributions."""
         context = self.context
         drafter = self.source.reshaped(_drawable).start(context.session)
-        assert isinstance(drafter, HeadsDrafter | PathDrafter), "drafters that can draw have these shapes"
+        assert isinstance(drafter, HeadsDrafter | LevelwiseDrafter), "drafters that can draw have these shapes"
         root_scores = _truncated(context.verified([[]]), truncate)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:

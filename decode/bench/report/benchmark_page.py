@@ -8,7 +8,7 @@ from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
 from decode.bench.report import plots
 from decode.bench.report.page import Picture, ReportPage
-from decode.request import is_lossy
+from decode.settings import is_lossy
 
 INTERVAL = "Thin lines hold 95 % of the figures when prompts and rounds are resampled."
 STAGES = (

@@ -13,7 +13,7 @@ from decode.bench.compare import Comparison, interval_in_words
 from decode.bench.figures import BenchmarkResult
 from decode.bench.losslessness.cases import figures_table
 from decode.bench.losslessness.run import VerificationResult
-from decode.request import is_lossy
+from decode.settings import is_lossy
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:

@@ -14,13 +14,13 @@ from functools import cached_property
 
 from transformers import PretrainedConfig
 
-from decode.draft import Draft, Drafter, DrafterConfig, DrafterContext, DrafterFactory, Frontier
-from decode.drafters import require_at_least, require_no_tree
+from decode.draft import Draft, Drafter, Frontier
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.drafters.tries import Trie, draft_of
-from decode.loop import Session
 from decode.sequences import Sequences
+from decode.session import Session
 from medusa.errors import RequestError
 
 
@@ -61,10 +61,10 @@ class RestConfig(DrafterConfig):
         text = config.get_text_config(decoder=True)
         self.opened.require_vocabulary(text.vocab_size, config.name_or_path or "the backbone")
 
-    def source(self, materials: DrafterContext) -> DrafterFactory:
-        require_no_tree(materials.tree, materials.stop_drafting)
-        self.opened.require_tokenizer(materials.tokenizer, materials.name)
-        self.opened.require_vocabulary(materials.model.config.get_text_config(decoder=True).vocab_size, materials.name)
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        require_no_tree(context.tree, context.stop_drafting)
+        self.opened.require_tokenizer(context.tokenizer, context.name)
+        self.opened.require_vocabulary(context.model.config.get_text_config(decoder=True).vocab_size, context.name)
         return Retrieval(self)
 
 

@@ -17,8 +17,8 @@ from decode.bench.figures import (
     RunSettings,
     TemperatureFigures,
 )
+from decode.bench.timers import StageTimer
 from decode.results import Result
-from decode.timers import StageTimer
 
 TOKENS = 12
 

@@ -17,8 +17,8 @@ from decode.bench.benchmark import (
 )
 from decode.bench.figures import AcceptedNode, PositionFigures, Rate
 from decode.bench.intervals import Sample
+from decode.bench.timers import STAGES, StageTimer
 from decode.results import Result
-from decode.timers import STAGES, StageTimer
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 
 

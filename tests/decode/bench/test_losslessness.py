@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import decode.accept
+import decode.rejection
 import decode.verify
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, threshold
 from decode.bench.losslessness.experiment import Experiment, narrowed
@@ -110,7 +110,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_production_code_fails(model: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.accept, *FAULTS[fault])
+    monkeypatch.setattr(decode.rejection, *FAULTS[fault])
     assert not passes(cases_of(model, [Rule("rejection", "sample")]))
 
 

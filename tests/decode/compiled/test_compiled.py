@@ -21,17 +21,22 @@ import torch
 from torch import Tensor
 from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-import decode.compiled.regions
 from decode import generate
+from decode.accept import Truncation
 from decode.bench.chi2 import goodness_of_fit
-from decode.compiled.regions import FixedCache, Regions, Sampler, _has_compiler
+from decode.compiled import region, regions, stepper
+from decode.compiled.fixed_cache import FixedCache
+from decode.compiled.regions import Regions
+from decode.compiled.sampler import FixedSampler
+from decode.compiled.stepper import CompiledStepper, _has_compiler
 from decode.draft import Draft
 from decode.drafters.dynamic_tree import DynamicTree
-from decode.generation import medusa_session, steps
+from decode.drafters.layouts import resolve_tree
+from decode.drafters.trained_heads import TrainedHeads
+from decode.generation import plain_decoding, steps, tree_decoding
 from decode.loop import Acceptor
-from decode.reference import plain_session
 from decode.request import prepare
-from decode.sampling import Target, Truncation
+from decode.target import Target
 from decode.topology import Topology
 from medusa import Tree
 from medusa.errors import RequestError
@@ -44,7 +49,7 @@ Step = Callable[[Tensor], Tensor]
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.compiled.regions, "compiled", lambda step, device: step)
+    monkeypatch.setattr(region, "compiled", lambda step, device: step)
 
 
 @pytest.fixture
@@ -103,16 +108,17 @@ def test_all_kinds_of_heads_step_as_in_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts, too, so that what heads keep of the text is in step; across capacities, and rows that end early."""
-    monkeypatch.setattr(decode.compiled.regions, "LEAST", 16)
-    monkeypatch.setattr(decode.compiled.regions.Compiled, "ahead", 4)
+    monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
+    monkeypatch.setattr(CompiledStepper, "ahead", 4)
     heads = random_heads(llama, kind=kind, prefix_layers=prefix_layers)
     prompts = [random_ids(length, seed=length) for length in (5, 2, 9)]
     stop = plain(llama, prompts[1], max_new_tokens=30, eos_token_id=None)[7]
     requests = prepare(llama, prompts, max_new_tokens=40, do_sample=False, eos_token_id=stop)
+    factory = TrainedHeads(heads, resolve_tree(TREES[tree], heads))
     eager, fixed = (
         [
             (step.ids, step.lengths)
-            for step in medusa_session(llama, heads, requests, TREES[tree], Acceptor("greedy"), compile=c)[1]
+            for step in tree_decoding(llama, factory, requests, Acceptor("greedy"), compile=c).steps
         ]
         for c in (False, True)
     )
@@ -133,7 +139,7 @@ def test_machine_code_drafts_what_the_eager_loop_drafts(kind: str) -> None:
     eager, machine = (
         [
             (step.ids, step.lengths)
-            for step in medusa_session(model, heads, requests, Tree.chain(5), accept_all, compile=c)[1]
+            for step in tree_decoding(model, TrainedHeads(heads, Tree.chain(5)), requests, accept_all, compile=c).steps
         ]
         for c in (False, True)
     )
@@ -149,11 +155,10 @@ def test_rows_end_one_after_the_other() -> None:
     long = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
     stop = long[1][4]  # ends one row early, and others where it comes
     found = list(
-        medusa_session(
+        tree_decoding(
             model,
-            heads,
+            TrainedHeads(heads, resolve_tree(TREES["static"], heads)),
             prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
-            TREES["static"],
             Acceptor("greedy"),
             compile=True,
         )[1]
@@ -167,8 +172,8 @@ def test_rows_end_one_after_the_other() -> None:
 
 @pytest.mark.usefixtures("as_written")
 def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.compiled.regions, "LEAST", 16)
-    monkeypatch.setattr(decode.compiled.regions.Compiled, "ahead", 4)
+    monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
+    monkeypatch.setattr(CompiledStepper, "ahead", 4)
     Regions.of(llama).clear()
     prompts = [random_ids(9), random_ids(5)]
     found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
@@ -217,7 +222,7 @@ def test_samples_follow_the_target(truncation: Truncation | None) -> None:
     tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
     ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
     logits = 1.2 * torch.randn(tree.num_nodes, 6)
-    sampler = object.__new__(Sampler)
+    sampler = object.__new__(FixedSampler)
     sampler.acceptor, sampler.truncation, sampler.do_sample = Acceptor("rejection"), truncation, True
     sampler.processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
     exact = outcomes(tree, ids, sampler._scores(logits).double().softmax(-1))
@@ -268,7 +273,7 @@ def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
     captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     Regions.of(model).clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.compiled.regions, "compiled", lambda step, device: step)
+        patch.setattr(region, "compiled", lambda step, device: step)
         written = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     assert torch.equal(captured, written)  # type: ignore[arg-type]
 
@@ -365,7 +370,7 @@ def test_sampling_options_that_look_alike() -> None:
     """A tensor's repr has four digits."""
     request = prepare(tiny_model("llama"), [random_ids(3)], max_new_tokens=3, do_sample=True)[0]
     keys = [
-        Sampler.key(
+        FixedSampler.key(
             Target([request._replace(processors=LogitsProcessorList([EtaLogitsWarper(e)]))]), Acceptor("rejection")
         )
         for e in (0.00031, 0.00034, 0.00034)
@@ -376,15 +381,15 @@ def test_sampling_options_that_look_alike() -> None:
 @torch.inference_mode()
 def test_nothing_of_an_earlier_text_stays(llama: Any) -> None:
     """Masked or not, what is no number would reach the next text: 0 x NaN."""
-    session, _ = plain_session(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
+    session, _ = plain_decoding(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
     session.prefill()
-    fixed, larger = FixedCache(session.cache, 16), FixedCache(session.cache, 32)
-    for cache, fill in ((fixed, lambda: fixed.load(session.cache)), (larger, lambda: larger.take(fixed))):
+    fixed, larger = FixedCache(session.verifier.cache, 16), FixedCache(session.verifier.cache, 32)
+    for cache, fill in ((fixed, lambda: fixed.load(session.verifier.cache)), (larger, lambda: larger.take(fixed))):
         for layer in cache.fixed_layers:
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)
         fill()
-        for layer, read in zip(cache.fixed_layers, session.cache.tree_layers, strict=True):
+        for layer, read in zip(cache.fixed_layers, session.verifier.cache.tree_layers, strict=True):
             assert torch.equal(layer.keys[:, :, :5], read.keys[:, :, :5])
             assert torch.equal(layer.values[:, :, :5], read.values[:, :, :5])
             assert not layer.keys[:, :, 5:].any()
@@ -395,7 +400,7 @@ def test_nothing_of_an_earlier_text_stays(llama: Any) -> None:
 def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model("llama", rope_parameters=rope)
-    with pytest.raises(RequestError, match=r"^--compile cannot be had.* LlamaForCausalLM \(.*\); leave it out$"):
+    with pytest.raises(RequestError, match=r"^--compile is not possible.* LlamaForCausalLM \(.*\); leave it out$"):
         texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=4, do_sample=False)
     assert not Regions.of(model)
 
@@ -404,9 +409,9 @@ def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
 def test_regions_live_with_their_model() -> None:
     model = tiny_model("llama")
     heads, prompt = random_heads(model), [random_ids(4)]
-    for nodes in range(2, 2 + decode.compiled.regions.KEPT + 2):
+    for nodes in range(2, 2 + regions.KEPT + 2):
         texts(model, heads, prompt, f"dynamic:{nodes}", max_new_tokens=3, do_sample=False)
-    assert len(Regions.of(model)) == decode.compiled.regions.KEPT
+    assert len(Regions.of(model)) == regions.KEPT
     assert not Regions.of(copy.deepcopy(model))
     gone = weakref.ref(model)
     del model
@@ -433,4 +438,4 @@ def test_refusals(family: str, heads_options: dict[str, Any], options: dict[str,
 def test_hidden_states_cannot_be_kept(llama: Any) -> None:
     requests = prepare(llama, [random_ids(4)], max_new_tokens=4, do_sample=False)
     with pytest.raises(RequestError, match="hidden states"):
-        plain_session(llama, requests, keep_hidden=True, compile=True)
+        plain_decoding(llama, requests, keep_hidden=True, compile=True)

@@ -11,21 +11,23 @@ from decode import generate, steps
 from decode.bench.losslessness.cases import RULES, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import plain_method
-from decode.draft import Draft, DrafterContext, Frontier, SideBranch
+from decode.draft import Draft, Frontier, SideBranch
 from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, window_topology
 from decode.drafters.tries import Trie, chain, draft_of
-from decode.loop import Acceptor, Session
+from decode.loop import Acceptor, TreeStepper
+from decode.masks import LayerKind, visible
 from decode.request import prepare
 from decode.sequences import Sequences
+from decode.session import Session
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
-from decode.timers import Timer
-from decode.verify import Verifier, visible
+from decode.verify import Verifier
 from medusa.backbone import Readout
 from tests.decode.drafters.test_drafters import PROMPTS, repetitive
 from tests.decode.drafters.test_ngram import Request
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
+from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, run_steps, tiny_model
 
 CPU = torch.device("cpu")
 NEW = 40
@@ -78,7 +80,7 @@ def test_a_window_beside_a_draft_by_hand() -> None:
     ]
     expected = [[mark == "x" for mark in line.replace(" ", "")] for line in seen]
     assert visible(whole.topology, [2])[0].tolist() == expected
-    assert visible(whole.topology, [2], window=2)[0].tolist() == [
+    assert visible(whole.topology, [2], LayerKind(window=2))[0].tolist() == [
         [mark == "x" for mark in line.replace(" ", "")]
         for line in (".x x......", ".. xx.....", ".. .xx....", ".. .x.x...", ".. x...x..", ".. x....x.", ".. ....x.x")
     ], "a window of two positions: itself and the one before"
@@ -172,7 +174,7 @@ def test_drafts_are_those_of_plain_jacobi_iteration(family: str) -> None:
                     oracle.step(text)
             return draft
 
-    for _ in session.run(Watched(), Verifier(session.backbone, session.cache), Acceptor("greedy"), Timer()):
+    for _ in run_steps(session, Watched(), Acceptor("greedy")):
         pass
     assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=NEW) for prompt in prompts]
     assert checked > 50, "hardly anything was drafted: no power"
@@ -188,7 +190,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
     text = plain_method(llama, Settings(max_new_tokens=NEW, amateur=amateur))([PROMPTS[0]])[0].new_ids
     assert (text == plain(llama, PROMPTS[0], max_new_tokens=NEW)) != contrasted
     requests = prepare(llama, [PROMPTS[0]], max_new_tokens=NEW, do_sample=False)
-    session = Session(llama, requests, slack=99, amateur=amateur)
+    session = Session(llama, requests, slack=99, verifiers=amateur)
     heard: list[torch.Tensor] = []
 
     class Knows:
@@ -198,7 +200,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
             aside = SideBranch(torch.tensor([line]), chain(5, CPU), heard.append)
             return Draft(frontier.root[:, None], chain(1, CPU), side_branches=(aside,))
 
-    taken = list(session.run(Knows(), session.verifier(), Acceptor("greedy"), Timer()))
+    taken = run_steps(session, Knows(), Acceptor("greedy"))
     assert [step.lengths[0] for step in taken] == [1] * NEW
     assert session.sequences.new_ids[0] == text
     answers = [logits.argmax(-1)[0].tolist() for logits in heard]
@@ -210,16 +212,16 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
 def test_no_rule_sees_a_window(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches acceptance is as large as the draft, and ends where it does; the cache keeps nothing else."""
     sizes = []
-    inner = Session._accept
+    inner = TreeStepper.accept
 
-    def watched(self: Session, draft: Draft, readout: Readout, *rest: Any) -> Any:
+    def watched(self: TreeStepper, draft: Draft, readout: Readout, *rest: Any) -> Any:
         accepted = inner(self, draft, readout, *rest)
         assert readout.logits.shape[1] == readout.hidden.shape[1] == draft.topology.num_nodes
         assert int(accepted.path.max()) < draft.topology.num_nodes
         sizes.append(draft.topology.num_nodes)
         return accepted
 
-    monkeypatch.setattr(Session, "_accept", watched)
+    monkeypatch.setattr(TreeStepper, "accept", watched)
     sampled = {"do_sample": True, "temperature": 0.7} if rule in ("rejection", "typical") else {"do_sample": False}
     generate(llama, None, **left_padded(PROMPTS), drafter="lookahead", max_new_tokens=NEW, acceptance=rule, **sampled)
     assert max(sizes) > 4
@@ -274,8 +276,8 @@ def test_who_asks_again_gets_the_same_answer(llama: Any) -> None:
     first, second = (made.context.drafter.propose(made.context.frontier) for _ in range(2))
     with torch.inference_mode():
         made.context.verified([[]])
-        Verifier(made.context.session.backbone, made.context.session.cache)(second)
-        made.context.session.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
+        Verifier(made.context.session.backbone, made.context.session.verifier.cache)(second)
+        made.context.session.verifier.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
     third = made.context.drafter.propose(made.context.frontier)
     assert first.ids.tolist() == second.ids.tolist() == third.ids.tolist()
     assert first.side_branches[0].ids.tolist() == third.side_branches[0].ids.tolist()

@@ -11,8 +11,9 @@ import torch
 from decode import generate, steps
 from decode.bench.losslessness.cases import RULES, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
-from decode.draft import Draft, DrafterContext
+from decode.draft import Draft
 from decode.drafters import drafter_factory, parse
+from decode.drafters.base import DrafterContext
 from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig, PromptLookup

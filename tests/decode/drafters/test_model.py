@@ -12,20 +12,20 @@ from decode import generate
 from decode.bench.losslessness.cases import RULES, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import medusa_method, transformers_method
-from decode.draft import Draft, DrafterContext, Frontier
+from decode.draft import Draft, Frontier
+from decode.drafters.base import DrafterContext
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
-from decode.loop import Session
-from decode.request import prepare, resolve_acceptance
+from decode.loop import Acceptor
+from decode.request import prepare
+from decode.session import Session
 from decode.settings import Settings
-from decode.timers import Timer
-from decode.verify import Verifier
 from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import LoadOptions, load_backbone
 from tests.decode.drafters.test_drafters import draft_model
-from tests.helpers import VOCAB, random_ids, tiny_model
+from tests.helpers import VOCAB, random_ids, run_steps, tiny_model
 
 PROMPTS = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(7, seed=3)]
 SHAPES: dict[str, Any] = {
@@ -77,8 +77,7 @@ def test_nodes_hold_what_the_draft_model_says(family: str, shape: str, monkeypat
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    verifier = Verifier(session.backbone, session.cache, session.sequences)
-    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Timer()))
+    steps = run_steps(session, drafter, Acceptor("greedy"))
     lengths = [length for step in steps for length in step.lengths.values()]
     assert max(lengths) > 2, "hardly anything was accepted: no power"
     assert checked > 40
@@ -100,7 +99,7 @@ def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, top
 def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the residual forgets q."""
     source = DraftModel(draft_model(llama), DraftModelConfig("any", widths="2x2").tree)
-    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
+    monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
     settings = Settings(temperature=0.6)
     made = Experiment(llama, source, PROMPTS[0], settings, torch.Generator().manual_seed(0))
     assert not passes([made.run(RULES[1], 0, 100_000)])
@@ -108,7 +107,7 @@ def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_drawn_sample_does_not_depend_on_the_batch(llama: Any) -> None:
     source = DraftModel(draft_model(llama), Tree.top_k([2, 2, 1]))
-    method = medusa_method(llama, None, Settings(16, temperature=0.7, draft="sample"), drafter=source)
+    method = medusa_method(llama, None, Settings(max_new_tokens=16, temperature=0.7, draft="sample"), drafter=source)
     together = method(PROMPTS, seeds=[1, 2, 3])
     assert max(length for result in together for length in result.uncut_lengths) > 2, "no power"
     for prompt, seed, result in zip(PROMPTS, [1, 2, 3], together, strict=True):
@@ -119,7 +118,7 @@ def test_ids_of_transformers_assisted_generation() -> None:
     """On the embedded backbone and its draft model."""
     loaded = load_backbone("demo", LoadOptions("float32"))
     plan, settings = DraftModelConfig("demo"), Settings(max_new_tokens=48)
-    source = plan.source(DrafterContext(loaded.model, tokenizer=loaded.tokenizer))
+    source = plan.factory(DrafterContext(loaded.model, tokenizer=loaded.tokenizer))
     assert isinstance(source, DraftModel)
     prompts = [loaded.tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom had a red ball.")]
     for prompt in prompts:

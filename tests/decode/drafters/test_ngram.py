@@ -10,7 +10,7 @@ import torch
 
 from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Frontier
-from decode.drafters.ngram import Index, NgramConfig, NgramDrafter
+from decode.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
 from decode.drafters.tries import Trie, draft_of
 from decode.sequences import Sequences
 from decode.settings import Settings
@@ -18,7 +18,7 @@ from medusa.loading import LoadOptions, load_backbone
 
 
 def searched(text: list[int], least: int, n: int, most: int) -> list[int]:
-    """The slow and obvious version of `Index.matches`: the whole text, once for every length."""
+    """The slow and obvious version of `NgramIndex.matches`: the whole text, once for every length."""
     found: list[int] = []
     for size in range(n, least - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
@@ -31,7 +31,7 @@ def searched(text: list[int], least: int, n: int, most: int) -> list[int]:
 def test_an_index_that_grows_finds_what_a_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     least, n, most = rng.choice([(1, 3, 1), (2, 4, 3), (1, 1, 5), (3, 3, 2)])
-    index, text = Index(least, n), []
+    index, text = NgramIndex(least, n), []
     for _ in range(40):
         more = [rng.randrange(4) for _ in range(rng.randint(1, 5))]
         index.extend(more)
@@ -40,7 +40,7 @@ def test_an_index_that_grows_finds_what_a_search_finds(seed: int) -> None:
 
 
 def test_only_new_tokens_are_read() -> None:
-    index = Index(1, 3)
+    index = NgramIndex(1, 3)
     index.extend(list(range(1000)))
     before = sum(map(len, index.ends.values()))
     index.extend([5])
@@ -49,12 +49,12 @@ def test_only_new_tokens_are_read() -> None:
 
 def test_a_match_at_the_end_goes_on_with_itself() -> None:
     """The text is a loop of three; one period back there are only three tokens to copy."""
-    index = Index(1, 3)
+    index = NgramIndex(1, 3)
     index.extend([9, 1, 2, 3, 1, 2, 3])
     (place,) = index.matches(1)
     assert place == 4
-    assert index.behind(place, 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert index.behind(1, 4) == [1, 2, 3, 1]
+    assert index.after(place, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert index.after(1, 4) == [1, 2, 3, 1]
 
 
 class Request:

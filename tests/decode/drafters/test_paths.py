@@ -11,16 +11,17 @@ from decode import generate, prefill
 from decode.bench.calibration.calibrate import calibrate
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
-from decode.drafters import paths
+from decode.drafters import levelwise
 from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import resolve_tree
 from decode.drafters.paths import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
-from decode.loop import Session
-from decode.request import prepare, resolve_acceptance, resolve_tree
-from decode.sampling import SharedDraws, Target
+from decode.loop import Acceptor
+from decode.ops.draws import SharedDraws
+from decode.request import prepare
+from decode.session import Session
 from decode.settings import Settings
-from decode.timers import Timer
-from decode.verify import Verifier
+from decode.target import Target
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
@@ -28,7 +29,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.sequential import SequentialHeads
-from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_steps, tiny_model
 
 FOLLOWING = ["hydra", "recurrent", "eagle"]
 
@@ -97,7 +98,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
     llama: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every node of a level expanded nothing is missed: a search over all paths finds the same ones."""
-    monkeypatch.setattr(paths, "least_width", lambda nodes: nodes)
+    monkeypatch.setattr(levelwise, "min_width", lambda nodes: nodes)
     heads, start, temperatures = heads_for(llama, kind), frontier(llama), (0.7, 1.0, 1.5)
     tree = DynamicTree.over_heads(nodes, 3, temperatures)
     with torch.no_grad():
@@ -175,7 +176,8 @@ def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> Non
 @pytest.mark.parametrize("draft", ["topk", "sample"])
 def test_a_seed_gives_one_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
     heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
-    method = medusa_method(llama, heads, Settings(12, temperature=1.0, top_k=20, draft=draft), tree="topk:2,2")
+    settings = Settings(max_new_tokens=12, temperature=1.0, top_k=20, draft=draft)
+    method = medusa_method(llama, heads, settings, tree="topk:2,2")
     both = [result.new_ids for result in method(prompts, seeds=[1, 2])]
     assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
 
@@ -186,8 +188,8 @@ def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step of a ragged batch, prompts in pieces, the heads start from what whole texts would give them."""
-    monkeypatch.setattr(prefill, "TOKENS", 6)
-    monkeypatch.setattr(prefill, "LEAST", 3)
+    monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
+    monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
     heads = random_heads(model, 3, kind=kind, lm_head="shared", prefix_layers=1)
     with torch.no_grad():
@@ -204,8 +206,7 @@ def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
         return propose(frontier)
 
     monkeypatch.setattr(drafter, "propose", watched)
-    verifier = Verifier(session.backbone, session.cache, session.sequences)
-    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Timer()))
+    steps = run_steps(session, drafter, Acceptor("greedy"))
     assert max(length for step in steps for length in step.lengths.values()) > 1, "nothing was accepted: no power"
     for rows, lengths, hidden in seen:
         for row, length, got in zip(rows, lengths, hidden, strict=True):
@@ -226,8 +227,8 @@ def test_heads_look_back_in_decoding_at_what_they_would_see_in_training(
 
     The texts are read as training reads them, without a cache: so what is kept is in step with what was accepted.
     """
-    monkeypatch.setattr(prefill, "TOKENS", 6)
-    monkeypatch.setattr(prefill, "LEAST", 3)
+    monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
+    monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
     heads = heads_for(model, "eagle", scale=0.5, prefix_layers=prefix_layers)
     layout = resolve_tree(tree, heads)
@@ -261,8 +262,7 @@ def test_heads_look_back_in_decoding_at_what_they_would_see_in_training(
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    verifier = Verifier(backbone, session.cache, session.sequences)
-    steps = list(session.run(drafter, verifier, resolve_acceptance(None, False), Timer()))
+    steps = run_steps(session, drafter, Acceptor("greedy"))
     lengths = [length for step in steps for length in step.lengths.values()]
     assert max(lengths) > 1, "nothing was accepted: no power"
     assert min(lengths) < max(lengths), "rows never differed: no power"

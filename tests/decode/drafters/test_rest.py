@@ -177,9 +177,9 @@ def test_samples_have_the_targets_distribution(llama: Any, tmp_path: Path) -> No
 
 
 def _source(plan: RestConfig, model: Any) -> Any:
-    from decode.draft import DrafterContext
+    from decode.drafters.base import DrafterContext
 
-    return plan.source(DrafterContext(model))
+    return plan.factory(DrafterContext(model))
 
 
 # Building

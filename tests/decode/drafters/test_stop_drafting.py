@@ -12,10 +12,10 @@ from decode import generate, steps
 from decode.bench.methods import medusa_method
 from decode.draft import Draft, Frontier
 from decode.drafters.dynamic_tree import STEEPNESS, DynamicTree
+from decode.drafters.layouts import resolve_tree
 from decode.drafters.paths import PathDrafter
 from decode.generation import heads_drafter
-from decode.request import resolve_acceptance, resolve_tree
-from decode.settings import Settings
+from decode.settings import DecodingOptions, Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -94,13 +94,13 @@ def test_a_batch_is_as_large_as_its_surest_row_asks_for(llama: Any, kind: str) -
 
 def test_no_head_is_run_below(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, seen = heads_for(llama, "hydra"), []
-    step = PathDrafter._step
+    step = PathDrafter.step
 
     def watched(self: PathDrafter, head: int, state: tuple[torch.Tensor, ...], *rest: Any) -> Any:
         seen.append((head, state[0].shape[1]))
         return step(self, head, state, *rest)
 
-    monkeypatch.setattr(PathDrafter, "_step", watched)
+    monkeypatch.setattr(PathDrafter, "step", watched)
     draft = drafted(llama, heads, 0.0, [0])
     assert [head for head, _ in seen] == [0, 1, 2]
     best = max(worth for path, worth in worths(llama, heads, draft, 0, 0).items() if len(path) == 2)
@@ -127,7 +127,7 @@ def test_a_seed_gives_one_text_wherever_drafting_stops_and_whoever_else_is_there
     heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9)]
 
     def texts(least: float, rows: list[int]) -> list[list[int]]:
-        settings = Settings(14, temperature=1.0, top_k=20, stop_drafting=least)
+        settings = Settings(max_new_tokens=14, temperature=1.0, top_k=20, stop_drafting=least)
         method = medusa_method(llama, heads, settings, tree="dynamic:9")
         return [result.new_ids for result in method([prompts[row] for row in rows], seeds=rows)]
 
@@ -149,11 +149,11 @@ def test_what_cannot_stop_is_refused(llama: Any) -> None:
     heads, ids = heads_for(llama, "hydra"), torch.tensor([[1, 2]])
     with pytest.raises(RequestError, match=r"stop-drafting needs a tree that is chosen by .* take tree dynamic:N"):
         resolve_tree("chain", heads, 0.1)
-    with pytest.raises(RequestError, match=r"stop-drafting is 1.5; it must lie between 0 and 1"):
+    with pytest.raises(RequestError, match=r"stop-drafting is 1.5; it must be between 0 and 1"):
         Settings(stop_drafting=1.5)
     with pytest.raises(RequestError, match="use draft topk"):
-        resolve_acceptance("rejection", True, draft="sample", stop_drafting=0.1)
+        DecodingOptions(draft="sample", stop_drafting=0.1).acceptor_for(True)
     with pytest.raises(RequestError, match="use typical-sampled"):
-        resolve_acceptance("typical", True, stop_drafting=0.1)
+        DecodingOptions(acceptance="typical", stop_drafting=0.1).acceptor_for(True)
     with pytest.raises(RequestError, match="--compile has steps of one shape only"):
         generate(llama, heads, ids, tree="dynamic:8", stop_drafting=0.1, compile=True, max_new_tokens=4)

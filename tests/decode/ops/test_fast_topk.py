@@ -49,6 +49,6 @@ def test_the_k_greatest_in_order(size: int, k: int) -> None:
 
 
 def test_small_ones_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greatest, "_of_blocks", None)
+    monkeypatch.setattr(greatest, "_block_maxima", None)
     assert argmax(torch.eye(5)).tolist() == [0, 1, 2, 3, 4]
     assert top_k(torch.arange(60.0), 2).indices.tolist() == [59, 58]

@@ -23,8 +23,8 @@ pytest.importorskip("nicegui", reason="needs the extra web")
 from nicegui import ui
 from nicegui.testing import user_simulation
 
-from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
 from decode.results import Result
 from decode.serve.chat_page import ChatPage, PageConfig, marked
 from decode.serve.chat_worker import ChatWorker

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from decode.bench.methods import plain_method
-from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
 from decode.results import DecodingRun, Result
 from decode.serve.conversation import Conversation
 from decode.serve.generator import TextGenerator

@@ -20,8 +20,8 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 import uvicorn
 
 from decode.bench.methods import plain_method
-from decode.draft import DrafterContext
 from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
 from decode.results import text_of
 from decode.serve.app import CompletionApi
 from decode.serve.generator import TextGenerator

@@ -137,8 +137,8 @@ def test_models_of_all_kinds(family: str) -> None:
 
 def test_a_wrong_mask_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: beginnings see all that was read before them."""
-    masks = decode.strategies.best_first_beam.path_masks
-    monkeypatch.setattr("decode.strategies.best_first_beam.path_masks", lambda *args: torch.zeros_like(masks(*args)))
+    masks = decode.strategies.best_first_beam.grown_masks
+    monkeypatch.setattr("decode.strategies.best_first_beam.grown_masks", lambda *args: torch.zeros_like(masks(*args)))
     found = best_first_beam(model, PROMPT, num_beams=5, max_new_tokens=NEW, eos_token_id=9)
     assert abs(found.hypotheses[0].score - Obvious(model, PROMPT, 5, NEW, 0.0, {9}).finished[0][0]) > 1e-3
 

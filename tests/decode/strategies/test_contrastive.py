@@ -18,7 +18,7 @@ from decode.bench.methods import medusa_method, plain_method, transformers_metho
 from decode.drafters.trained_heads import TrainedHeads
 from decode.results import Result
 from decode.settings import Settings
-from decode.strategies.contrastive import Amateur, Contrast
+from decode.strategies.contrastive import Amateur, Contrast, ContrastVerifier
 from medusa import Tree
 from medusa.errors import RequestError
 from tests.helpers import (
@@ -126,7 +126,7 @@ def test_greedy_text_of_two_models_of_any_kind(family: str, other: str) -> None:
     amateur = Amateur(tiny_model(other, seed=3), Contrast(alpha=0.02))
     texts = [obvious(expert, amateur, prompt) for prompt in PROMPTS]
     assert texts[0] != plain(expert, PROMPTS[0], max_new_tokens=NEW), "no contrast: no power"
-    (alone,) = plain_method(expert, Settings(NEW, amateur=amateur))(PROMPTS[:1])
+    (alone,) = plain_method(expert, Settings(max_new_tokens=NEW, amateur=amateur))(PROMPTS[:1])
     assert alone.new_ids == texts[0]
     eos = texts[1][9]
     texts = [text[: text.index(eos) + 1] if eos in text else text for text in texts]
@@ -153,7 +153,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any, name: str) -> None:
     """One draw a token: a seed gives the text that `model.generate` gives, contrasted by a processor of its own."""
     amateur = Amateur(small, Contrast(alpha=0.05, temperature=0.8))
-    settings = Settings(NEW, amateur=amateur, **OPTIONS[name])
+    settings = Settings(max_new_tokens=NEW, amateur=amateur, **OPTIONS[name])
     seeds = [1, 2, 3]
     methods = {
         "heads": medusa_method(expert, random_heads(expert), settings, tree="topk:6,3"),
@@ -165,7 +165,8 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
     texts = [result.new_ids for result in plain_method(expert, settings)(PROMPTS, seeds=seeds)]
     theirs = transformers_method(expert, settings)
     assert texts == [theirs([p], seeds=[seed])[0].new_ids for p, seed in zip(PROMPTS, seeds, strict=True)]
-    assert texts != [r.new_ids for r in plain_method(expert, Settings(NEW, **OPTIONS[name]))(PROMPTS, seeds=seeds)]
+    alone = plain_method(expert, Settings(max_new_tokens=NEW, **OPTIONS[name]))
+    assert texts != [result.new_ids for result in alone(PROMPTS, seeds=seeds)]
     accepted = 0
     for method in methods.values():
         results = method(PROMPTS, seeds=seeds)
@@ -229,18 +230,21 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
     made = experiment(expert, amateur)
     if fault == "amateur forgets the tree":
         everything = torch.zeros
-        verifier = made.context.session.verifier()
         monkeypatch.setattr(
-            verifier.amateur,
+            made.context.session.verifier.amateur,  # type: ignore[attr-defined]
             "masks",
             lambda lengths, topology: everything(1, 1, topology.num_nodes, lengths[0] + topology.num_nodes),
         )
-        monkeypatch.setattr(made.context.session, "verifier", lambda: verifier)
     elif fault == "no plausibility":
         monkeypatch.setattr(Contrast, "margin", lambda self, expert: torch.zeros_like(expert))
     else:
-        monkeypatch.setattr("decode.loop.Session.caches", property(lambda self: [self.cache]))
-        settings = Settings(NEW, amateur=amateur)
+
+        def forgets_the_amateur(self: ContrastVerifier, path: Any, counts: list[int], in_place: bool = False) -> None:
+            self.cache.commit(path, counts, in_place)
+            self.amateur.commit(torch.zeros_like(path), [1] * len(counts))
+
+        monkeypatch.setattr(ContrastVerifier, "commit", forgets_the_amateur)
+        settings = Settings(max_new_tokens=NEW, amateur=amateur)
         forgetful = medusa_method(expert, random_heads(expert), settings, tree="topk:3,2")
         texts = [[Result(prompt, obvious(expert, amateur, prompt))] for prompt in PROMPTS]
         right = iter(texts)
@@ -283,8 +287,8 @@ def shorter(model: Any, context: int) -> Any:
 
 def test_a_text_ends_where_the_amateurs_context_does(expert: Any, small: Any) -> None:
     """To the last position, the tree clipped, equal to plain decoding there too."""
-    settings = Settings(NEW, amateur=Amateur(shorter(small, 20), Contrast(alpha=0.02)))
-    unbound = Settings(NEW, amateur=Amateur(small, Contrast(alpha=0.02)))
+    settings = Settings(max_new_tokens=NEW, amateur=Amateur(shorter(small, 20), Contrast(alpha=0.02)))
+    unbound = Settings(max_new_tokens=NEW, amateur=Amateur(small, Contrast(alpha=0.02)))
     method = medusa_method(expert, random_heads(expert), settings, tree="topk:3,2")
     whole = plain_method(expert, unbound)(PROMPTS)
     for results in (

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Timers: where the time of a step goes, and seconds that count the work on a device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ from time import perf_counter, thread_time
 
 import torch
 
+from decode.loop import Timer
+
 STAGES = ("propose", "verify", "accept", "compact", "other")
 
 
-class Timer:
-    """Does nothing; the loop calls it between its stages."""
-
-    def start(self) -> None: ...
-
-    def lap(self, stage: str) -> None: ...
-
-
 class StageTimer(Timer):
-    """Adds up the seconds since the last lap under the name of the stage that they were spent in."""
+    """Adds up the seconds that each stage of the steps takes."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """`synchronize`: waits for the device, without which a GPU's work shows in a later stage."""
+        """`synchronize` waits for the device; without it, a GPU's work is counted in a later stage."""
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._synchronize = synchronize or (lambda: None)
         self._last = 0.0
@@ -39,10 +33,10 @@ class StageTimer(Timer):
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:
-    """Seconds that count work done on `device`, for differences.
+    """A clock in seconds that counts work done on `device`, for differences.
 
-    On one CPU thread that is the thread's own time: as good as the wall's on an idle machine, far better on a busy one.
-    A GPU is waited for.
+    On one CPU thread it is the thread's own time, which is as good as wall time on an idle machine and far better on a
+    busy one. A GPU is waited for.
     """
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return thread_time

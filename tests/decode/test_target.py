@@ -1,4 +1,4 @@
-"""decode/sampling.py: target probabilities are transformers' own, to the bit, and so are the draws."""
+"""decode/target.py: target probabilities are transformers' own, to the bit, and so are the draws."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.sampling import Target, most_probable
+from decode.ops.fast_topk import most_probable
 from decode.sequences import Request, Sequences
+from decode.target import Target
 
 V = 9
 PROCESSORS = {

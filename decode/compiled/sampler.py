@@ -1,0 +1,108 @@
+"""Acceptance in fixed shapes: transformers' own processors, and one uniform number per token.
+
+Shapes: B rows, N nodes, D the depth, V vocabulary, C the most children of a node, X any number of positions.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from decode.accept import Acceptance, accept_greedy, ended_at, typical
+from decode.draft import Draft
+from decode.loop import Acceptor
+from decode.ops.draws import cumulative, invert
+from decode.ops.fast_topk import most_probable
+from decode.target import WARPERS, Target
+from medusa.errors import RequestError
+
+
+class FixedSampler:
+    """Decides on tokens inside a compiled step."""
+
+    def __init__(self, target: Target, acceptor: Acceptor) -> None:
+        self.acceptor, self.truncation, self.do_sample = acceptor, target.truncation, target.do_sample
+        self.processors: LogitsProcessorList = target.processors[0]
+
+    @staticmethod
+    def key(target: Target, acceptor: Acceptor) -> tuple[object, ...]:
+        """What a region is compiled for, as far as the sampler determines it.
+
+        Raises:
+            RequestError: a processor reads the text, rows differ in their options, scores are recorded, or drafts are
+                drawn."""
+        for processors in target.processors:
+            others = [type(p).__name__ for p in processors if not isinstance(p, WARPERS)]
+            if others:
+                raise RequestError(
+                    f"--compile takes temperature, top-k, top-p, min-p and the like only, no {others[0]}, which reads "
+                    "the text; leave one of them out"
+                )
+        kinds = [[(type(p), _values(p)) for p in row] for row in target.processors]
+        if any(kind != kinds[0] for kind in kinds):
+            raise RequestError("--compile takes one set of sampling options for all rows of a batch")
+        if target.kept_scores is not None or target.kept_logits is not None:
+            raise RequestError("a compiled step gives no output_scores or output_logits; leave out --compile")
+        if acceptor.draft == "sample":
+            raise RequestError("--compile verifies drafts that were chosen, not drawn; use draft topk")
+        return (*acceptor, target.truncation, target.do_sample, kinds[0])
+
+    def accept(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
+        """Decide which nodes stay, from logits [B, N, V], numbers u [B, D + 1] and the greatest depths [B]."""
+        if not self.do_sample and not self.processors:
+            return accept_greedy(draft, most_probable(logits), room)
+        if self.acceptor.rule == "typical":
+            return self._typical(draft, logits, room)
+        return self._walk(draft, logits, u, room)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """The target's scores [X, V] of logits [X, V]; these processors do not read ids."""
+        ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
+        processed = self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float()))
+        scores = cast(Tensor, processed)
+        if self.truncation is not None:
+            scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
+        return scores
+
+    def _walk(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
+        """`accept_walk` in which all rows go on to the greatest depth; rows that have ended stay where they are."""
+        topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
+        table = topology.find_children(topology.find_place())
+        end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+        for depth in range(topology.max_depth + 1):
+            scores = self._scores(logits[rows, end])
+            token = invert(cumulative(scores.softmax(-1)), rows, u[:, depth]) if self.do_sample else scores.argmax(-1)
+            root = torch.where(walking, token, root)
+            if depth < topology.max_depth:
+                children = topology.at(table, rows, end)  # [B, C]
+                held = (draft.ids.gather(1, children.clamp_min(0)) == token[:, None]) & (children >= 0)
+                child = torch.where(held, children, -1).amax(-1)
+                walking = walking & (child >= 0) & (room > depth)
+                end = torch.where(walking, child, end)
+        return ended_at(draft, end, root)
+
+    def _typical(self, draft: Draft, logits: Tensor, room: Tensor) -> Acceptance:
+        """`accept_longest` with typical acceptance, for all nodes at once."""
+        topology, ids = draft.topology, draft.ids
+        rows, nodes = ids.shape
+        p = self._scores(logits.flatten(0, 1)).softmax(-1).unflatten(0, (rows, nodes))
+        parent = topology.parent.expand(rows, -1)
+        passes = typical(p, self.acceptor.epsilon, self.acceptor.delta)
+        of_token = (parent * p.shape[-1] + ids).view(rows, -1)  # each node's token, after its parent
+        fits = passes.flatten(1).gather(1, of_token)
+        log_p = p.flatten(1).gather(1, of_token).log()
+        fits[:, 0], log_p[:, 0] = True, 0.0
+        ancestors = topology.ancestors.expand(rows, -1, -1)
+        accepted = (fits[:, None] | ~ancestors).all(-1) & (topology.depth <= room[:, None])
+        path_log_p = torch.where(ancestors, log_p[:, None], 0.0).sum(-1)
+        depth = torch.where(accepted, topology.depth, -1)
+        longest = depth == depth.amax(-1, keepdim=True)
+        end = torch.where(longest, path_log_p, -torch.inf).argmax(-1)
+        return ended_at(draft, end, p[torch.arange(rows, device=ids.device), end].argmax(-1))
+
+
+def _values(processor: object) -> dict[str, object]:
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(processor).items()}

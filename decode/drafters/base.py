@@ -1,0 +1,140 @@
+"""How drafters are made: a config says what was asked for, a factory holds what was loaded, a drafter drafts.
+
+DrafterConfig  --factory(context)-->  DrafterFactory  --start(session)-->  Drafter (decode.draft)
+NAME:options                          models, tables                       one batch of texts
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.draft import Drafter
+from decode.drafters.layouts import TreeLike
+from decode.session import Session
+from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
+from medusa.memory import bytes_of
+from medusa.tree import Layout
+
+
+class DrafterFactory(ABC):
+    """Makes drafters for batches of texts; models are loaded and options are checked."""
+
+    heads: MedusaHeads | None = None
+    """The drafting heads; a session reads its text for them, too."""
+    can_draw: bool = False
+    """Whether guesses can be drawn from the drafter's own distributions (draft sample)."""
+    compiles: bool = False
+    """Whether whole steps can be compiled."""
+    warm_up: int = 0
+    """Steps that a drafter must see before its guesses are worth measuring."""
+
+    @property
+    @abstractmethod
+    def num_nodes(self) -> int:
+        """Nodes of the largest draft, with its root and side branches."""
+
+    @abstractmethod
+    def start(self, session: Session, drawn: bool = False) -> Drafter:
+        """A drafter for the texts of `session`; with `drawn` its guesses are draws."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights and tables that are kept besides the backbone, without what grows with a text."""
+        return 0 if self.heads is None else bytes_of(self.heads)
+
+    def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
+        """The same factory with a changed tree, where it has one."""
+        return self
+
+
+class DrafterContext(NamedTuple):
+    """What drafters are made for."""
+
+    model: PreTrainedModel
+    """The backbone's model."""
+    heads: MedusaHeads | None = None
+    tree: TreeLike = None
+    """What the heads' guesses are laid out on."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """The backbone's tokenizer, compared with a draft model's; without it only the ids are compared."""
+    name: str = "the backbone"
+    trust_remote_code: bool = False
+    stop_drafting: float = 0.0
+    """For dynamic trees of the heads (`DynamicTree.min_probability`)."""
+
+
+class DrafterConfig(ABC):
+    """A drafter as a user asks for it, `NAME[:options]`, before anything is loaded.
+
+    Subclasses are dataclasses: their fields are the options, and `__post_init__` refuses invalid values.
+    """
+
+    compiles: ClassVar[bool] = False
+    """Whether whole steps can be compiled."""
+    can_draw: ClassVar[bool] = False
+    """Whether guesses can be drawn, as in `DrafterFactory`."""
+    first: ClassVar[str | None] = None
+    """The option whose name may be left out."""
+    rest: ClassVar[str | None] = None
+    """The option that takes everything after the other options, commas included."""
+
+    @property
+    def needs_heads(self) -> bool:
+        return False
+
+    @property
+    def needs(self) -> str:
+        """What must exist before, in words."""
+        return "trained heads" if self.needs_heads else "nothing"
+
+    @property
+    def takes_tree(self) -> bool:
+        """Whether the user chooses the tree that the guesses are laid out on."""
+        return False
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Check the backbone's configuration, before its weights are loaded.
+
+        Raises:
+            RequestError: this drafter cannot draft for such a backbone."""
+        return
+
+    def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
+        """The trees for the guesses of `heads`; `tree` and `stop_drafting` are as in `DrafterContext`.
+
+        Raises:
+            RequestError: these heads cannot fill such a tree."""
+        return ()
+
+    @abstractmethod
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        """Load what the drafter needs.
+
+        Raises:
+            RequestError: something is missing or does not fit."""
+
+
+DrafterLike = DrafterFactory | DrafterConfig | str | None
+"""A drafter as Python's `generate` takes it; `None` means the heads."""
+
+
+def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
+    """Raises:
+    RequestError: a tree, or a probability to stop at, was given to a drafter that has its own shape."""
+    if stop_drafting:
+        raise RequestError("stop-drafting is for dynamic trees of heads; this drafter has options of its own")
+    if tree is not None:
+        raise RequestError("a tree lays out what heads guess, and this drafter has options of its own; leave it out")
+
+
+def require_at_least(minimum: int, name: str, /, **options: int) -> None:
+    """Raises:
+    RequestError: an option of drafter `name` is smaller than `minimum`."""
+    for option, value in options.items():
+        if value < minimum:
+            raise RequestError(f"drafter {name}: {option} is {value}; it must be at least {minimum}")

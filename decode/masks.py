@@ -1,0 +1,162 @@
+"""Attention masks of drafts: which slots of the KV cache each node sees, for every kind of attention layer.
+
+A node sees the text before it, its ancestors and itself. Masks are additive and of the model's dtype (0, or the least
+finite number), because eager attention would silently add a boolean mask as 0 and 1. A model with several kinds of
+layers gets one mask per kind. Windows and chunks count positions, not slots: two nodes of one depth share a position
+but lie in two slots.
+
+Shapes: B rows, N nodes, S slots, W nodes of one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from decode.topology import Topology
+
+Mask = Tensor | dict[str, Tensor]
+"""One mask, or one per kind of layer by the names that transformers gives the kinds."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+class LayerKind(NamedTuple):
+    """One kind of attention layer: how far back it sees."""
+
+    name: str = FULL
+    window: int | None = None
+    """A query sees keys at most `window - 1` positions before it."""
+    chunk: int | None = None
+    """A query sees only keys of its own chunk of positions."""
+
+    def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """`allowed` without the keys that lie outside the window or chunk; `query` and `key` are positions."""
+        if self.window is not None:
+            allowed = allowed & (query - key < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (query // self.chunk == key // self.chunk)
+        return allowed
+
+
+FULL_LAYER = LayerKind()
+
+
+class LayerKinds:
+    """All kinds of attention layers in a model."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        named = getattr(config, "layer_types", None)
+        self.is_dict = named is not None
+        """Whether the model takes a dict of masks."""
+        window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        names = sorted(set(named)) if named is not None else [SLIDING if window else CHUNKED if chunk else FULL]
+        self.kinds = [
+            LayerKind(name, window if name == SLIDING else None, chunk if name == CHUNKED else None) for name in names
+        ]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every layer sees the whole text."""
+        return [kind.name for kind in self.kinds] == [FULL]
+
+    def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
+        """The masks that `of_kind` makes, in the form that the model takes."""
+        masks = {kind.name: of_kind(kind) for kind in self.kinds}
+        return masks if self.is_dict else next(iter(masks.values()))
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask: 0 where `allowed`, else the least finite number of `dtype`."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+class TreeMasks:
+    """Masks of drafts for rows of any length.
+
+    What a node sees of a text of length L depends only on the distance of a slot from the text's end. So a static
+    topology, which all rows and steps share, needs one wide mask [N, S + N + S] (text, tree, nothing). It is built
+    once and serves every L: the columns from S - L on.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.layers = LayerKinds(config)
+        self.capacity = 0
+        self.wide: dict[str, Tensor] = {}
+        self.wide_of: Topology | None = None
+
+    def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
+        """Masks [B, 1, N, max(lengths) + N] for rows with `lengths` committed tokens."""
+        return self.layers.masks(lambda kind: self._of_kind(kind, lengths, topology)[:, None])
+
+    def _of_kind(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
+        longest = max(lengths)
+        if kind.chunk is not None:  # chunks start at absolute positions, so no mask serves two lengths
+            return additive(visible(topology, lengths, kind), self.dtype)
+        if not topology.is_static:
+            if kind.window is None and min(lengths) == longest:  # all of the text, and the tree
+                tree = additive(topology.ancestors, self.dtype)
+                return F.pad(tree, (longest, 0)).expand(len(lengths), -1, -1)
+            return additive(visible(topology, lengths, kind), self.dtype)
+        if topology is not self.wide_of or longest > self.capacity:
+            self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)
+        wide, width = self.wide[kind.name], longest + topology.num_nodes
+        rows = [wide[:, self.capacity - length :][:, :width] for length in lengths]
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    def _build(self, topology: Topology, capacity: int) -> None:
+        self.wide_of, self.capacity = topology, capacity
+        nothing = torch.zeros(topology.num_nodes, capacity, dtype=torch.bool, device=self.device)
+        for kind in self.layers.kinds:
+            if kind.chunk is None:
+                seen = visible(topology, [capacity], kind)[0]
+                self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)
+
+
+def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:
+    """What each node sees [B, N, max(lengths) + N], computed from the definition: the slow and obvious version."""
+    prefix = torch.tensor(lengths, device=topology.depth.device)
+    return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, kind)
+
+
+def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
+    """Which of the first `slots` slots each node sees [B, N, slots], for texts of `lengths` [B] on the device."""
+    nodes, prefix = topology.num_nodes, lengths[:, None]  # [B, 1]
+    slot = torch.arange(slots, device=lengths.device)[None]  # [1, S]
+    node = slot - prefix  # [B, S] the node in each slot; below 0: the text
+    is_text, is_node = node < 0, (node >= 0) & (node < nodes)
+    node = node.clamp(0, nodes - 1)
+    ancestors, depth = topology.ancestors.expand(len(lengths), -1, -1), topology.depth.expand(len(lengths), -1)
+    of_slot = ancestors.gather(2, node[:, None].expand(-1, nodes, -1))
+    allowed = is_text[:, None] | (is_node[:, None] & of_slot)  # [B, N, S]
+    key = torch.where(is_text, slot, prefix + depth.gather(1, node))[:, None]  # positions [B, 1, S]
+    return kind.limited(allowed, (prefix + depth)[:, :, None], key)
+
+
+def grown_masks(
+    layers: LayerKinds, dtype: torch.dtype, starts: Tensor, seen: Tensor, depth: Tensor, depths: Tensor
+) -> Mask:
+    """Masks [B, 1, W, S] for a tree that several forwards grow, each of which appends W nodes to the cache.
+
+    Args:
+        starts: [B] where the text ends; every node sees all of the text.
+        seen: [B, W, A] the slots after the text that a node sees: its ancestors' and its own.
+        depth: [B, W] positions of the W nodes, counted from the text's end.
+        depths: [nodes] positions of all nodes after the text, the W included.
+    """
+    nodes = len(depths)
+    own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
+    slot = torch.arange(int(starts.max()) + nodes, device=seen.device)
+    node = slot - starts[:, None]  # [B, S] the node in each slot; below 0: the text
+    inside = node.clamp(0, nodes - 1)
+    allowed = own.gather(2, inside[:, None].expand(-1, seen.shape[1], -1)) & (node[:, None] < nodes)
+    allowed = torch.where(node[:, None] < 0, True, allowed)
+    key = torch.where(node < 0, slot, starts[:, None] + depths[inside])[:, None]  # positions [B, 1, S]
+    query = (starts[:, None] + depth)[:, :, None]  # [B, W, 1]
+    return layers.masks(lambda kind: additive(kind.limited(allowed, query, key), dtype)[:, None])

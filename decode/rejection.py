@@ -1,0 +1,130 @@
+"""Rejection sampling of a drawn tree: accept a child by p / q, else continue with the residual.
+
+Source: Leviathan et al. 2023 for one draft token; SpecInfer and RRSw for siblings drawn without replacement.
+
+Shapes: R rows still walking, X some of them, M distributions that rows share, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.accept import Acceptance, Scores, TreeWalk
+from decode.draft import Draft
+from decode.ops.draws import Draws
+
+
+def accept_sampled(draft: Draft, target: Scores, draws: Draws, room: Tensor | None = None) -> Acceptance:
+    """Accept nodes of a drawn tree by rejection sampling; the text has exactly the target's distribution.
+
+    At each node on the way, its children are tried in the order in which they were drawn. A child x is accepted with
+    probability min(1, p(x) / q(x)). After a rejection, p becomes its residual max(0, p - q), normalised, and q loses x,
+    because the next sibling was drawn without x. If no child is left, the next root is drawn from the current p.
+
+    The draft must have a `proposal`: for chosen tokens, p / q is wrong for every q.
+    """
+    assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
+    walk = TreeWalk(draft, room)
+    while len(walk.rows):
+        scores, index = target(walk.rows, walk.nodes)
+        child, left = _first_accepted(draft, walk, Residuals.at_first(draft, walk, scores, index), draws)
+        ends = child < 0
+        walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.p_of[ends]))
+    return walk.ended()
+
+
+def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: Draws) -> tuple[Tensor, Residuals]:
+    """The child that each walking row accepts, or -1, [R]; and the residuals after all rejections."""
+    accepted = torch.full_like(walk.rows, -1)
+    children = walk.children()
+    for place, child in enumerate(children.T, 1):  # [R]: each row's first child, then each row's second, ...
+        trying = ((child >= 0) & (accepted < 0)).nonzero()[:, 0]
+        if not len(trying):
+            continue
+        token = draft.ids[walk.rows[trying], child[trying]]
+        p, q = residuals.of_token(trying, token)
+        passes = passes_ratio(draws.uniform(walk.rows[trying]), p, q)
+        # q = 0: nothing was left to draw, and a token is repeated (`draw_distinct`). It is no draw, so it is skipped.
+        drawn = q > 0
+        accepted[trying[passes & drawn]] = child[trying[passes & drawn]]
+        fails = ~passes & drawn
+        residuals = residuals.after_rejection(trying[fails], token[fails], was_last=place == children.shape[1])
+    return accepted, residuals
+
+
+class Residuals(NamedTuple):
+    """Per row: p, from which the next token must come, and q, from which the next sibling was drawn.
+
+    Rows with the same past share distributions. A residual of p does not depend on the rejected token, while q does;
+    so there are far fewer different p than q.
+    """
+
+    p: Tensor
+    """[Mp, V]."""
+    q: Tensor
+    """[Mq, V]."""
+    p_of: Tensor
+    """[R] which p each row has."""
+    q_of: Tensor
+    """[R] which q each row has."""
+    shared: bool
+    """Whether to look for rows that share a distribution; with few rows, one distribution per row is less work."""
+
+    @classmethod
+    def at_first(cls, draft: Draft, walk: TreeWalk, scores: Tensor, index: Tensor) -> Residuals:
+        """Before any rejection: the target itself, and the proposal of each row's node."""
+        assert draft.proposal is not None
+        q, of_children = draft.proposal
+        q_of = of_children[walk.rows, walk.nodes]
+        return cls(scores.softmax(-1), q.to(scores.device), index, q_of, len(scores) < len(index))
+
+    def of_token(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """The p and q [X] of one token [X] in each of `rows` [X] (of the R), float64."""
+        return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
+
+    def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
+        """The residuals after the `token` [X] of `rows` [X] (of the R) was rejected; other rows keep theirs.
+
+        `was_last`: no sibling follows in any row, so q is not needed again."""
+        if not len(rows):
+            return self
+        pair, own = _distinct(self.p_of[rows] * len(self.q) + self.q_of[rows], self.shared)
+        p_of = self.p_of.index_copy(0, rows, len(self.p) + own)
+        p = torch.cat([self.p, residual(self.p[pair // len(self.q)], self.q[pair % len(self.q)])])
+        if was_last:
+            return self._replace(p=p, p_of=p_of)
+        size = self.q.shape[-1]
+        pair, own = _distinct(self.q_of[rows] * size + token, self.shared)
+        q_of = self.q_of.index_copy(0, rows, len(self.q) + own)
+        q = torch.cat([self.q, without(self.q[pair // size], pair % size)])
+        return Residuals(p, q, p_of, q_of, self.shared)
+
+
+def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Whether u < p / q, for u in [0, 1): true with probability min(1, p / q)."""
+    return u * q < p
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(0, p - q), normalised [M, V]: the distribution of the next token after a draw from q [M, V] was rejected."""
+    rest = (p - q).clamp_min(0)
+    total = rest.sum(-1, keepdim=True)
+    # If no mass is left, rounding caused the rejection: p equals q, and a draw from either is right.
+    return torch.where(total > 0, rest / total, p)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """q [M, V] without one token each [M], normalised [M, V]; zeros where nothing is left."""
+    rest = q.scatter(1, token[:, None], 0)
+    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+
+
+def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
+    """The distinct ones of keys [R], and the index of each key among them [R]; all keys count as distinct unless
+    `shared`."""
+    if shared:
+        return key.unique(return_inverse=True)
+    return key, torch.arange(len(key), device=key.device)

@@ -1,0 +1,105 @@
+"""A session: the texts being decoded in one call, and everything that grows with them.
+
+Caches and texts belong to a session, and a session to one call; nothing is stored on the model.
+
+Shapes: B rows, T tokens, H hidden size, V vocabulary, N nodes, D the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.accept import Truncation
+from decode.draft import Frontier
+from decode.heads_cache import HeadsCache
+from decode.sequences import Request, Sequences
+from decode.target import Target
+from decode.verify import Verifier, VerifierFactory
+from medusa.backbone import Backbone
+from medusa.heads.independent import MedusaHeads
+
+AHEAD = 1024
+"""New tokens for which the first cache has room; it grows with longer texts."""
+
+
+class Session:
+    """The texts of one call, the target that they follow, and the caches of the models that read them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[Request],
+        slack: int = 0,
+        truncation: Truncation | None = None,
+        keep_hidden: bool = False,
+        heads: MedusaHeads | None = None,
+        verifiers: VerifierFactory | None = None,
+    ) -> None:
+        """
+        Args:
+            slack: nodes of a draft, for which caches and prefixes keep room.
+            truncation: of the target, for sampled typical acceptance.
+            keep_hidden: record the hidden states of all tokens in `kept_hidden`.
+            heads: the drafting heads, if they look back at the text.
+            verifiers: what verifies drafts; by default the backbone alone.
+        """
+        self.backbone = Backbone(model)
+        self.target = Target(requests, truncation)
+        context = self.backbone.context if verifiers is None else verifiers.context(self.backbone)
+        self.sequences = Sequences(requests, context, self.backbone.device, slack)
+        longest = max(len(request.prompt) for request in requests)
+        ahead = min(max(request.max_new_tokens for request in requests), AHEAD)
+        capacity = longest + ahead + slack + 1
+        self.verifier = (
+            Verifier.with_cache(self.backbone, self.sequences, capacity)
+            if verifiers is None
+            else verifiers.create(self.backbone, self.sequences, capacity)
+        )
+        self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
+        """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
+        self.heads_cache = HeadsCache.of(heads, self.backbone, len(requests), capacity)
+
+    def prefill(self, most_probable_first: bool = False) -> Frontier:
+        """Read the prompts, and decide on the first root of each row.
+
+        `most_probable_first`: take the most probable token even if the target is sampled."""
+        prompts, device = self.sequences.prompts, self.backbone.device
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+        records = self.heads_cache is not None or self.kept_hidden is not None
+        readout = self.verifier.prefill(ids, lengths, self._on_hidden if records else None)
+        if self.heads_cache is not None:
+            self.heads_cache.cut(lengths)
+        rows = list(range(len(prompts)))
+        root = self.target.next(rows, self.sequences, readout.logits, most_probable_first).to(device)
+        return self.frontier(root, readout.hidden, rows)
+
+    def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
+        """Where the next step starts, from roots [B] and the hidden states before them [B, H]."""
+        return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
+
+    def select(self, left: list[int]) -> None:
+        """Keep only the rows at these places of the batch, in all caches."""
+        self.verifier.select(left)
+        if self.heads_cache is not None:
+            self.heads_cache.select(left)
+
+    def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
+        """Record a piece's hidden states [B, C, H], from position `start` on; returns what the heads read of them."""
+        if self.kept_hidden is not None:
+            for row, prompt in enumerate(self.sequences.prompts):
+                self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
+        return hidden if self.heads_cache is None else self.heads_cache.piece(hidden, next_ids)
+
+    def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
+        """Record the hidden states [B, N, H] at the first `lengths` nodes of each path [B, D], if asked to."""
+        if self.kept_hidden is None:
+            return
+        for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
+            self.kept_hidden[row].append(states[nodes[:length]])

@@ -1,0 +1,125 @@
+"""The target: what a text must follow, computed from the backbone's logits by transformers' own processors.
+
+Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows them one row:
+the prompt, everything written so far, and the path down to a node. Plain decoding would show them exactly the same.
+
+Shapes: B rows, R of them that decide, M distributions that they share, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from decode.accept import Truncation, typical
+from decode.ops.draws import Draws, RowDraws
+from decode.ops.fast_topk import most_probable
+from decode.sequences import Request, Sequences
+
+WARPERS = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+"""Processors that look only at scores. All others may depend on the row's text or its length."""
+
+
+class Target:
+    """The distribution, or the most probable token, that the texts of a session follow."""
+
+    def __init__(self, requests: Sequence[Request], truncation: Truncation | None = None) -> None:
+        self.processors = [request.processors for request in requests]
+        self.warpers = [LogitsProcessorList(p for p in r.processors if isinstance(p, WARPERS)) for r in requests]
+        self.truncation = truncation
+        self.do_sample = requests[0].do_sample
+        self.draws = RowDraws([request.generator for request in requests])
+        config = requests[0].config
+        self.kept_scores: list[list[Tensor]] | None = [[] for _ in requests] if config.output_scores else None
+        """Per row the scores [1, V] of every decided token, in order; `None` unless `output_scores` is set."""
+        self.kept_logits: list[list[Tensor]] | None = [[] for _ in requests] if config.output_logits else None
+        """Per row the raw logits [1, V] of every decided token, in order; `None` unless `output_logits` is set."""
+        keeps = self.kept_scores is not None or self.kept_logits is not None
+        self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
+        """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""
+
+    def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
+        """Process the logits [V] after `prefix` [1, T] of a row; returns scores [1, V], float32.
+
+        Call it once per decided token, in order: processors may keep a state, and the scores may be recorded here.
+        """
+        # On the prefix's device, where generators and the processors' tensors are, whatever device the last layer has.
+        raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)
+        if self.kept_logits is not None:
+            self.kept_logits[row].append(raw.clone())  # a processor may write in place
+        scores = _processed(self.processors[row], prefix, raw)
+        if self.truncation is not None:
+            scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
+        if self.kept_scores is not None:
+            self.kept_scores[row].append(scores)
+        return scores
+
+    def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
+        """Decide one token per row [R]: the most probable one, or a draw.
+
+        Draws are made in the order of the tokens, one draw per token, so a seed gives the text of `model.generate`.
+
+        Args:
+            rows: [R] numbers within `draws`.
+            scores: [M, V].
+            index: [R] which of the M scores each row takes.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1)[index]
+        return draws.tokens(rows, scores.softmax(-1), index)
+
+    def next(
+        self, rows: Sequence[int], sequences: Sequences, logits: Tensor, most_probable_only: bool = False
+    ) -> Tensor:
+        """Decide the next token of each row [B], from the logits [B, V] after the text of `rows`."""
+        if self.is_argmax:
+            return most_probable(logits)
+        scores = torch.cat([self.scores(row, sequences.prefix(row), logits[i]) for i, row in enumerate(rows)])
+        if most_probable_only:
+            return scores.argmax(-1)
+        everyone = torch.arange(len(rows), device=scores.device)
+        return self.decide(self.draws.of(rows), everyone, scores, everyone)
+
+    def draft_probabilities(self, rows: Sequence[int], logits: Tensor) -> Tensor:
+        """Warp a drafter's logits [B, Q, V] like the target's; returns q [B, Q, V], from which drafts are drawn.
+
+        Every q gives the right text; the closer q is to the target, the more is accepted. Penalties depend on a path
+        that is not drawn yet, so q is computed without them.
+        """
+        ignored = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # warpers do not read ids
+        warped = [_processed(self.warpers[row], ignored, logits[i].float()) for i, row in enumerate(rows)]
+        return torch.stack(warped).softmax(-1)
+
+    def by_position(
+        self, kept: Sequence[Sequence[Tensor]], new_ids: Sequence[Sequence[int]], width: int
+    ) -> tuple[Tensor, ...]:
+        """Recorded scores in the form of `model.generate`: `width` tensors [B, V]; padding repeats a row's last."""
+        return tuple(
+            torch.cat([kept[row][min(at, len(ids) - 1)].clone() for row, ids in enumerate(new_ids)])
+            for at in range(width)
+        )
+
+
+def _processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
+    return cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
