@@ -43,16 +43,6 @@ class HeadShape(NamedTuple):
     lm_head: str
 
 
-class Candidate(NamedTuple):
-    """MLP heads of one total width."""
-
-    inner: int
-    """Width of all blocks of a head together."""
-    own_lm_head: bool
-    speed: float
-    """Expected, relative."""
-
-
 def learning_rate(hidden_size: int) -> float:
     """The peak learning rate where none is given: 5e-3 at H = 64 and 3e-3 at 256 did best; by that law 1e-3 at 4096."""
     return 5e-3 * (64 / hidden_size) ** 0.37
@@ -62,23 +52,24 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
     """The shape of heads for a backbone of these sizes; what was asked for is kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
-    best = fastest(sizes, asked.num or NUM_HEADS)
+    inner, own = fastest(sizes, asked.num or NUM_HEADS)
     if asked.block == GATED:  # three matrices instead of two; servers give it the backbone's LM head
-        inner = max(64, round(best.inner / 96) * 64)  # whole tiles, also where a server splits them over GPUs
+        inner = max(64, round(inner / 96) * 64)  # whole tiles, also where a server splits them over GPUs
         return HeadShape(GATED, 1, asked.expansion or inner / sizes.hidden_size, asked.lm_head or "shared")
     # Two blocks guess a little better than one of twice the width, if neither is narrower than the hidden state.
-    layers = asked.layers or (2 if best.inner >= 2 * sizes.hidden_size else 1)
-    expansion = asked.expansion or best.inner / layers / sizes.hidden_size
-    return HeadShape("mlp", layers, expansion, asked.lm_head or ("own" if best.own_lm_head else "shared"))
+    layers = asked.layers or (2 if inner >= 2 * sizes.hidden_size else 1)
+    expansion = asked.expansion or inner / layers / sizes.hidden_size
+    return HeadShape("mlp", layers, expansion, asked.lm_head or ("own" if own else "shared"))
 
 
-def fastest(sizes: BackboneSizes, num_heads: int) -> Candidate:
-    """The MLP heads of the highest expected speed; among near-equals the narrowest."""
-    candidates = [
-        Candidate(inner, own, expected_speed(sizes, num_heads, inner, own)) for inner in WIDTHS for own in (False, True)
-    ]
-    top = max(candidate.speed for candidate in candidates)
-    return min((c for c in candidates if c.speed >= NEARLY * top), key=lambda c: (c.inner, c.own_lm_head))
+def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
+    """Total inner width of the MLP heads of the highest expected speed, and whether their LM heads are their own.
+
+    Among near-equals these are the narrowest heads.
+    """
+    kinds = [(inner, own) for inner in WIDTHS for own in (False, True)]
+    speeds = {kind: expected_speed(sizes, num_heads, *kind) for kind in kinds}
+    return min(kind for kind, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
 
 
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:

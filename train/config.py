@@ -6,6 +6,7 @@ A recipe is a YAML file. `train.recipe` reads it and turns what is wrong in it i
 from __future__ import annotations
 
 import contextlib
+from dataclasses import fields
 from types import GenericAlias
 from typing import Annotated, Any, Literal, get_args
 
@@ -225,11 +226,4 @@ class TrainConfig(Section):
     @property
     def load_options(self) -> LoadOptions:
         """How to load the backbone."""
-        return LoadOptions(
-            dtype=self.dtype,
-            device=self.device,
-            attention=self.attention,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            quantization=self.quantization,
-        )
+        return LoadOptions(**{field.name: getattr(self, field.name) for field in fields(LoadOptions)})

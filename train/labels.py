@@ -36,8 +36,3 @@ def head_labels(
         taught = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
         labels[head, :, :-offset] = torch.where(taught, input_ids[:, offset:], IGNORE)
     return labels
-
-
-def label_counts(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int) -> Tensor:
-    """How many labels each head has in a batch [K]; the arguments are those of `head_labels`."""
-    return (head_labels(input_ids, loss_mask, document_ids, num_heads) != IGNORE).sum((1, 2))

@@ -15,7 +15,6 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
-from medusa.vocabulary import rows_for
 from train.arguments import MedusaTrainingArguments
 from train.guidance import with_noise, with_own_guesses
 from train.labels import IGNORE, head_labels
@@ -64,10 +63,8 @@ class HeadsOnBackbone(nn.Module):
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Losses of the heads on a batch (`train.data.datasets.Batch`)."""
         inputs, labels, teacher = self.taught(**batch)
-        lm_head = self.backbone.head
-        if self.heads.vocabulary is not None and self.heads.lm_heads is None:
-            lm_head = rows_for(self.heads, lm_head)
-        return head_losses(self.heads, inputs, labels, lm_head, self.weighting, teacher, self.args.loss_backend)
+        settings = (self.weighting, teacher, self.args.loss_backend)
+        return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
 
     def taught(
         self,

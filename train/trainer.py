@@ -22,7 +22,7 @@ from train.arguments import MedusaTrainingArguments
 from train.checkpoints import LogBeforeSaving
 from train.data.datasets import Batch
 from train.evaluate import GuessCounts, label_ranks
-from train.labels import IGNORE, label_counts
+from train.labels import IGNORE, head_labels
 from train.loss.heads import HeadLosses
 from train.module import HeadsOnBackbone
 from train.progress import ProgressBar
@@ -168,7 +168,8 @@ class MedusaTrainer(Trainer):
 
     def label_counts(self, batch: Batch) -> Tensor:
         """How many labels each head has in a batch [K]."""
-        return label_counts(batch["input_ids"], batch["loss_mask"], batch["document_ids"], self.heads.config.num_heads)
+        ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
+        return (head_labels(ids, mask, documents, self.heads.config.num_heads) != IGNORE).sum((1, 2))
 
     def compute_loss(
         self,

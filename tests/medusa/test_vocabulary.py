@@ -309,7 +309,7 @@ def test_the_loss_in_chunks_is_the_plain_one(
     found = []
     for losses in (head_losses, head_losses_plain):
         some.zero_grad()
-        figures = losses(some, inputs, labels, rows_for(some, head), weighting, teacher)
+        figures = losses(some, inputs, labels, head, weighting, teacher)
         figures.objective.sum().backward()
         found.append((*figures, *(p.grad.clone() for p in some.parameters() if p.grad is not None)))
     for ours, plainly in zip(*found, strict=True):
@@ -324,16 +324,17 @@ def test_a_label_that_is_not_on_the_list_ends_the_chain(llama: Any) -> None:
     missing = next(token for token in range(VOCAB) if token not in some.vocabulary)
     inputs = shown(llama, some, 1)
     known = int(some.vocabulary[0])
-    rows = rows_for(some, Backbone(llama).head)
 
     def objective(labels: list[int]) -> list[float]:
-        return head_losses(some, inputs, torch.tensor(labels)[:, None], rows, Weighting("dpace")).objective.tolist()
+        return head_losses(
+            some, inputs, torch.tensor(labels)[:, None], llama.lm_head, Weighting("dpace")
+        ).objective.tolist()
 
     first, second, third = objective([known, missing, known])
     assert first > 0
     assert second == third == 0
     assert first == pytest.approx(objective([known, IGNORE, IGNORE])[0]), "as where the text ends"
-    assert head_losses(some, inputs, torch.tensor([[missing]] * HEADS), rows).correct.sum() == 0
+    assert head_losses(some, inputs, torch.tensor([[missing]] * HEADS), llama.lm_head).correct.sum() == 0
 
 
 def dataset(texts: list[list[int]]) -> PackedDataset:

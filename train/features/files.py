@@ -44,7 +44,7 @@ class Manifest:
     """What a folder of features holds."""
 
     backbone: Fingerprint
-    """Fingerprint of the backbone (`medusa.backbone.fingerprint`)."""
+    """Fingerprint of the backbone (`medusa.fingerprint`)."""
     dtype: str
     """Of the hidden states, without "torch."."""
     hidden_size: int

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.vocabulary import places_of
+from medusa.vocabulary import places_of, rows_for
 from train.labels import IGNORE
 from train.loss.chunked import ChunkedLoss
 from train.loss.teacher import Teacher
@@ -57,7 +57,7 @@ def head_losses(
     Args:
         inputs: of the heads at the R taught positions.
         labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher`, only where is read.
-        lm_head: the backbone's, for heads that share it: the rows that they use (`medusa.vocabulary.rows_for`).
+        lm_head: the backbone's, for heads that share it.
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
     """
     if backend == "plain":
@@ -66,8 +66,7 @@ def head_losses(
     places = _places(heads, labels, teacher)
     if backend == "liger":
         return _over_all(_head_losses_liger(heads, features, places, lm_head, weighting), labels)
-    own = heads.lm_heads
-    weight, bias = (own, None) if own is not None else _linear(lm_head)
+    weight, bias = _lm_heads(heads, lm_head)
     return _over_all(HeadLosses(*ChunkedLoss.apply(features, weight, bias, places, weighting, teacher)), labels)
 
 
@@ -80,13 +79,8 @@ def head_losses_plain(
     teacher: Teacher | None = None,
 ) -> HeadLosses:
     """The obvious version of `head_losses`, the oracle: all logits at once, and autograd's gradients."""
-
-    def shared(features: Tensor) -> Tensor:
-        """Apply the backbone's LM head, which may be kept in bfloat16 with heads in float32."""
-        assert lm_head is not None
-        return lm_head(features.to(next(lm_head.parameters()).dtype))
-
-    logits = heads(inputs, None if lm_head is None else shared)
+    weight, bias = _lm_heads(heads, lm_head)  # a shared one may be kept in bfloat16 with heads in float32
+    logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
     log_p = logits.float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
         places = _places(heads, labels, teacher)
@@ -122,10 +116,13 @@ def _over_all(losses: HeadLosses, labels: Tensor) -> HeadLosses:
     return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
 
 
-def _linear(lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(lm_head, nn.Linear):
-        raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")
-    return lm_head.weight, lm_head.bias
+def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    """The weights [K, H, V] of the heads' own LM heads, or weights [V, H] and bias [V] of the one that they share."""
+    if heads.lm_heads is not None:
+        return heads.lm_heads, None
+    assert lm_head is not None
+    rows = rows_for(heads, lm_head)
+    return rows.weight, rows.bias
 
 
 def _head_losses_liger(
@@ -135,8 +132,9 @@ def _head_losses_liger(
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses, shares = [], []
+    weights, bias = _lm_heads(heads, lm_head)
     for head, feature in enumerate(features):
-        weight, bias = (heads.lm_heads[head].T, None) if heads.lm_heads is not None else _linear(lm_head)
+        weight = weights if weights.dim() == 2 else weights[head].T
         out = liger_fused_linear_cross_entropy(
             feature.to(weight.dtype), weight, labels[head], bias, ignore_index=IGNORE, return_token_accuracy=True
         )
