@@ -119,9 +119,7 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
         + f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
     )
     if config.lm_head == "own" and _has_bias(backbone):
-        line += (
-            "; the backbone's LM head has a bias, which theirs lack: with heads.lm_head=shared they begin nearer to it"
-        )
+        line += "; the backbone's LM head has a bias, which own ones lack: heads.lm_head=shared starts closer to it"
     if not config.servable:
         line += (
             "; servers load square blocks of kind medusa, and kind eagle with block gated: these heads run here only"

@@ -32,7 +32,7 @@ def forked(work: Callable[[], object], errors: Path | None = None) -> int:
 
 
 def as_two_ranks(work: Callable[[], object], folder: Path) -> None:
-    """Do `work` in two processes, with what torchrun tells its processes."""
+    """Do `work` in two processes, with the environment that torchrun gives."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -36,7 +36,7 @@ def test_three_keys_are_enough(read: Any) -> None:
     assert config.training == {}
 
 
-def test_everything_can_be_said(read: Any) -> None:
+def test_every_section_can_be_given(read: Any) -> None:
     config = read(
         LEAST
         | {

@@ -65,6 +65,6 @@ def test_a_run_leaves_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture,
     assert "no training.png: it needs matplotlib" in capsys.readouterr().err
 
 
-def test_a_line_of_the_log_tells_how_far_an_adapted_backbone_has_moved() -> None:
+def test_a_line_of_the_log_shows_how_far_an_adapted_backbone_has_moved() -> None:
     assert summarize(LOG[0]) == "loss 3.000  top-1 0.100 0.050"
     assert summarize(LOG[0] | {"lm_loss": 0.0123}) == "loss 3.000  top-1 0.100 0.050  lm 0.0123"

@@ -47,7 +47,7 @@ def test_a_full_last_row_needs_no_padding() -> None:
     assert len(PackedDataset([example(1, 2), example(3, 4)], sequence_length=4)) == 1
 
 
-def test_positions_start_anew_with_every_document_and_every_row() -> None:
+def test_positions_restart_with_every_document_and_every_row() -> None:
     assert positions_of(torch.tensor([0, 0, 0, 1, 1, 2, -1, -1])).tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     packed = PackedDataset([example(*range(1, 8))], sequence_length=4)
     assert [row["position_ids"].tolist() for row in packed] == [[0, 1, 2, 3], [0, 1, 2, 0]]
@@ -272,7 +272,7 @@ def test_only_the_answer_of_distilled_text_is_taught() -> None:
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_nothing_to_teach_is_said_with_reason_and_line(
+def test_nothing_to_teach_is_an_error_with_reason_and_line(
     tmp_path: Path, row: dict[str, Any], reason: str, streaming: bool
 ) -> None:
     data = jsonl(tmp_path / "d.jsonl", row)

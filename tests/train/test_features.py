@@ -123,7 +123,7 @@ def test_features_travel_to_worker_processes(rows: PackedDataset, model: Any, tm
 
 
 def test_a_folder_that_was_recorded_elsewhere_reads_in_rows(tmp_path: Path) -> None:
-    """The format asks for no equal shards: whoever has text and hidden states may add one."""
+    """Shards need not be equal: any text with its hidden states may be added as one."""
     for number, length in enumerate((50, 7)):
         write_shard(
             tmp_path / f"{number:05}.safetensors",
@@ -330,7 +330,9 @@ def test_the_plan_counts_bytes_and_what_is_saved() -> None:
         FeaturePlan(1000, 9_000_000, 8_000_000, 0.8, 0.2, 4).require_space(Path("x"))
 
 
-def test_a_plan_is_told_before_anything_is_written(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_plan_is_reported_before_anything_is_written(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     plan = recipe(plan=True)
     assert plan["missing_bytes"] == 16 * 40 * (4 * HIDDEN + 9)
     assert plan["tokens"] == 16 * 40

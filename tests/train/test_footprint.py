@@ -24,7 +24,7 @@ def tensors_like(shape: tuple[int, ...]) -> list[int]:
     return [tensor.data_ptr() for tensor in living if tuple(tensor.shape) == shape]
 
 
-def test_the_backbone_is_neither_changed_nor_copied_and_the_footprint_is_told(tmp_path: Path, monkeypatch) -> None:
+def test_the_backbone_is_neither_changed_nor_copied_and_the_footprint_is_reported(tmp_path: Path, monkeypatch) -> None:
     inner = 53  # a width that nothing but the backbone's MLPs has
     tiny_model("llama", intermediate_size=inner).save_pretrained(tmp_path / "backbone")
     rows = [json.dumps({"input_ids": random_ids(40, seed=seed)}) for seed in range(8)]

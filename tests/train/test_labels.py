@@ -56,7 +56,7 @@ def test_rows_of_a_batch_do_not_touch() -> None:
     assert labels.tolist() == [[[3, IGNORE, IGNORE], [6, IGNORE, IGNORE]]]
 
 
-def test_the_tokens_behind_each_position() -> None:
+def test_the_tokens_after_each_position() -> None:
     """Head k's label is one further than the last of the k + 1 tokens that it may see."""
     ids = torch.tensor([[5, 6, 7, 8]])
     assert following_ids(ids, 3).tolist() == [[[6, 7, 8], [7, 8, 8], [8, 8, 8], [8, 8, 8]]]

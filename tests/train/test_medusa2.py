@@ -95,7 +95,7 @@ def test_heads_and_adapter_learn_and_the_backbones_own_weights_do_not(recipe: An
             assert torch.equal(parameter, before[name.replace(".base_layer", "")])
 
 
-def test_heads_learn_four_times_as_fast_unless_said_otherwise(recipe: Any, seen: Any) -> None:
+def test_heads_learn_four_times_as_fast_by_default(recipe: Any, seen: Any) -> None:
     recipe(training={"learning_rate": 4e-3, "lr_scheduler_type": "constant"})
     recipe("other", training={"learning_rate": 4e-3, "lr_scheduler_type": "constant"}, adapter={"learning_rate": 2e-4})
     for trainer, expected in zip(seen, (1e-3, 2e-4), strict=True):
@@ -190,7 +190,7 @@ def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_a_teacher_that_leans_is_the_product_of_two_distributions(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_a_tilted_teacher_is_the_product_of_two_distributions(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr("train.medusa2.lm_loss.chunk_rows", lambda *args: chunk)
     head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
     teacher, labels, foreseen = torch.randn(7, 8), torch.randint(0, VOCAB, (7,)), torch.randn(7, VOCAB).softmax(-1)
@@ -238,7 +238,7 @@ def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_bef
         assert not found[row, position].any(), "a document begins here"
 
 
-def test_a_leaning_teacher_makes_the_text_easier_to_foresee(recipe: Any, seen: Any) -> None:
+def test_a_tilted_teacher_makes_the_text_easier_to_predict(recipe: Any, seen: Any) -> None:
     """The heads stay as they are, so what changes is the backbone: it gives more of its mass to their guesses."""
     settings = {"max_steps": 12, "save_strategy": "no", "learning_rate": 1e-9}
     still = {"training": settings, "heads": {"num": 2, "lm_head": "shared"}}
@@ -306,7 +306,9 @@ def test_perplexity_is_that_of_transformers_own_loss(llama: Any) -> None:
     assert ours == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-5)
 
 
-def test_quality_is_taken_where_asked_and_a_wrong_file_is_told_first(recipe: Any, seen: Any, tmp_path: Path) -> None:
+def test_quality_is_measured_on_the_given_file_and_a_wrong_one_is_refused_first(
+    recipe: Any, seen: Any, tmp_path: Path
+) -> None:
     own = recipe("own", training={"max_steps": 1})
     (tmp_path / "other.jsonl").write_text(json.dumps({"input_ids": [3] * LENGTH}), encoding="utf-8")
     other = recipe("other", training={"max_steps": 1}, adapter={"quality_data": str(tmp_path / "other.jsonl")})
@@ -454,7 +456,7 @@ def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_leans_unless_there_is_none() -> None:
+def test_a_teacher_is_tilted_by_default_if_there_is_one() -> None:
     assert AdapterConfig().teacher_tilt == 0.06
     assert AdapterConfig(teacher_tilt=0.0).teacher_tilt == 0
     assert AdapterConfig(lm_loss="text").teacher_tilt == 0

@@ -94,7 +94,7 @@ def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninter
         os.close(writer)
         while os.read(reader, 1) != bytes([step]):
             pass
-        time.sleep(rng.random() * 0.02)  # anywhere in the step, or in the saving behind it
+        time.sleep(rng.random() * 0.02)  # anywhere in the step, or in the saving after it
         os.kill(process, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL, "it was not finished"
         os.close(reader)

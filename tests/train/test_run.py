@@ -96,7 +96,7 @@ def test_counts_go_into_the_provenance(recipe: Any, tmp_path: Path, streaming: b
     assert data["first"] == {"with nothing to teach": f"{tmp_path / 'd.jsonl'}:13"}
 
 
-def test_counts_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_are_reported(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for data in ({}, {"streaming": True}):
         assert main(["train", str(recipe(data_with=data)), "--overwrite"]) == 0
         assert "12 documents" in (told := capsys.readouterr().err)
@@ -214,7 +214,7 @@ def test_a_disk_known_to_be_too_small_is_refused_before_training(recipe: Any, mo
 
 
 def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate holds the tensors of all that is kept; the small files beside them are what it leaves out."""
+    """The estimate counts the tensors of all that is kept, without the small files next to them."""
     needed: list[int] = []
     monkeypatch.setattr("train.checkpoints.free_bytes", lambda path: 10**12)
     monkeypatch.setattr("train.checkpoints.readable", lambda size: str(size))

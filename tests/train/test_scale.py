@@ -148,7 +148,7 @@ def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
     )
 
 
-def test_a_launcher_that_started_one_process_of_several_is_told_on(
+def test_a_launcher_that_started_one_process_of_several_gives_a_warning(
     recipe: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -165,7 +165,7 @@ def test_an_lm_head_with_a_bias_is_borrowed_unless_own_ones_are_asked_for() -> N
     asked = new_heads(phi, HeadsConfig(block="square"), "tiny")
     assert asked.config.lm_head == "own"
     assert "has a bias" not in describe(chosen.config, 1, Backbone(phi))
-    assert "with heads.lm_head=shared they begin nearer" in describe(asked.config, 1, Backbone(phi))
+    assert "heads.lm_head=shared starts closer" in describe(asked.config, 1, Backbone(phi))
 
 
 def test_blocks_of_a_head_are_not_one_block(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_heads_that_follow_the_path_learn_from_the_tokens_before(
             assert head.top["1"] < 0.25, "learnt by heart: no power"
 
 
-def test_the_log_tells_every_heads_loss_and_top1(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_the_log_has_every_heads_loss_and_top1(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     run = trainer(model, texts, tmp_path, logging_steps=1, max_steps=2, head_decay=0.5, learning_rate=0.0)
     run.train()
     lines = [line for line in run.state.log_history if "loss" in line]
@@ -246,7 +246,7 @@ def test_the_log_tells_every_heads_loss_and_top1(model: Any, texts: list[OwnText
         assert all(0 <= line[f"head{head + 1}_top1"] <= 1 for head in range(HEADS))
 
 
-def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """On the backbone's own greedy text they are what `medusa evaluate` counts there."""
     run = trainer(model, texts, tmp_path, eval_tree="chain", objective="distill", per_device_eval_batch_size=3)
     for parameter in run.heads.parameters():
@@ -273,7 +273,7 @@ def test_evaluation_tells_accuracies_and_the_trees_tau(model: Any, texts: list[O
 
 @pytest.mark.parametrize("backend", ["chunked", "plain"])
 @pytest.mark.parametrize("heads", [{"kind": "medusa"}, {"kind": "hydra", "prefix_layers": 1}, {"kind": "eagle"}])
-def test_heads_in_float32_beside_a_bfloat16_backbone(
+def test_heads_in_float32_on_a_bfloat16_backbone(
     texts: list[OwnText], tmp_path: Path, heads: dict[str, Any], backend: str
 ) -> None:
     """What a GPU gets by default: trained, evaluated, and counted by `medusa evaluate` alike."""
@@ -334,7 +334,7 @@ def test_gradient_accumulation_is_the_larger_batch(model: Any, texts: list[OwnTe
 
 
 def test_the_objective_says_whose_token_is_the_label(model: Any, tmp_path: Path) -> None:
-    """On its own greedy text both are one; on foreign text `argmax` is what the backbone would have said there."""
+    """On the backbone's own greedy text both are equal; on other text `argmax` is the backbone's own token."""
     foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
     batch_of = trainer(model, foreign, tmp_path).train_dataset
     batch = {name: torch.stack([row[name] for row in batch_of]) for name in batch_of[0]}
@@ -470,7 +470,7 @@ def test_finished_heads_are_not_replaced_silently(recipe: Any, tmp_path: Path) -
         recipe()
 
 
-def test_nothing_to_resume_is_said(recipe: Any) -> None:
+def test_nothing_to_resume_is_an_error(recipe: Any) -> None:
     with pytest.raises(RequestError, match="nothing to resume"):
         recipe(train_with={"resume": True})
 
