@@ -20,15 +20,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError
+from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
-TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-MASK_BLIND = {
-    # model_type: why attention ignores a tree mask or needs more than one (measured). The self-test of
-    # decode/tree_check.py misses them: GPT-Neo's window is longer than its text, half precision hides MPT's biases.
-    "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
-    "mpt": "its ALiBi biases follow slot indices, not positions",
-    "bloom": "its ALiBi biases follow slot indices, not positions",
-}
 REREADS = {"phi3", "phimoe", "phi4_multimodal"}  # their `prepare_inputs_for_generation` drops the cache there
 
 
@@ -51,7 +44,7 @@ class Backbone:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = text_config(model)
         self.base = model.get_decoder()
         head = model.get_output_embeddings()
         if head is None:
@@ -84,19 +77,8 @@ class Backbone:
 
     @cached_property
     def rope_boundary(self) -> int | None:
-        """Length of a text beyond which `longrope` changes the rotations of all its positions; `None` without longrope.
-
-        (`dynamic` also changes them, but only beyond the context, where decoding has ended.)
-        """
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        # Models with several kinds of layers have parameters for each.
-        kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-        ends = [
-            kind.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
-            for kind in kinds
-            if kind.get("rope_type") == "longrope"
-        ]
-        return min(ends, default=None)
+        """See `longrope_boundary`."""
+        return longrope_boundary(self.model)
 
     @property
     def rereads(self) -> bool:
@@ -201,25 +183,7 @@ def at(values: Tensor, last: Tensor | None) -> Tensor:
 
 
 def require_tree_support(model: PreTrainedModel) -> None:
-    """Refuse a model whose config shows that it cannot verify a tree in one forward.
-
-    Raises:
-        RequestError: encoder-decoder, recurrent or convolutional layers, ALiBi, or attention that takes no dense mask.
-    """
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    attention = getattr(config, "_attn_implementation", None) or ""
-    reason = None
-    if model.config.is_encoder_decoder:
-        reason = "encoder-decoder models are not supported"
-    elif getattr(model, "_is_stateful", False) or kinds - TREE_LAYERS:
-        named = ", ".join(sorted(kinds - TREE_LAYERS)) or "recurrent"
-        reason = f"its layers ({named}) keep a state that cannot branch, or choose by themselves what to see"
-    elif config.model_type in MASK_BLIND:
-        reason = MASK_BLIND[config.model_type]
-    elif getattr(config, "alibi", False):
-        reason = "its ALiBi biases follow slot indices, not positions"
-    elif any(name in attention for name in ("flash", "flex", "paged")):
-        reason = f"attention {attention!r} takes no tree mask; load it with sdpa or eager (--attention sdpa)"
-    if reason:
-        raise RequestError(f"{type(model).__name__} ({config.model_type}) cannot hold a tree: {reason}")
+    """Raise RequestError with the reason if the model's config shows that it cannot verify a tree in one forward."""
+    reason = why_no_tree(model)
+    if reason is not None:
+        raise RequestError(f"{type(model).__name__} ({text_config(model).model_type}) cannot hold a tree: {reason}")

@@ -34,33 +34,25 @@ OUR_KEYS = (
 
 
 class Fingerprint(TypedDict, total=False):
-    """The identity of a backbone, in a form that is stored as JSON (`medusa.fingerprint`)."""
+    """The identity of a backbone, stored as JSON (`medusa.fingerprint`)."""
 
-    name: str | None
-    """A folder or Hub id."""
+    name: str | None  # a folder or Hub id
     revision: str | None
     dtype: str
-    architecture: str
-    """The class of transformers."""
-    weights: list[float]
-    """Values at fixed places of its weights."""
-    embedding: list[float]
-    """Values at fixed places of its input embeddings. Heads of the original Hydra come with nothing else."""
+    architecture: str  # the class of transformers
+    weights: list[float]  # values at fixed places of the weights
+    embedding: list[float]  # the same of the input embeddings alone, which heads of the original Hydra come with
 
 
 class PrefixSizes(TypedDict):
-    """The sizes of prefix layers that were trained elsewhere."""
+    """The sizes of prefix layers."""
 
     heads: int
     key_value_heads: int
-    width: int
-    """Of the MLP's hidden layer."""
-    eps: float
-    """Of all norms."""
-    base: float
-    """Of the rotary positions."""
-    norm: bool
-    """Whether a norm follows the last layer, as in Hydra++."""
+    width: int  # of the MLP's hidden layer
+    eps: float  # of all norms
+    base: float  # of the rotary positions
+    norm: bool  # whether a norm follows the last layer, as in Hydra++
 
 
 @dataclass
@@ -104,11 +96,9 @@ class MedusaConfig:
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
         for name in ("hidden_size", "num_heads", "num_layers"):
             _require_count(name, getattr(self, name))
+        _require_count("prefix_layers", self.prefix_layers, at_least=0)
         if self.vocab_size is not None:
             _require_count("vocab_size", self.vocab_size)
-        layers = self.prefix_layers
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
-            raise RequestError(f"heads.prefix_layers is {layers!r}; it must be 0 (none) or more")
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
         if self.vocabulary is not None:
@@ -124,10 +114,7 @@ class MedusaConfig:
             Tree.from_paths(self.tree)
 
     def _require_vocabulary(self, size: int) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_VOCABULARY:
-            raise RequestError(
-                f"heads.vocabulary is {size!r}; it must be at least {MIN_VOCABULARY}, or 0 for all tokens"
-            )
+        _require_count("vocabulary", size, at_least=MIN_VOCABULARY)
         if self.vocab_size is None or size >= self.vocab_size:
             raise RequestError(
                 f"heads.vocabulary is {size} of {self.vocab_size or 'an unknown number of'} tokens; take fewer"
@@ -180,6 +167,6 @@ def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise RequestError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
 
 
-def _require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least 1")
+def _require_count(name: str, value: object, at_least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least {at_least}")

@@ -69,11 +69,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        RequestError: the file is missing or not JSON.
-    """
+    """Read a JSON file; raise RequestError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -83,22 +79,14 @@ def read_json(path: Path) -> Any:
 
 
 def require_absent(path: Path, overwrite: bool) -> None:
-    """Check that a file or folder can be written.
-
-    Raises:
-        RequestError: it exists and `overwrite` is off.
-    """
+    """Raise RequestError if a file or folder exists and `overwrite` is off."""
     if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")
 
 
 @contextlib.contextmanager
 def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
-    """Turn the errors of a full disk, that of `path`, into one readable message.
-
-    Raises:
-        RunError: the disk is full or takes no larger file; `way_out` gives the end of the message.
-    """
+    """Raise RunError if the disk of `path` is full or takes no larger file; `way_out` ends the message."""
     try:
         yield
     except Exception as error:

@@ -147,11 +147,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
 
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
-    """Load the backbone's configuration alone: a quick check before its weights are loaded.
-
-    Raises:
-        RequestError: no such model.
-    """
+    """Load the backbone's configuration alone; raise RequestError if there is no such model."""
     path = str(DEMO) if name_or_path == "demo" else name_or_path
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
@@ -163,11 +159,7 @@ def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Pret
 
 
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
-    """Load the backbone's tokenizer without its weights; `None` if it has none.
-
-    Raises:
-        RequestError: no such model, or a damaged tokenizer.
-    """
+    """Load the backbone's tokenizer without its weights; `None` if it has none."""
     config = load_config(name_or_path, options)
     return _tokenizer((str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path), options)
 

@@ -191,11 +191,7 @@ class Tree:
         return int(self.rank.max())
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Check that heads can fill the tree.
-
-        Raises:
-            RequestError: it is deeper than the number of heads, or takes a rank beyond the vocabulary.
-        """
+        """Raise RequestError if the tree is deeper than the number of heads, or takes a rank beyond the vocabulary."""
         if self.max_depth > num_heads:
             raise RequestError(
                 f"{name} is {self.max_depth} deep but there are {num_heads} heads; "

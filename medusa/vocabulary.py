@@ -10,7 +10,6 @@ Shapes: V the backbone's vocabulary, N the heads', H hidden size.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +21,9 @@ ABSENT = -1
 """The place of a token outside the list."""
 
 
-class SharedRows(NamedTuple):
-    """The rows of a backbone's LM head that some heads use."""
-
-    weight: weakref.ref[Tensor]
-    """The LM head's weights [V, H]."""
-    vocabulary: Tensor
-    rows: nn.Linear
-
-    def is_of(self, weight: Tensor, vocabulary: Tensor) -> bool:
-        """Whether these are the rows of `weight` for `vocabulary`, in its present dtype and on its device."""
-        same = self.weight() is weight and self.vocabulary is vocabulary
-        return same and (self.rows.weight.dtype, self.rows.weight.device) == (weight.dtype, weight.device)
-
-
-# The rows in use for each living set of heads.
-_ROWS: weakref.WeakKeyDictionary[MedusaHeads, SharedRows] = weakref.WeakKeyDictionary()
+# For each living set of heads: an LM head's weights [V, H], the heads' vocabulary, and the rows made of both.
+_ROWS: weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor, nn.Linear]]
+_ROWS = weakref.WeakKeyDictionary()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
@@ -63,15 +49,17 @@ def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
     if heads.vocabulary is None:
         return lm_head
     weight, bias = lm_head.weight, lm_head.bias
-    known = _ROWS.get(heads)
-    if known is not None and known.is_of(weight, heads.vocabulary):
-        return known.rows
+    if heads in _ROWS:
+        of, vocabulary, rows = _ROWS[heads]
+        same = of() is weight and vocabulary is heads.vocabulary
+        if same and (rows.weight.dtype, rows.weight.device) == (weight.dtype, weight.device):
+            return rows
     ids = heads.vocabulary.to(weight.device)
     rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta")
     rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
     if bias is not None:
         rows.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-    _ROWS[heads] = SharedRows(weakref.ref(weight), heads.vocabulary, rows)
+    _ROWS[heads] = weakref.ref(weight), heads.vocabulary, rows
     return rows
 
 

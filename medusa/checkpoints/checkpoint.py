@@ -14,7 +14,6 @@ from medusa.files import Json
 from medusa.heads.kinds import class_of
 
 Tensors = dict[str, Tensor]
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -35,23 +34,27 @@ class Checkpoint:
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
 
+    def is_same(self, other: Checkpoint) -> bool:
+        """Whether the other heads have the same kind and, bit for bit, the same tensors."""
+        kinds = [(heads.config.kind, heads.config.block, heads.tensors.keys()) for heads in (self, other)]
+        return kinds[0] == kinds[1] and all(torch.equal(t, other.tensors[name]) for name, t in self.tensors.items())
+
     def to(self, dtype: torch.dtype) -> Checkpoint:
         """The same heads with their weights in `dtype`."""
         cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
         return replace(self, tensors=cast)
 
 
-def shapes_of(config: MedusaConfig) -> Shapes:
-    """The names and shapes of the tensors of such heads, without any memory for their values."""
+def empty(config: MedusaConfig) -> Checkpoint:
+    """Heads whose tensors have names and shapes, but no memory and no values (torch's meta device)."""
     with torch.device("meta"):
-        heads = class_of(config.kind)(config)
-    return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
+        return Checkpoint(config, class_of(config.kind)(config).state_dict())
 
 
 def require_exactly(
-    tensors: Mapping[str, Tensor], shapes: Shapes, source: str, called: Callable[[str], str] = str
+    tensors: Mapping[str, Tensor], wanted: Tensors, source: str, called: Callable[[str], str] = str
 ) -> None:
-    """Check that `tensors` are those of `shapes`, neither more nor fewer.
+    """Check that `tensors` have the names and shapes of those `wanted`, neither more nor fewer.
 
     Args:
         source: the file or folder, for messages.
@@ -60,23 +63,18 @@ def require_exactly(
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape.
     """
-    for name, shape in shapes.items():
+    for name, like in wanted.items():
         if name not in tensors:
             raise RequestError(f"{source} misses the tensor {called(name)}; its heads are not complete")
-        if tuple(tensors[name].shape) != shape:
-            found = list(tensors[name].shape)
-            raise RequestError(f"{source}: {called(name)} has the shape {found}, not {list(shape)}")
-    unknown = sorted(set(tensors) - set(shapes))
+        if (found := tensors[name].shape) != like.shape:
+            raise RequestError(f"{source}: {called(name)} has the shape {list(found)}, not {list(like.shape)}")
+    unknown = sorted(set(tensors) - set(wanted))
     if unknown:
         raise RequestError(f"{source} holds the tensor {called(unknown[0])}, which belongs to no head; remove it")
 
 
 def require_vocabulary(tokens: Tensor, config: MedusaConfig, source: str) -> None:
-    """Check the list of the tokens that heads guess among.
-
-    Raises:
-        RequestError: they are not token ids of the backbone, each once.
-    """
+    """Raise RequestError unless the tokens that heads guess among are token ids of the backbone, each once."""
     if tokens.dtype != torch.int64:
         raise RequestError(f"{source}: vocabulary is {tokens.dtype}; it must be a list of token ids (int64)")
     assert config.vocab_size is not None, "refused by the config"

@@ -90,11 +90,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> t
 
 
 def _require_our_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Check that the layer computes what ours computes.
-
-    Raises:
-        RequestError: it reads several hidden states, has other constants, or misses a tensor.
-    """
+    """Raise RequestError if the layer reads several hidden states, has other constants than ours, or is incomplete."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         raise RequestError(
             f"{source} reads hidden states of several layers (fc); heads here read the last one "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from medusa.checkpoints.eagle3 import is_eagle3
 from medusa.checkpoints.layout import CONFIG, DEMO, HEADS_FILES, PROVENANCE
@@ -15,24 +15,20 @@ from medusa.errors import RequestError, first_line
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
-@dataclass(frozen=True)
-class HubOptions:
-    """How to download from the Hub."""
+class HubOptions(TypedDict, total=False):
+    """Options of `huggingface_hub.snapshot_download`."""
 
-    revision: str | None = None
+    revision: str | None
     """A branch, tag or commit."""
-    token: str | bool | None = None
+    token: str | bool | None
     """For private and gated repositories; by default that of `hf auth login`."""
-    cache_dir: str | Path | None = None
+    cache_dir: str | Path | None
     """Where downloads are kept; by default the Hub's own cache."""
-    local_files_only: bool = False
+    local_files_only: bool
     """Use earlier downloads only."""
 
 
-HUB_DEFAULTS = HubOptions()
-
-
-def find_folder(name_or_path: str | Path, hub: HubOptions = HUB_DEFAULTS) -> Path:
+def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     """The local folder of the heads; a Hub id is downloaded.
 
     Raises:
@@ -59,15 +55,7 @@ def _download(name: str, hub: HubOptions) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:
-        folder = snapshot_download(
-            name,
-            allow_patterns=[*patterns],
-            revision=hub.revision,
-            token=hub.token,
-            cache_dir=hub.cache_dir,
-            local_files_only=hub.local_files_only,
-        )
-        return Path(folder)
+        return Path(snapshot_download(name, allow_patterns=[*patterns], **hub))
 
     folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, *INDICES)
     if any((folder / name).is_file() for name in HEADS_FILES):
@@ -81,11 +69,7 @@ def _download(name: str, hub: HubOptions) -> Path:
 
 
 def stored_heads(folder: Path) -> Stored:
-    """The tensors of a file of heads or, if there is none, of a model with heads inside.
-
-    Raises:
-        RequestError: the folder holds no heads.
-    """
+    """The tensors of a file of heads or, if there is none, of a model with heads inside; neither is an error."""
     path = next((folder / name for name in HEADS_FILES if (folder / name).is_file()), None)
     if path is not None:
         return Stored.of_files(folder, [path])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from medusa.checkpoints.checkpoint import Shapes, Tensors, require_exactly, shapes_of
+from medusa.checkpoints.checkpoint import Tensors, empty, require_exactly
 from medusa.config import Fingerprint, MedusaConfig, PrefixSizes
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -79,25 +79,23 @@ def from_original(tensors: Tensors, published: Json, source: str) -> tuple[Medus
         base_model_name_or_path=base,
         backbone=backbone,
     )
-    shapes = shapes_of(config)
-    names = {ours: _names(ours, sizes) for ours in shapes}
-    wanted: Shapes = {}
-    for ours, shape in shapes.items():
-        # LM heads [K, H, V] and their biases [K, V] are [V, H] and [V] in the file, one for each head.
-        wanted |= dict.fromkeys(names[ours], shape[:0:-1] if ours in ("lm_heads", "lm_biases") else shape)
+    ours = empty(config).tensors
+    names = {name: _names(name, sizes) for name in ours}
+    wanted: Tensors = {}
+    for name, tensor in ours.items():
+        if name in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V]; in the file [V, H] and [V] for each head
+            wanted |= zip(names[name], tensor.mT if name == "lm_heads" else tensor, strict=True)
+        else:
+            wanted[names[name][0]] = tensor
     require_exactly({name: tensors[name] for name in tensors if name not in LEFT_OUT}, wanted, source)
-    found = {ours: tensors[of_ours[0]].clone() for ours, of_ours in names.items()}  # blocks that were one are parted
+    found = {name: tensors[theirs[0]].clone() for name, theirs in names.items()}  # blocks that were one are parted
     found["lm_heads"] = torch.stack([tensors[name] for name in names["lm_heads"]]).transpose(1, 2).contiguous()
     found["lm_biases"] = torch.stack([tensors[name] for name in names["lm_biases"]])
     return config, found
 
 
 def _sizes(tensors: Tensors, source: str) -> Sizes:
-    """Count heads and blocks by the names, and read the sizes from the tensors.
-
-    Raises:
-        RequestError: the first head is not complete, or its heads see no tokens.
-    """
+    """Count heads and blocks by the names, and read the sizes from the tensors; refuse heads that see no tokens."""
     blocks = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     of_first = sorted(block for head, block in blocks if head == 0)
     if not of_first:
@@ -130,11 +128,7 @@ def _names(ours: str, sizes: Sizes) -> list[str]:
 
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
-    """The sizes of the prefix layer, which is a Llama layer as in the backbone, from the backbone's config.
-
-    Raises:
-        RequestError: the backbone's config cannot be loaded, or is not that of a Llama.
-    """
+    """The sizes of the prefix layer, which is a Llama layer as in the backbone, from the backbone's config."""
     need = f"{source}: its prefix layer is made as the backbone's config says"
     way_out = "name a folder or Hub id that has it as base_model_name_or_path in the heads' config.json"
     if not base:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
-from medusa.checkpoints.checkpoint import Checkpoint, Tensors, require_exactly, require_vocabulary, shapes_of
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_vocabulary
 from medusa.checkpoints.eagle3 import from_eagle3, is_eagle3
-from medusa.checkpoints.find import HUB_DEFAULTS, HubOptions, find_folder, stored_heads
+from medusa.checkpoints.find import HubOptions, find_folder, stored_heads
 from medusa.checkpoints.hydra import from_original
 from medusa.checkpoints.layout import CONFIG, HYDRA_WEIGHTS, PROVENANCE
 from medusa.checkpoints.names import PUBLISHED, Found, find
@@ -17,13 +18,13 @@ from medusa.errors import RequestError
 from medusa.files import Json, read_json
 
 
-def load(name_or_path: str | Path, hub: HubOptions = HUB_DEFAULTS) -> Checkpoint:
+def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
     """Read heads from `demo`, a local folder or a Hub id.
 
     Raises:
         RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
     """
-    folder = find_folder(name_or_path, hub)
+    folder = find_folder(name_or_path, **hub)
     stored = stored_heads(folder)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict):
@@ -63,12 +64,8 @@ def _from_others(stored: Stored, published: Json, source: str, asked: str) -> Ch
 
 
 def _checked(config: MedusaConfig, tensors: Tensors, source: str) -> Checkpoint:
-    """Heads from tensors by our names.
-
-    Raises:
-        RequestError: a tensor is missing, unknown or of the wrong shape.
-    """
-    require_exactly(tensors, shapes_of(config), source)
+    """Heads from tensors by our names, after a check that these are all."""
+    require_exactly(tensors, empty(config).tensors, source)
     if config.vocabulary is not None:
         require_vocabulary(tensors["vocabulary"], config, source)
     return Checkpoint(config, tensors)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from medusa.checkpoints.checkpoint import Checkpoint, Shapes, Tensors, require_exactly, require_vocabulary
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_vocabulary
 from medusa.checkpoints.names import Found
 from medusa.config import OUR_KEYS, MedusaConfig
 from medusa.errors import RequestError
@@ -60,7 +60,7 @@ def from_published(found: Found, published: Json, source: str) -> Checkpoint:
         RequestError: a tensor is missing, unknown or of the wrong shape.
     """
     config = _config_of(found, published, source)
-    require_exactly(found.tensors, _shapes(config), source, found.called)
+    require_exactly(found.tensors, to_published(empty(config)), source, found.called)
     stacked = _stacked(found.tensors, config)
     if found.vocabulary is not None:
         vocab_size = published.get("vocab_size") or 1 + int(found.vocabulary.max())
@@ -102,11 +102,7 @@ def _config_of(found: Found, published: Json, source: str) -> MedusaConfig:
 
 
 def _parts(found: Found, source: str) -> set[tuple[int, int, str]]:
-    """Head, layer and part of every tensor.
-
-    Raises:
-        RequestError: a tensor has another name, or cannot be a head's; or there is no tensor.
-    """
+    """Head, layer and part of every tensor; a tensor that cannot be a head's is an error."""
     for name, tensor in found.tensors.items():
         if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
             raise RequestError(
@@ -119,28 +115,6 @@ def _parts(found: Found, source: str) -> set[tuple[int, int, str]]:
         held = f"holds the tensor {found.called(unknown[0])}" if unknown else "holds no tensor"
         raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
     return {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
-
-
-def _shapes(config: MedusaConfig) -> Shapes:
-    """The published names of such heads and the shapes of their tensors."""
-    size, inner = config.hidden_size, config.inner_size
-    shapes: Shapes = {
-        "linear.weight": (size, size),
-        "linear.bias": (size,),
-        "up.weight": (inner, size),
-        "up.bias": (inner,),
-        "down.weight": (size, inner),
-        "down.bias": (size,),
-    }
-    out = {
-        f"{head}.{layer}.{part}": shapes[part]
-        for head in range(config.num_heads)
-        for layer in range(config.num_layers)
-        for part in PARTS[config.block].values()
-    }
-    if config.lm_head == "own" and config.vocab_size is not None:
-        out |= {f"{head}.{config.num_layers}.weight": (config.vocab_size, size) for head in range(config.num_heads)}
-    return out
 
 
 def _stacked(tensors: Tensors, config: MedusaConfig) -> Tensors:

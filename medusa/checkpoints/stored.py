@@ -70,11 +70,7 @@ class Stored(Mapping[str, Tensor]):
         return len(self.places)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor.
-
-        Raises:
-            RequestError: its file is damaged or missing.
-        """
+        """Read a tensor; raise RequestError if its file is damaged or missing."""
         path = self.places[name]
         if not path.is_file():
             raise RequestError(f"{path} does not exist, and should hold {name}; download it")
@@ -109,11 +105,7 @@ def _names(path: Path, pickled: Pickled) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file in the same folder that holds each tensor, by its name.
-
-    Raises:
-        RequestError: a damaged index, or one that names a file elsewhere.
-    """
+    """The file in the same folder that holds each tensor, by its name; raise RequestError for a damaged index."""
     content = read_json(path)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):

@@ -52,15 +52,9 @@ class Written:
 
 
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
-    """Check that a format of Medusa heads can hold the heads: independent ones of square blocks.
+    """Raise RequestError unless the heads are independent ones of square blocks, as the format `name` needs them.
 
-    Args:
-        config: that of the heads.
-        name: that of the format.
-        kinds: the way out if the kind is wrong.
-
-    Raises:
-        RequestError: it cannot.
+    `kinds`: the way out if the kind is wrong.
     """
     for wrong, way_out in {
         f"kind {config.kind}": kinds if config.kind != "medusa" else None,

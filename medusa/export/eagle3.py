@@ -17,11 +17,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def write_eagle3(export: Export, name: str) -> None:
-    """Write the files.
-
-    Raises:
-        RequestError: heads that are no layer of EAGLE-3, or not of this backbone.
-    """
+    """Write the files; raise RequestError if the heads are no layer of EAGLE-3, or not of this backbone."""
     heads, config = export.heads, export.heads.config
     require_gated(config, name)
     backbone = load_config(export.backbone).get_text_config(decoder=True)
@@ -74,11 +70,7 @@ def eagle3_config(config: MedusaConfig, dtype: torch.dtype, vocab_size: int, con
 
 
 def require_gated(config: MedusaConfig, name: str) -> None:
-    """Check that heads of kind eagle are a layer of EAGLE-3.
-
-    Raises:
-        RequestError: they are not.
-    """
+    """Raise RequestError unless heads of kind eagle are a layer of EAGLE-3."""
     if config.servable:
         return
     wrong = [

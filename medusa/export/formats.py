@@ -23,11 +23,7 @@ FORMATS = {
 
 
 def writer(name: str) -> Callable[[Export], Written]:
-    """The function that writes a format. It checks that the format can hold the heads before it writes anything.
-
-    Raises:
-        RequestError: no such format.
-    """
+    """The function that writes a format. It checks that the format can hold the heads before it writes anything."""
     if name not in FORMATS:
         raise RequestError(f"--to is {name!r}; choose one of {', '.join(FORMATS)}")
     module, _, function = FORMATS[name].partition(":")

@@ -20,11 +20,7 @@ FORMER_NAMES = ("embed_out.weight",)
 
 
 def with_own_lm_heads(export: Export) -> Checkpoint:
-    """The heads with LM heads of their own: copies of the backbone's, in the heads' dtype, if they share it.
-
-    Raises:
-        RequestError: the backbone's LM head cannot be read, or has another size.
-    """
+    """The heads with LM heads of their own: copies of the backbone's, in the heads' dtype, if they share it."""
     heads, config = export.heads, export.heads.config
     if config.lm_head == "own":
         return heads

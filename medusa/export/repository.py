@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.save import save
@@ -66,33 +67,27 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
     return written
 
 
-def push(
-    heads: Checkpoint,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    commit_message: str | None = None,
-    license: str | None = None,
-    benchmark: str | Path | None = None,
-) -> str:
-    """Publish heads as the repository `repo_id`, which is made if it does not exist.
+class PushOptions(TypedDict, total=False):
+    """How to publish heads."""
+
+    private: bool | None
+    """Whether a new repository is private; by default as the account's settings say."""
+    token: str | bool | None
+    """By default that of `hf auth login`."""
+    revision: str | None
+    """A branch, made if it does not exist; by default main."""
+    commit_message: str | None
+    """By default the number and kind of the heads and their backbone."""
+    license: str | None
+    """The Hub's name of it, for the card."""
+    benchmark: str | Path | None
+    """A file of `medusa benchmark --json` about these heads, for the card."""
+
+
+def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str:
+    """Publish heads as the repository `repo_id`, which is made if it does not exist; return the commit's address.
 
     Files of the same names are replaced, the card, too; git keeps the old ones.
-
-    Args:
-        heads: which heads.
-        repo_id: the repository's Hub id.
-        private: whether a new repository is; by default as the account's settings say.
-        token: by default that of `hf auth login`.
-        revision: a branch, made if it does not exist; by default main.
-        commit_message: by default the number and kind of the heads and their backbone.
-        license: the Hub's name of it, for the card.
-        benchmark: a file of `medusa benchmark --json` about these heads, for the card.
-
-    Returns:
-        The address of the commit.
 
     Raises:
         RequestError: no such repository for this token, or a wrong name, licence or benchmark.
@@ -101,21 +96,19 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
-    facts = Facts(repo_id=repo_id, license=license, benchmark=None if benchmark is None else read_benchmark(benchmark))
-    api = HfApi(token=token)
+    benchmark, revision = options.get("benchmark"), options.get("revision")
+    measured = None if benchmark is None else read_benchmark(benchmark)
+    facts = Facts(repo_id=repo_id, license=options.get("license"), benchmark=measured)
+    api = HfApi(token=options.get("token"))
     try:
-        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        repo = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             config = write_repository(heads, Path(folder), facts).config
             of = config.base_model_name_or_path or "their backbone"
-            done = api.upload_folder(
-                repo_id=repo,
-                folder_path=folder,
-                revision=revision,
-                commit_message=commit_message or f"{config.num_heads} {config.kind} heads for {of}",
-            )
+            message = options.get("commit_message") or f"{config.num_heads} {config.kind} heads for {of}"
+            done = api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
         raise RequestError(
             f"cannot push to {repo_id}: {first_line(error)}; log in with `hf auth login`, or pass a token that may "

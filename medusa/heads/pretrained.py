@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from medusa.heads.kinds import class_of
 
 if TYPE_CHECKING:
     from medusa.checkpoints.checkpoint import Checkpoint
+    from medusa.checkpoints.find import HubOptions
+    from medusa.export.repository import PushOptions
 
 
 class PretrainedHeads(nn.Module):
@@ -55,29 +57,21 @@ class PretrainedHeads(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
+        **hub: Unpack[HubOptions],
     ) -> Self:
         """Load heads from `demo`, a local folder or a Hub id, in any format of docs/formats.md.
 
         Args:
             name_or_path: which heads.
             dtype, device: where the heads are kept; by default the dtype of the file, on the CPU.
-            revision: a branch, tag or commit on the Hub.
-            token: for private and gated repositories; by default that of `hf auth login`.
-            cache_dir: where downloads are kept; by default the Hub's own cache.
-            local_files_only: use earlier downloads only.
+            hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
 
         Raises:
             RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
         """
-        from medusa.checkpoints.find import HubOptions
         from medusa.checkpoints.load import load
 
-        checkpoint = load(name_or_path, HubOptions(revision, token, cache_dir, local_files_only))
-        return cls.from_checkpoint(checkpoint).to(device=device, dtype=dtype)
+        return cls.from_checkpoint(load(name_or_path, **hub)).to(device=device, dtype=dtype)
 
     def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
         """Write the heads into `folder`, each file whole or not at all.
@@ -95,33 +89,16 @@ class PretrainedHeads(nn.Module):
         checkpoint = self.checkpoint()
         save(checkpoint if provenance is None else replace(checkpoint, provenance=provenance), Path(folder), overwrite)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str | None = None,
-        license: str | None = None,
-        benchmark: str | Path | None = None,
-    ) -> str:
-        """Publish the heads on the Hub, with a model card and code for plain transformers.
+    def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
+        """Publish the heads with a model card and code for plain transformers (`medusa.export.repository.push`).
 
-        Args: those of `medusa.export.repository.push`.
+        Args:
+            repo_id: the repository's Hub id.
+            options: `private`, `token`, `revision`, `commit_message`, `license` and `benchmark`.
 
         Returns:
             The address of the commit.
         """
         from medusa.export.repository import push
 
-        return push(
-            self.checkpoint(),
-            repo_id,
-            private=private,
-            token=token,
-            revision=revision,
-            commit_message=commit_message,
-            license=license,
-            benchmark=benchmark,
-        )
+        return push(self.checkpoint(), repo_id, **options)

@@ -17,11 +17,7 @@ HEAD_SIZE = 64
 
 
 def attention_heads(hidden_size: int) -> int:
-    """Number of attention heads of one even size, as near to 64 as the hidden size allows.
-
-    Raises:
-        RequestError: an odd hidden size.
-    """
+    """Number of attention heads of one even size, as near to 64 as the hidden size allows, which must be even."""
     if hidden_size % 2:
         raise RequestError(
             f"attention in heads needs an even hidden size, not {hidden_size}; take heads.kind=recurrent instead of "

@@ -79,11 +79,7 @@ def parse_record(row: object, where: str) -> Record:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse one line or value of JSON.
-
-    Raises:
-        RequestError: it is not JSON; the message begins with `where`.
-    """
+    """Parse JSON; the message of the error begins with `where`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

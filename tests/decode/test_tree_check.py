@@ -22,7 +22,7 @@ from decode.cache import TreeCache
 from decode.masks import FULL_LAYER, LayerKind, visible
 from decode.topology import Topology
 from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
-from medusa import RequestError, backbone
+from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
 from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, tiny_model
 
@@ -156,13 +156,13 @@ def test_what_is_refused_by_name_would_be_caught_by_numbers(family: str, monkeyp
 
 def test_why_gpt_neo_stands_on_the_list() -> None:
     """Its window is built into the model, longer than any quick test: short texts show nothing."""
-    assert "gpt_neo" in backbone.MASK_BLIND
+    assert "gpt_neo" in tree_support.MASK_BLIND
     assert check_tree_forward(tiny_model("gpt_neo", window_size=256)).ok
 
 
 def test_why_mpt_stands_on_the_list() -> None:
     """Its biases are small beside the rounding of half precision; in float32 they are not."""
-    assert "mpt" in backbone.MASK_BLIND
+    assert "mpt" in tree_support.MASK_BLIND
     assert not check_tree_forward(tiny_model("mpt")).ok
     assert check_tree_forward(tiny_model("mpt", dtype=torch.bfloat16)).ok
 
@@ -312,7 +312,7 @@ def test_a_model_is_tried_once_however_it_is_used(monkeypatch: pytest.MonkeyPatc
 
 def test_a_refusal_is_remembered_and_reaches_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, model = counted(monkeypatch), tiny_model("mpt")
-    monkeypatch.setattr(backbone, "MASK_BLIND", {})
+    monkeypatch.setattr(tree_support, "MASK_BLIND", {})
     for _ in range(2):
         with pytest.raises(RequestError, match=r"MptForCausalLM \(mpt\) cannot hold a tree: a tree forward differs"):
             generate(model, random_heads(model), PROMPT, max_new_tokens=3, do_sample=False)

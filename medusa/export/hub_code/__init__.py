@@ -1,7 +1,7 @@
 """Medusa decoding for plain transformers: the parts of the one file that a Hub repository holds.
 
 `custom_generate/generate.py` is one file, because transformers before 5.21 cannot load a second one from the Hub on
-Windows. `bundle` joins the parts into it. They import torch, transformers and safetensors, and nothing of this package.
+Windows. `bundle` joins the parts into it. They import torch, transformers, safetensors, and each other.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-PARTS = ("generate", "decoding", "heads", "tree_check", "support")
+HERE = Path(__file__).parent
+PARTS = [HERE / f"{name}.py" for name in ("generate", "decoding", "heads", "tree_check", "support")]
+PARTS.append(HERE.parents[1] / "tree_support.py")
 
 
 def bundle() -> str:
     """The parts as one module: the first one's docstring, all imports from outside, then the code of each part."""
-    texts = [Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in PARTS]
+    texts = [part.read_text(encoding="utf-8") for part in PARTS]
     modules: set[str] = set()
     names: defaultdict[str, set[str]] = defaultdict(set)
     bodies = []
@@ -24,10 +26,10 @@ def bundle() -> str:
         for node in imports:
             if isinstance(node, ast.Import):
                 modules |= {ast.unparse(node)}
-            elif not node.level:  # from outside
+            elif not node.level and node.module != "medusa.tree_support":  # no part
                 names[node.module or ""] |= {ast.unparse(alias) for alias in node.names}
         code = "\n".join(text.splitlines()[imports[-1].end_lineno :]).strip("\n")
-        bodies.append(f"# --- {part} {'-' * (113 - len(part))}\n\n{code}")
+        bodies.append(f"# --- {part.stem} {'-' * (113 - len(part.stem))}\n\n{code}")
     outside = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
     docstring = ast.get_docstring(ast.parse(texts[0]), clean=False)
     head = [f'"""{docstring}"""', "", outside[0], "", *sorted(modules), *outside[1:]]  # the first one is __future__

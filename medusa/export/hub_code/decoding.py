@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from medusa.tree_support import longrope_boundary, text_config
+
 from .heads import CandidateTree, Heads
-from .support import longrope_boundary, require, text_config
+from .support import require
 
 
 class Continuation:

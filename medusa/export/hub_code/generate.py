@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,21 +105,17 @@ def generate(
     return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
 
 
+@dataclass
 class RowDecoder:
     """Decodes one row after the other, each through transformers' own `generate`, which prepares everything."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        heads: Heads,
-        tree: CandidateTree,
-        streamer: Any,
-        step_lengths: list[int] | None,
-    ) -> None:
-        self.model, self.heads, self.tree = model, heads, tree
-        self.streamer, self.step_lengths = streamer, step_lengths
-        self.config: GenerationConfig | None = None
-        """The config as `generate` prepared it for the last row."""
+    model: PreTrainedModel
+    heads: Heads
+    tree: CandidateTree
+    streamer: Any
+    step_lengths: list[int] | None
+    config: GenerationConfig | None = None
+    """The config as `generate` prepared it for the last row."""
 
     def continued(self, prompt: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """prompt [1, T] -> its new ids."""

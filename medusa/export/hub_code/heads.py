@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .support import require, text_config
+from medusa.tree_support import text_config
+
+from .support import require
 
 CONFIG, WEIGHTS = "config.json", "medusa_lm_head.safetensors"
 KINDS = ("medusa", "cascade")

@@ -1,11 +1,11 @@
-"""What all parts use, and the check of options that cannot be combined with heads."""
+"""Checks of options that cannot be combined with heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -15,16 +15,8 @@ def require(holds: object, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
 def require_supported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Check the options and inputs that `generate` prepared.
-
-    Raises:
-        ValueError: one that cannot be combined with heads.
-    """
+    """Raise ValueError if an option or input that `generate` prepared cannot be combined with heads."""
     mode = config.get_generation_mode().value
     require(mode in ("greedy_search", "sample"), f"{mode.replace('_', ' ')} cannot be combined with heads")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
@@ -36,16 +28,3 @@ def require_supported(config: GenerationConfig, model_kwargs: dict[str, Any]) ->
             not isinstance(value, Tensor) or name in MODEL_INPUTS,
             f"the model input {name} is not supported with heads; only text can be continued",
         )
-
-
-def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """The length at which longrope changes the rotations of a whole text; `None` for models without it."""
-    config = text_config(model)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-    ends = [
-        kind.get("original_max_position_embeddings") or config.original_max_position_embeddings
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
-    return min(ends, default=None)

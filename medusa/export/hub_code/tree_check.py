@@ -7,40 +7,29 @@ import weakref
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from medusa.tree_support import text_config, why_no_tree
+
 from .decoding import tree_forward
 from .heads import CandidateTree
-from .support import require, text_config
+from .support import require
 
 # The reason why each living model cannot hold a tree, or None.
 _REASONS: weakref.WeakKeyDictionary[PreTrainedModel, dict[object, str | None]] = weakref.WeakKeyDictionary()
 
 
 def require_tree_support(model: PreTrainedModel) -> None:
-    """Check once a model that a forward over a tree gives what plain forwards give.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError if a forward over a tree does not give what plain forwards give; tested once a model."""
     known = _REASONS.setdefault(model, {})
     key = (model.dtype, model.device, model.training, getattr(text_config(model), "_attn_implementation", None))
     if key not in known:
-        known[key] = _why_no_tree(model)
+        known[key] = _reason(model)
     require(known[key] is None, f"{type(model).__name__} cannot hold a tree: {known[key]}")
 
 
-def _why_no_tree(model: PreTrainedModel) -> str | None:
+def _reason(model: PreTrainedModel) -> str | None:
     """The reason by the model's config, else by the logits of a small tree."""
-    config = text_config(model)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    attention = getattr(config, "_attn_implementation", None) or ""
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder"
-    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
-        return "it has layers whose state cannot branch, or that choose by themselves what to see"
-    if config.model_type in ("bloom", "gpt_neo", "mpt") or getattr(config, "alibi", False):
-        return "its attention goes by slots of the cache, not by positions"
-    if any(name in attention for name in ("flash", "flex", "paged")):
-        return f"attention {attention!r} takes no tree mask; load it with attn_implementation='sdpa' or 'eager'"
+    if (reason := why_no_tree(model)) is not None:
+        return reason
     if model.training:
         return "it is in train mode; call model.eval()"
     error = _tree_error(model)

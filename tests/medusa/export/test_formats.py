@@ -24,7 +24,6 @@ from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS, WEIGHTS
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.save import save_tensors
 from medusa.checkpoints.stored import Stored
-from medusa.export.check import sample_logits
 from medusa.export.formats import FORMATS
 from medusa.export.lm_head import read_lm_head
 from medusa.files import read_json
@@ -103,7 +102,15 @@ def write(folder: Path, tensors: dict[str, Tensor], config: Any, name: str = MOD
 
 
 def same(heads: MedusaHeads, again: MedusaHeads) -> bool:
-    return torch.equal(sample_logits(heads), sample_logits(again))
+    """Whether heads are of one kind and compute the same logits from the same inputs."""
+    shape, generator = (8, heads.config.num_heads, heads.config.hidden_size), torch.Generator().manual_seed(0)
+    hidden, following = (
+        torch.randn(*shape, generator=generator).to(heads.dtype)[:, 0],
+        torch.randn(*shape).to(heads.dtype),
+    )
+    rows = torch.randn(64, shape[-1], generator=generator).to(heads.dtype)
+    first, second = (h(HeadInputs(hidden, following), lambda x: x @ rows.T) for h in (heads, again))
+    return heads.checkpoint().is_same(again.checkpoint()) and torch.equal(first, second)
 
 
 # What is written
@@ -863,7 +870,7 @@ def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
     monkeypatch.setattr("medusa.export.tgi.save_tensors", transposed)
     words = ["--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone)]
     assert main(["export", "--to", "tgi", *words]) == 1
-    assert "other logits" in capsys.readouterr().err
+    assert "other weights" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
 
 

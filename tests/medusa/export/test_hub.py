@@ -248,7 +248,7 @@ def test_text_in_the_cache_already_is_refused(llama: Any, tmp_path: Path) -> Non
 def test_models_that_cannot_hold_a_tree_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = repository(random_heads(tiny_model("llama"), 3), tmp_path / "heads")
     mamba = tiny_model("mamba")
-    with pytest.raises(ValueError, match="cannot hold a tree: it has layers whose state cannot branch"):
+    with pytest.raises(ValueError, match=r"cannot hold a tree: its layers .* keep a state that cannot branch"):
         by_hub(mamba, folder, [1, 2, 3], max_new_tokens=4)
     training = tiny_model("llama").train()
     with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
@@ -405,7 +405,6 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytes
         "revision": "v2",
         "token": "secret",
         "cache_dir": "there",
-        "local_files_only": False,
     }
     assert {CONFIG, PROVENANCE, WEIGHTS} <= set(patterns)
     assert not any(pattern.endswith((".py", "*")) for pattern in patterns), "code is never fetched"
