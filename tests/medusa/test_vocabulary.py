@@ -241,8 +241,15 @@ def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
     assert passes([made.run(Rule("rejection", draft), 0, 20_000) for draft in ("topk", "sample")])
 
 
-@pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
-@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "own"), ("medusa", "shared"), ("recurrent", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "lm_head", "tree"),
+    [
+        ("medusa", "own", "topk:3,2,1"),
+        ("medusa", "shared", "dynamic:9"),
+        ("recurrent", "shared", "topk:3,2,1"),
+        ("recurrent", "own", "dynamic:9"),
+    ],
+)
 def test_whole_steps_can_be_compiled(
     llama: Any, kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
