@@ -89,7 +89,7 @@ class CompletionApi:
         return await self._respond(request, parse(await _body(request), CompletionRequest))
 
     async def chats(self, request: HttpRequest) -> Response:
-        """ApiAnswer a conversation."""
+        """Answer a conversation."""
         return await self._respond(request, parse(await _body(request), ChatRequest))
 
     async def _respond(self, request: HttpRequest, asked: CompletionRequest | ChatRequest) -> Response:
@@ -165,7 +165,7 @@ class _AnnouncedServer(uvicorn.Server):
 def serve(
     api: CompletionApi, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
 ) -> None:
-    """ApiAnswer requests until the program is ended. `on_start` is called when the server listens."""
+    """Answer requests until the program is ended. `on_start` is called when the server listens."""
     app = api.app(allowed_hosts)
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)
     _AnnouncedServer(config, on_start).run()

@@ -205,7 +205,6 @@ def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[Drafte
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for
-    from decode.bench.lossy import compare_lossy_rules
 
     further = [measure.prompt_lookup(job)] if args.prompt_lookup else []
     if args.draft_model:
@@ -217,7 +216,7 @@ def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[Drafte
     if args.temperatures:
         result.temperatures = [measure.at_temperature(job, at) for at in args.temperatures]
     if args.lossy:
-        result.lossy = compare_lossy_rules(job)
+        result.lossy = measure.compare_lossy_rules(job)
     if args.report and job.source.heads is not None:
         measure.add_details(job, result.medusa, files_for(common.heads_folder(args.heads)))
     return result
