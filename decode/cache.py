@@ -1,8 +1,8 @@
-"""The KV cache of a tree: append all nodes, keep the accepted path.
+"""The KV cache of tree decoding: append all nodes of a draft, then keep the accepted path.
 
-Row b owns the slots [0, lengths[b]) and slot == position: no padding holes, so rows of different length, windows and
-compaction stay simple. A forward appends its nodes behind a row's slots and commits nothing; `commit` then moves the
-accepted ones to the front. Memory is allocated once, ahead of the text, and written in place.
+Row b owns the slots [0, lengths[b]), and a token's slot is its position. There are no holes for padding, which keeps
+rows of different length, windows and compaction simple. A forward appends its nodes after each row's slots and commits
+nothing; `commit` then moves the accepted nodes forward. Memory is allocated ahead of the text, and written in place.
 
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
@@ -19,40 +19,39 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-GROWTH, GROWTH_AT_MOST = 256, 4096
-"""Slots that are allocated beyond what was asked for: as many again, but never twice the memory of a long text."""
+MIN_GROWTH, MAX_GROWTH = 256, 4096
+"""Slots that are added beyond what is needed: as many again as there are, but never twice the memory of a long text."""
 
 
 class Arena:
-    """Keys and values of all layers of one shape in one tensor: a commit is two operations, not four a layer."""
+    """Keys and values of all layers of one shape in one tensor, so that a commit takes two operations in all."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
-        # Zeros, not whatever lay there: a masked NaN would still reach the output, as 0 x NaN.
+        # Zeros, because uninitialised memory may hold NaN, and a masked NaN still reaches the output as 0 x NaN.
         self.buffer = like.new_zeros(count, batch, heads, capacity, size)  # [count, B, H, S, D]
         self.used = 0
 
-    @property
-    def capacity(self) -> int:
-        return self.buffer.shape[3]
-
     def take(self) -> int:
+        """The index of the next free tensor."""
         self.used += 1
         return self.used - 1
 
     def grow(self, capacity: int) -> None:
+        """Copy everything into a larger buffer."""
         old = self.buffer
         self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
         self.buffer[..., : old.shape[3], :] = old
 
     def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""
         self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
 
 
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the arenas, in the form that transformers' attention calls."""
 
-    is_sliding = False  # windows are in our masks, by position; no key is ever dropped
+    is_sliding = False  # our masks limit windows by position, so no key is ever dropped
     is_compileable = False
     is_croppable = False
     keys: Tensor
@@ -64,20 +63,18 @@ class TreeLayer(CacheLayerMixin):
         self.places: list[tuple[Arena, int]] = []  # of keys and of values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Where keys and values have one shape, as in most models, one arena holds both.
-        self.places = [
-            self.owner.place(states, 2 if key_states.shape == value_states.shape else 1)
-            for states in (key_states, value_states)
-        ]
+        # If keys and values have one shape, as in most models, one arena holds both.
+        per_layer = 2 if key_states.shape == value_states.shape else 1
+        self.places = [self.owner.place(states, per_layer) for states in (key_states, value_states)]
         self.bind()
         self.is_initialized = True
 
     def bind(self) -> None:
-        """Point `keys` and `values` at the arenas, after they were made, grown or selected from."""
+        """Point `keys` and `values` at the arenas, after these were made or replaced."""
         self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `key_states` [B, H, N, D] behind each row's slots; returns all keys and values [B, H, S, D]."""
+        """Append `key_states` [B, H, N, D] after each row's slots; returns all keys and values [B, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner, count = self.owner, key_states.shape[2]
@@ -110,13 +107,13 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """A KV cache whose rows have lengths of their own; `commit` is all that it adds to transformers' interface."""
+    """A KV cache whose rows have different lengths, with `commit` in addition to transformers' interface."""
 
     def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
-        """`capacity`: slots to allocate at first; more are added when needed, by copying."""
+        """`capacity`: slots to allocate at first; when more are needed, the cache is copied."""
         self.arenas: list[Arena] = []
         self.capacity = capacity
-        self.pending = 0
+        self.pending = 0  # nodes of the last forward, until they are committed
         self._set([0] * batch_size)
         text = config.get_text_config(decoder=True)
         self.tree_layers = [TreeLayer(self) for _ in range(text.num_hidden_layers)]
@@ -133,23 +130,23 @@ class TreeCache(Cache):
         return len(self.lengths)
 
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
-        """Room for one more tensor shaped like `states` [B, H, _, D], of which a layer has `per_layer`."""
+        """A place for one more tensor like `states` [B, H, _, D]; a layer has `per_layer` of them."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
             if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
                 return arena, arena.take()
-        # Most models have the same shapes throughout, so room for every layer that has none yet.
+        # Most models have one shape throughout, so allocate for all layers that have no place yet.
         left = sum(not layer.is_initialized for layer in self.tree_layers)
         arena = Arena(per_layer * left, states, self.capacity)
         self.arenas.append(arena)
         return arena, arena.take()
 
     def reserve(self, slots: int) -> None:
-        """Grow all arenas to hold at least `slots` slots a row."""
+        """Grow all arenas to hold at least `slots` slots per row."""
         if slots <= self.capacity:
             return
-        self.capacity = max(slots + GROWTH, self.capacity + min(self.capacity, GROWTH_AT_MOST))
+        self.capacity = max(slots + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
         for arena in self.arenas:
             arena.grow(self.capacity)
         self._bind()
@@ -160,7 +157,7 @@ class TreeCache(Cache):
                 layer.bind()
 
     def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row index [B, 1] and slot index [B, N] of `count` tokens behind each row."""
+        """Row indices [B, 1] and slot indices [B, N] of the next `count` tokens of each row."""
         if self._appended is None or self._appended[1].shape[1] != count:
             start = torch.tensor(self.lengths, device=device)[:, None]
             rows = torch.arange(self.batch_size, device=device)[:, None]
@@ -169,12 +166,12 @@ class TreeCache(Cache):
         return rows.to(device), slots.to(device)
 
     def rewind(self) -> None:
-        """Forget all text; the memory stays."""
+        """Forget all text; the memory stays allocated."""
         self._set([0] * self.batch_size)
         self.pending = 0
 
     def release(self) -> None:
-        """Let go of the memory: somebody else has taken the text over."""
+        """Free the memory, after another cache has copied the text."""
         self.arenas.clear()
         for layer in self.tree_layers:
             layer.places.clear()
@@ -182,32 +179,36 @@ class TreeCache(Cache):
             layer.is_initialized = False
 
     def commit_prompt(self, lengths: list[int]) -> None:
-        """After a right-padded prefill: row b keeps the first `lengths[b]` of the tokens just appended."""
+        """Keep the first `lengths[b]` of the tokens that row b has just appended; the others were padding."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
         self.pending = 0
 
     def cut(self, lengths: list[int]) -> None:
-        """Row b keeps its first `lengths[b]` slots: prompts read with their padding lose it again."""
+        """Keep the first `lengths[b]` slots of row b, so that prompts lose their padding."""
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Row b's slots behind the first `lengths[b]` are nodes again, of which `commit` chooses: a tree that several
-        forwards have grown, each behind the other."""
+        """Treat the slots after the first `lengths[b]` of row b as uncommitted nodes again.
+
+        `commit` then chooses among the nodes of several forwards that have grown one tree."""
         self._set(list(lengths))
         self.pending = 1
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
-        """Keep the nodes `path[b, : counts[b]]` of the last forward, in order; path [B, C] may be padded with anything.
+        """Keep the nodes `path[b, : counts[b]]` of the last forward, in order.
 
-        `in_place`: all of them are the first ones, 0 1 2 ..., as in a chain, and stay where they are.
+        A path's nodes are sorted by depth, so node i of a path is in slot i or later. Moving them in one gather and one
+        scatter therefore never reads a slot that was already overwritten.
 
-        A path's nodes are sorted by depth, so node i of a path stands at slot i or behind: moving front to back in
-        one gather and one scatter never reads what it wrote.
+        Args:
+            path: [B, C], padded with anything.
+            counts: the number of nodes that each row keeps.
+            in_place: the nodes are 0 1 2 ..., as in a chain, and do not move.
         """
         if not self.pending:
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
-        if longest > 1 and not in_place:  # one node: the root, which lies in its place already
+        if longest > 1 and not in_place:  # a single node is the root, which is already in its place
             path = path[:, :longest].clamp_min(0)
             for arena in self.arenas:
                 self._move(arena.buffer, path.to(arena.buffer.device), longest)
@@ -219,12 +220,12 @@ class TreeCache(Cache):
             start = self.lengths[0]
             buffer[:, :, :, start : start + count] = buffer.index_select(3, path[0] + start)
             return
-        # Rows that keep fewer nodes than `count` also move garbage, into slots that the next forward overwrites.
+        # Rows that keep fewer than `count` nodes also move garbage, into slots that the next forward overwrites.
         rows, slots = self.appended(count, buffer.device)
         buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path]
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows: the others are finished."""
+        """Keep only these rows; the others have ended."""
         index = torch.tensor(rows)
         for arena in self.arenas:
             arena.select(index)

@@ -1,9 +1,9 @@
-"""The rows of a request: what was written so far, and where each row ends."""
+"""The texts of a session: what each row has written, and why it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Request(NamedTuple):
     config: GenerationConfig
     max_new_tokens: int
     generator: torch.Generator | None = None
-    """What this row's random numbers come from; `None` is PyTorch's global generator, as in `model.generate`."""
+    """The row's source of random numbers; `None`: PyTorch's global generator, as in `model.generate`."""
 
     @property
     def do_sample(self) -> bool:
@@ -28,14 +28,14 @@ class Request(NamedTuple):
 
 
 class Sequences:
-    """Prompts and the tokens written after them; rows of different length, each ending for a reason of its own.
+    """Prompts and the tokens written after them; each row ends for its own reason.
 
-    EOS and length are checked on plain numbers, as they come; other criteria (stop strings, time, a user's own) are
-    transformers' objects and see each row grow by one token at a time, as in plain decoding.
+    EOS and length are checked on plain numbers. Other criteria (stop strings, time, a user's own) are transformers'
+    objects, and see each row grow by one token at a time, as in plain decoding.
     """
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
-        """`slack`: how many tokens beyond the end a prefix may hold, for the nodes of a tree."""
+        """`slack`: nodes of a draft that a prefix may hold beyond the end of its text."""
         self.prompts = [list(request.prompt) for request in requests]
         self.new_ids: list[list[int]] = [[] for _ in requests]
         self.finish_reason: list[str | None] = [None] * len(requests)
@@ -58,14 +58,13 @@ class Sequences:
                 self.finish_reason[row] = "length"
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.in_buffer = list(self.lengths)
-        """How much of each row the buffer holds: it is filled when somebody asks for a prefix, and in most runs nobody
-        does."""
+        """Tokens of each row that the buffer holds. It is filled on request, because most runs ask for no prefix."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
-        """The ids of a row [1, T], with the tokens `more` behind them."""
+        """The ids of a row [1, T], followed by the tokens `more`."""
         length, held = self.lengths[row], self.in_buffer[row]
         if held < length:
             new = self.new_ids[row][held - length :]
@@ -77,18 +76,18 @@ class Sequences:
         return self.buffer[row : row + 1, :length]
 
     def tail(self, row: int, start: int) -> list[int]:
-        """The ids of a row from position `start` on: for whoever keeps up with the text."""
+        """The ids of a row from position `start` on, for drafters that follow the text."""
         prompt = self.prompts[row]
         if start >= len(prompt):
             return self.new_ids[row][start - len(prompt) :]
         return prompt[start:] + self.new_ids[row]
 
     def room(self, row: int) -> int:
-        """How many more tokens a row may have."""
+        """How many more tokens a row may write."""
         return self.limits[row] - len(self.new_ids[row])
 
     def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Write `tokens` behind a row until it ends; returns those that were written. EOS is written, then it ends."""
+        """Write `tokens` to a row until it ends; returns the tokens written, including an EOS that ends the row."""
         if self.finish_reason[row] is not None:
             return []
         kept: list[int] = []
@@ -106,7 +105,9 @@ class Sequences:
             return "eos"
         if self.criteria[row]:
             prefix = self.prefix(row, torch.tensor(kept, device=self.buffer.device))
-            scores: Any = None
-            if any(bool(criterion(prefix, scores).all()) for criterion in self.criteria[row]):
+            no_scores = cast(torch.FloatTensor, None)  # no criterion that is left here reads scores
+            if any(
+                bool(criterion(cast(torch.LongTensor, prefix), no_scores).all()) for criterion in self.criteria[row]
+            ):
                 return "stop"
         return "length" if len(self.new_ids[row]) + len(kept) >= self.limits[row] else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from decode.cache import GROWTH, GROWTH_AT_MOST, TreeCache
+from decode.cache import MIN_GROWTH, MAX_GROWTH, TreeCache
 from decode.draft import Draft
 from decode.topology import Topology
 from decode.verify import Verifier
@@ -88,7 +88,7 @@ def test_memory_is_allocated_once_and_grows_by_copying_all_that_was_written() ->
         cache.commit(torch.tensor([[0, 1]]), [2])
     assert cache.arenas[0].buffer.data_ptr() == buffer
     append(cache, [[3]])
-    assert cache.capacity == 11 + GROWTH
+    assert cache.capacity == 11 + MIN_GROWTH
     for layer in cache.layers:
         assert layer.keys[0, 0, :12, 0].tolist() == [1, 2] * 5 + [3, 0]
         assert layer.values[0, 0, :12, 0].tolist() == [-1, -2] * 5 + [-3, 0]
@@ -204,8 +204,8 @@ def test_a_chain_is_committed_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_long_texts_grow_by_pieces() -> None:
     """Doubling 32k slots for one more token would take the memory of three such texts."""
-    cache = cache_of(tiny_model("llama"), 1, capacity=GROWTH_AT_MOST * 2)
-    append(cache, [[0.0] * GROWTH_AT_MOST * 2])
-    cache.commit_prompt([GROWTH_AT_MOST * 2])
+    cache = cache_of(tiny_model("llama"), 1, capacity=MAX_GROWTH * 2)
+    append(cache, [[0.0] * MAX_GROWTH * 2])
+    cache.commit_prompt([MAX_GROWTH * 2])
     append(cache, [[1.0]])
-    assert cache.capacity == GROWTH_AT_MOST * 3
+    assert cache.capacity == MAX_GROWTH * 3
