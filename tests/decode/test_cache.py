@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from decode.cache import MIN_GROWTH, MAX_GROWTH, TreeCache
+from decode.cache import MAX_GROWTH, MIN_GROWTH, TreeCache
 from decode.draft import Draft
 from decode.topology import Topology
 from decode.verify import Verifier
