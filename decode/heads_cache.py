@@ -1,4 +1,4 @@
-"""What heads that look back keep of the text while decoding; it grows by the accepted tokens only.
+"""Caches of heads that look back at the text while decoding; they grow by the accepted tokens only.
 
 Prefix layers read every hidden state (`medusa.heads.prefix`). Kinds that use context keep keys and values of pairs: a
 hidden state with the token after it, at all positions except the last, whose next token is the root
@@ -42,7 +42,7 @@ class HeadsCache:
         return cls(heads, backbone, batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """Append a piece of all prompts; returns what the heads read of it [B, T, H].
+        """Append a piece of all prompts; returns the hidden states that the heads read [B, T, H].
 
         Args:
             hidden: [B, T, H] the backbone's hidden states of right-padded prompts.
@@ -56,11 +56,12 @@ class HeadsCache:
         return hidden
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: list[int]) -> Tensor:
-        """Append accepted paths; returns what the heads read at their ends [B, H].
+        """Append accepted paths; returns the hidden states that the heads read at their ends [B, H].
 
         Args:
-            before: [B, H] what the heads read before the root.
-            hidden, ids: [B, C, H] and [B, C] of the paths' nodes, the root first.
+            before: [B, H] the hidden states that the heads read before the root.
+            hidden: [B, C, H] the backbone's hidden states at the paths' nodes, the root first.
+            ids: [B, C] the tokens of these nodes.
             counts: the number of nodes of each path.
         """
         hidden = hidden.to(self.device, self.dtype)

@@ -1,4 +1,4 @@
-"""What decoding a batch of prompts gives: finished texts, their step lengths, and the run that produces them."""
+"""Results of decoding a batch of prompts: the finished texts with their step lengths, and the run that fills them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Result:
     step_lengths: list[int] = field(default_factory=list)
     """Tokens written by each step. The last step is cut where the text ends, so they sum to `len(new_ids)`."""
     uncut_lengths: list[int] = field(default_factory=list)
-    """1 + accepted tokens of each step, before any cut: tau is their mean."""
+    """1 + accepted tokens of each step, before any cut. tau is the mean of these numbers."""
     finish_reason: str = "length"
     seconds: float = 0.0
     """Time from the prompt to the last token. Results of one batch share the time of the batch."""

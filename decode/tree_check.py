@@ -1,8 +1,11 @@
-"""Can this very model hold a tree? Tried once, in numbers: no list of names knows the models that are yet to come.
+"""Self-test: checks once per model that a tree forward gives the logits of plain forwards.
 
-`medusa.backbone.require_tree_support` refuses what a configuration gives away. Everything else shows in the logits: two
-trees, the second behind a path of the first, go through the cache, masks and positions that decoding uses, and every
-node must get the logits that plain forwards, without cache or mask, give at the end of its path.
+`medusa.backbone.require_tree_support` refuses models by their configuration alone, and no such list is ever complete.
+So the self-test compares logits. It reads two trees with the cache, masks and positions of decoding; the second tree
+follows an accepted path of the first. Every node must get the logits that a plain forward, without cache or mask,
+gives at the end of the node's path.
+
+Shapes: R trees, N nodes of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,37 +29,38 @@ from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.tree import Tree
 
-# Eight nodes, three deep: with siblings and cousins, slots and positions part from node 2 on.
+# Eight nodes, three deep. With siblings and cousins, slots and positions differ from node 2 on.
 TREE = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
 LEAVES = [node for node in range(TREE.num_nodes) if node not in TREE.parent.tolist()]
 PROMPTS = (13, 9)  # tokens: two rows of a ragged batch
-KEPT = ([0, 2, 5, 7], [0, 1])  # what the rows commit of the first tree: nodes that lie behind others, and uneven counts
+KEPT = ([0, 2, 5, 7], [0, 1])  # nodes of the first tree that each row commits: not adjacent, and of uneven number
 WINDOW = 5  # ends inside the text and inside a path of the tree
-# An honest error is rounding: up to 1e-6 in float64 and float32 (softmax and norms are float32 in most models, whatever
-# their dtype) and 1e-2 in bfloat16, more in deep models. A wrong mask or position errs by 0.1 to 1.
+# Rounding errors reach 1e-6 in float64 and float32 (softmax and norms are float32 in most models, whatever their dtype)
+# and 1e-2 in bfloat16, more in deep models. A wrong mask or position gives an error of 0.1 to 1.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 HALF_TOLERANCE = 4e-2
-# Of the control: an error is small only beside what a wrong mask would do to this very model. Measured in bfloat16:
-# rounding up to 0.06 of it in trained models and 0.13 in a deep untrained one, wrong masks and windows from 0.34 on.
+# The greatest share of the control that an error may have, because the effect of a wrong mask differs between models.
+# Measured in bfloat16: rounding is up to 0.06 of the control in trained models and 0.13 in a deep untrained one; wrong
+# masks and windows are 0.34 or more.
 SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class TreeCheck:
-    """What the self-test found; errors are the greatest difference of a logit, divided by the greatest logit."""
+    """What the self-test found. An error is the greatest difference of a logit, divided by the greatest logit."""
 
     error: float
-    """Of the tree forwards; nan where there are no numbers to compare."""
+    """The error of the tree forwards; nan if there are no logits to compare."""
     control: float
-    """Of the same nodes read as one line, which is what a tree without a mask is: what an error would look like."""
+    """The error of reading the same nodes as one line of text, as a model without tree masks would."""
     tolerance: float
     reason: str | None = None
     """Why the model cannot hold a tree; `None` where it can."""
 
     @property
     def limit(self) -> float:
-        """The greatest error that is taken for rounding."""
-        # In a model to which no mask matters (where all words mean the same, say) the control is rounding, too.
+        """The greatest error that counts as rounding."""
+        # If masks do not matter in a model (for example, if all embeddings are equal), the control is rounding, too.
         return min(self.tolerance, max(SHARE * self.control, self.tolerance / 4))
 
     @property
@@ -65,10 +69,10 @@ class TreeCheck:
 
 
 def require_tree_forward(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot verify a tree, by its structure or by the self-test, which runs once per model.
+    """Check a model's structure, and run the self-test unless its result for this model is known.
 
     Raises:
-        RequestError: with the reason.
+        RequestError: the model cannot verify a tree.
     """
     require_tree_support(model)
     backbone = Backbone(model)
@@ -84,13 +88,13 @@ def require_tree_forward(model: PreTrainedModel) -> None:
 
 
 def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
-    """Run the self-test: three short forwards with the cache and two without, over random ids of its own.
+    """Run the self-test: three short forwards with the cache and two without, on random ids.
 
-    Windows and chunks of real models are longer than any quick test. Masks and caches read them from the configuration
-    at every call, so for as long as the test lasts they are shortened there, under a lock. (A forward of the same model
-    in another thread would see that; the test runs once, before the first step.)
+    Windows and chunks of real models are longer than a quick test. Masks and caches read them from the configuration
+    in every call, so the test shortens them there until it ends, under a lock. A forward of the same model in another
+    thread would see the short windows; the test runs once, before the first step.
     """
-    # Dropout, routing noise and the like may draw: not from the caller's generators.
+    # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, _short_windows(model), torch.random.fork_rng(_cuda(model)), torch.no_grad():
         return _check(model)
 
@@ -99,7 +103,7 @@ def _check(model: PreTrainedModel) -> TreeCheck:
     backbone = Backbone(model)
     tolerance, nan = _tolerance(backbone), float("nan")
     ends = [end for end in (backbone.context, backbone.rope_boundary) if end is not None]
-    # The last position asked for is that of the deepest node of the second tree; some contexts end before it.
+    # The last position is that of the deepest node in the second tree; some contexts end before it.
     short = max(0, PROMPTS[0] + len(KEPT[0]) + TREE.max_depth + 1 - min(ends, default=1 << 30))
     if short >= PROMPTS[0]:
         return TreeCheck(nan, nan, tolerance, f"its context of {min(ends)} tokens is too short for a tree")
@@ -120,7 +124,7 @@ def _check(model: PreTrainedModel) -> TreeCheck:
         got = _through_trees(backbone, prompts, first, second)
     except torch.OutOfMemoryError:
         raise
-    except Exception as raised:  # whatever a model raises that was not made for this
+    except Exception as raised:  # a model without support for trees may raise anything
         lines = str(raised).splitlines() or [""]
         return TreeCheck(nan, control, tolerance, f"a tree forward raises {type(raised).__name__}: {lines[0]}")
     check = TreeCheck(_difference(got, right, right, tolerance), control, tolerance)
@@ -128,10 +132,10 @@ def _check(model: PreTrainedModel) -> TreeCheck:
 
 
 def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -> float:
-    """Of logits [R, N, V] of R trees: the greatest difference of a node; in half precision, of a tree's median node.
+    """The greatest difference between logits [R, N, V], divided by the greatest logit of `scale`.
 
-    There, rounding sends a token to another expert once in a while, and its logits then differ by far more than
-    rounding. A wrong mask spares only the first two of eight nodes.
+    In half precision, the median node of each tree counts, not the worst one. Rounding may send a single token to
+    another expert, whose logits differ by far more than rounding. A wrong mask affects six of the eight nodes.
     """
     by_node = (some - others).abs().amax(-1)  # [R, N]
     by_tree = by_node.median(dim=1).values if tolerance == HALF_TOLERANCE else by_node.amax(dim=1)
@@ -141,20 +145,20 @@ def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -
 def _reason(check: TreeCheck, training: bool) -> str:
     differs = f"a tree forward differs from plain forwards by {check.error:.2g} (at most {check.limit:.2g})"
     if training:
-        return f"{differs}: it is in train mode, where dropout makes every forward another; call model.eval()"
+        return f"{differs}: the model is in train mode, where dropout changes every forward; call model.eval()"
     return f"{differs}: its attention does not follow our masks and positions"
 
 
 def _lines(prefix: list[int], ids: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Each line from the root to a leaf, as the whole text and the nodes at its end."""
+    """One pair per leaf: the prefix with the ids on the leaf's path, and the nodes of that path."""
     lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in LEAVES]
     return [(prefix + [ids[node] for node in line], line) for line in lines]
 
 
 def _plain(backbone: Backbone, rows: list[list[tuple[list[int], list[int]]]]) -> Tensor:
-    """Logits [R, N, V] of the nodes of R trees, from one forward without cache or mask over all their texts.
+    """Logits [R, N, V] of all nodes, from one forward without cache or mask over the texts of all paths.
 
-    Texts are padded on the right, where a causal model never looks.
+    Texts are padded on the right, which a causal model does not see. `rows` has the pairs of `_lines` for each tree.
     """
     texts = [text for row in rows for text, _ in row]
     ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
@@ -171,7 +175,7 @@ def _plain(backbone: Backbone, rows: list[list[tuple[list[int], list[int]]]]) ->
 
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
-    """Logits [R, N, V] as decoding computes them: a tree per prompt, and one on top of what is kept of that."""
+    """Logits [R, N, V] as decoding computes them: a first tree per prompt, then a second tree after the kept nodes."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)
@@ -216,5 +220,5 @@ def _cuda(model: PreTrainedModel) -> list[torch.device]:
 
 
 _LOCK = threading.RLock()
-# What the test said of each living model; nothing is left on the model itself.
+# The results for each model that is in memory; nothing is stored on the model itself.
 _CHECKS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], TreeCheck]] = weakref.WeakKeyDictionary()
