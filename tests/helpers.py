@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import string
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -93,6 +96,16 @@ def plain(model: PreTrainedModel, prompt: list[int], **kwargs: Any) -> list[int]
     kwargs.setdefault("do_sample", False)
     ids = torch.tensor([prompt])
     return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)[0, len(prompt) :].tolist()  # type: ignore[operator]
+
+
+def module_of(path: Path) -> ModuleType:
+    """Import a program that lies in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, f"{path} is not there"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class ScriptedDrafter:

@@ -43,7 +43,7 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
     "make format": "whoever commits",
     "python3 -m venv .venv && . .venv/bin/activate": ".ci/run, by the Makefile",
     "pip install -c constraints.txt -e .": ".ci/run, by the Makefile",
-    "python scripts/check_wheel.py": "tests/test_release.py",
+    "python .ci/check_wheel.py": "tests/test_release.py",
     "mkdocs build --strict": "tests/test_site.py",
     "python -m scripts.gpu_battery --rehearse --output runs/rehearsal": "tests/scripts/test_gpu_battery.py",
 }
@@ -138,7 +138,7 @@ def test_every_shell_command_parses(command: Command, monkeypatch: pytest.Monkey
             assert parsed.training_script == "medusa"
             assert parsed.config_file is None or (ROOT / parsed.config_file).is_file()
             build_parser(parsed.training_script_args[0]).parse_args(parsed.training_script_args)
-        case ["python" | "python3", script, *rest] if script.startswith("scripts/"):
+        case ["python" | "python3", script, *rest] if script.startswith(("scripts/", ".ci/", "notebooks/")):
             parse_of_script(ROOT / script, rest, monkeypatch)
         case ["python", "-m", "scripts.gpu_battery", *rest]:
             parse_of_script(ROOT / "scripts" / "gpu_battery" / "__main__.py", rest, monkeypatch)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import module_of
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient, of the dev extra")
 pytest.importorskip("nbclient", reason="needs nbclient, of the dev extra")
 pytest.importorskip("ipykernel", reason="needs ipykernel, of the dev extra")
@@ -19,8 +21,6 @@ SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1"
 @pytest.mark.timeout(900)  # seconds on a free machine
 def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for all of them, as imports are most of the time."""
-    from scripts.run_notebooks import run
-
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
@@ -37,7 +37,7 @@ def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             cell.id = f"{path.stem}-{cell.id}"
             together.cells.append(cell)
     assert reduced == set(SMALLER)
-    run(together, tmp_path)
+    module_of(ROOT / "notebooks" / "run.py").run(together, tmp_path)
     told = "".join(output.get("text", "") for cell in together.cells for output in cell.get("outputs", ()))
     assert "a step" in told
     assert "the same logits, node for node" in told
@@ -50,6 +50,6 @@ def test_saved_notebooks_are_whole_and_small(path: Path) -> None:
     nbformat.validate(notebook)
     assert path.stat().st_size < 60_000
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run scripts/run_notebooks.py"
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run notebooks/run.py"
     for cell in code:
         assert all(output.output_type != "error" and output.get("name") != "stderr" for output in cell.outputs)

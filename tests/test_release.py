@@ -50,7 +50,7 @@ def test_no_module_lies_outside_a_package() -> None:
 def test_the_wheel_works_where_no_sources_are() -> None:
     pytest.importorskip("build", reason="needs the build package, of the dev extra")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "check_wheel.py")], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / ".ci" / "check_wheel.py")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"medusa {medusa.__version__}\n")
@@ -100,7 +100,7 @@ def test_what_workflows_run_is_there() -> None:
             assert job["timeout-minutes"]
             for step in job["steps"]:
                 assert ("uses" in step) != ("run" in step)
-                for path in re.findall(r"(?:scripts/|constraints)[\w./-]+\.(?:py|txt)", step.get("run", "")):
+                for path in re.findall(r"(?:scripts/|\.ci/|constraints)[\w./-]+\.(?:py|txt)", step.get("run", "")):
                     assert (ROOT / path).exists(), f"{name} runs {path}"
 
 

@@ -13,13 +13,13 @@ import pytest
 import script_tools
 from medusa.commandline import exit_status
 from medusa.errors import RequestError, RunError
+from tests.helpers import module_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 WRONG = {
     "benchmark_loss": ["--device abacus", "--lm-heads neither"],
     "check_architectures": ["--only lama", "--backbone ./no/folder", "--write page.md --only llama"],
     "check_exports": ["vllm no/folder", "write --heads demo"],
-    "check_wheel": ["--fast"],
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
     "draw_exactness": ["{tmp} --prompt 99"],
@@ -31,22 +31,25 @@ WRONG = {
     "plant_faults": ["--only nothing-like-this"],
     "plot_benchmark": ["no.json {tmp}/x.png"],
     "reproduce_stories260k": ["--backbone b --reference no.json --openings t.txt --output {tmp}"],
-    "run_notebooks": ["no.ipynb"],
+    "../.ci/check_wheel": ["--fast"],
+    "../notebooks/run": ["no.ipynb"],
 }
 SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training"}  # no scripts
-SITE = {"site_hooks"}  # run by mkdocs
 
 
 def test_every_script_is_here() -> None:
     found = {path.stem for path in SCRIPTS.glob("*.py")} | {path.parent.name for path in SCRIPTS.glob("*/__main__.py")}
-    assert found - SHARED - SITE == set(WRONG)
+    assert found - SHARED == {name for name in WRONG if "/" not in name}
 
 
 @pytest.mark.parametrize(("name", "words"), [(name, words) for name, cases in WRONG.items() for words in cases])
 def test_a_wrong_request_is_one_line_and_status_2(
     name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module("scripts.gpu_battery.__main__" if name == "gpu_battery" else name)
+    if "/" in name:
+        module = module_of(SCRIPTS / f"{name}.py")
+    else:
+        module = importlib.import_module("scripts.gpu_battery.__main__" if name == "gpu_battery" else name)
     argv = words.format(tmp=tmp_path).split()
     try:
         status = exit_status(name, lambda: module.main(argv))
@@ -58,7 +61,9 @@ def test_a_wrong_request_is_one_line_and_status_2(
     assert ": error: " in error
 
 
-@pytest.mark.parametrize("name", sorted(set(WRONG) - {"check_exports", "check_wheel", "gpu_battery"}))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in WRONG if name not in ("check_exports", "gpu_battery") and "/" not in name)
+)
 def test_every_script_ends_with_the_shared_wrapper(name: str) -> None:
     """Except those that run without this package."""
     assert (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").endswith("\n    run_script(main)\n")

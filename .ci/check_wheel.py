@@ -1,8 +1,8 @@
 """Try the wheel where no sources are: build it from the sdist, install it in a new environment, use it elsewhere.
 
-    python scripts/check_wheel.py                  # with this environment's dependencies: seconds; a test runs it
-    python scripts/check_wheel.py --full           # dependencies from the index as well: minutes and gigabytes
-    python scripts/check_wheel.py --output dist    # keep sdist and wheel
+    python .ci/check_wheel.py                  # with this environment's dependencies: seconds; a test runs it
+    python .ci/check_wheel.py --full           # dependencies from the index as well: minutes and gigabytes
+    python .ci/check_wheel.py --output dist    # keep sdist and wheel
 
 The wheel must hold every file that lies in the packages' folders, and no other. All its modules must be importable.
 `medusa` must print its version, describe the shipped heads and write text with them. This script needs the package
