@@ -1,10 +1,13 @@
-"""Who may import whom, read from the sources; and what can be imported without transformers."""
+"""The arrows between packages, folders and modules, read from the sources; and what needs no transformers."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,77 @@ def test_the_check_sees_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "x.py"
     path.write_text("def f():\n  from train.data import y\n  import decode.cache\nimport_module(f'scripts.{f}')\n")
     assert imported(path) == {"train", "decode", "scripts"}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """All modules of the three packages, by dotted name."""
+    found = {}
+    for package in ("medusa", "train", "decode"):
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of_modules(root: Path) -> dict[str, set[str]]:
+    """The modules that each module imports anywhere: at its top, inside functions and under TYPE_CHECKING."""
+    known = modules(root)
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        names = []
+        package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) - node.level + 1] if node.level else []
+                base = ".".join([*above, *filter(None, [node.module])])
+                names += [f"{base}.{alias.name}" for alias in node.names]
+        graph[module] = set()
+        for name in names:
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            graph[module] |= {name} - {"", module}
+    return graph
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    TopologicalSorter(imports_of_modules(ROOT)).prepare()  # raises CycleError
+
+
+def test_the_check_sees_cycles(tmp_path: Path) -> None:
+    (tmp_path / "decode").mkdir()
+    (tmp_path / "decode" / "a.py").write_text("def f():\n  from decode import b\n")
+    (tmp_path / "decode" / "b.py").write_text("if TYPE_CHECKING:\n  from .a import f\n")
+    with pytest.raises(CycleError):
+        TopologicalSorter(imports_of_modules(tmp_path)).prepare()
+
+
+def test_the_map_shows_every_module_and_every_arrow() -> None:
+    """docs/map.md has a section for each folder, with its modules, the folders it imports and those that import it."""
+    known = modules(ROOT)
+    folder = {module: path.parent.relative_to(ROOT).as_posix() for module, path in known.items()}
+    imports: dict[str, set[str]] = defaultdict(set)
+    imported_by: dict[str, set[str]] = defaultdict(set)
+    for module, others in imports_of_modules(ROOT).items():
+        for other in others:
+            if folder[module] != folder[other]:
+                imports[folder[module]].add(folder[other])
+                imported_by[folder[other]].add(folder[module])
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    sections = {
+        section[1 : section.index("`", 1)]: section for section in re.split(r"^### (?=`)", text, flags=re.M)[1:]
+    }
+    assert set(sections) == set(folder.values()), "docs/map.md has a section for each folder"
+    for name, section in sections.items():
+        section = section.split("\n### ")[0]
+        shown = set(re.findall(r"`(\w+\.py)`", section))
+        real = {path.name for module, path in known.items() if folder[module] == name and path.name != "__init__.py"}
+        if name != "medusa/commands":  # its files are the sub-commands
+            assert shown == real, f"docs/map.md, {name}"
+        for line, arrows in (("Imports", imports[name]), ("Imported by", imported_by[name])):
+            (listed,) = re.findall(rf"{line}: (.*?)\.(?:<br>|\n)", section)
+            assert set(re.findall(r"`([\w/]+)`", listed)) == arrows, f"docs/map.md, {name}, {line}"
 
 
 WITHOUT = """
