@@ -20,7 +20,7 @@ import torch
 from decode.bench.calibration.grow import grow, predicted_tau
 from decode.bench.calibration.recording import record
 from medusa.backbone import Backbone
-from medusa.checkpoints.layout import PROVENANCE
+from medusa.checkpoints.stored import PROVENANCE
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from medusa.checkpoints.layout import WEIGHTS
+from medusa.checkpoints.stored import WEIGHTS
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable, require_absent
 from train.progress import say

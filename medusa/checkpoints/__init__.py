@@ -1,1 +1,1 @@
-"""Heads on disk: formats of ours and of others, read strictly and written atomically."""
+"""Heads on disk: this project's format and those of other programs, read strictly and written atomically."""

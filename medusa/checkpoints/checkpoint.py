@@ -1,4 +1,4 @@
-"""A set of heads as data: config, tensors and provenance, whatever the format of the files."""
+"""Heads as data: config, tensors and provenance, independent of the files' format."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from medusa.files import Json
 from medusa.heads.kinds import class_of
 
 Tensors = dict[str, Tensor]
+"""Tensors by name."""
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Checkpoint:
     tensors: Tensors
     """The state dict of the heads' modules."""
     provenance: Json | None = None
-    """The content of `provenance.json`: recipe, data, versions and results; `None` if the heads came without one."""
+    """The content of `provenance.json`: recipe, data, versions and results; `None` if there is no such file."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,7 +36,7 @@ class Checkpoint:
         return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
 
     def is_same(self, other: Checkpoint) -> bool:
-        """Whether the other heads have the same kind and, bit for bit, the same tensors."""
+        """Whether both sets of heads have the same kind and, bit for bit, the same tensors."""
         kinds = [(heads.config.kind, heads.config.block, heads.tensors.keys()) for heads in (self, other)]
         return kinds[0] == kinds[1] and all(torch.equal(t, other.tensors[name]) for name, t in self.tensors.items())
 
@@ -43,6 +44,23 @@ class Checkpoint:
         """The same heads with their weights in `dtype`."""
         cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
         return replace(self, tensors=cast)
+
+    def require_complete(self, source: str) -> Checkpoint:
+        """Return these heads after a check of their tensors' names, shapes and vocabulary.
+
+        Raises:
+            RequestError: a tensor of the file `source` is missing, unknown, of the wrong shape, or holds tokens that
+                the backbone does not have.
+        """
+        require_exactly(self.tensors, empty(self.config).tensors, source)
+        if (tokens := self.tensors.get("vocabulary")) is not None:
+            vocab_size = self.config.vocab_size
+            assert vocab_size is not None, "the config requires it with a vocabulary"
+            if tokens.dtype != torch.int64:
+                raise RequestError(f"{source}: vocabulary is {tokens.dtype}; it must be a list of token ids (int64)")
+            if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < len(tokens):
+                raise RequestError(f"{source}: vocabulary must name tokens below {vocab_size}, each once")
+        return self
 
 
 def empty(config: MedusaConfig) -> Checkpoint:
@@ -54,11 +72,11 @@ def empty(config: MedusaConfig) -> Checkpoint:
 def require_exactly(
     tensors: Mapping[str, Tensor], wanted: Tensors, source: str, called: Callable[[str], str] = str
 ) -> None:
-    """Check that `tensors` have the names and shapes of those `wanted`, neither more nor fewer.
+    """Check that `tensors` have exactly the names and shapes of the tensors `wanted`.
 
     Args:
-        source: the file or folder, for messages.
-        called: gives the name of a tensor in that file, for messages.
+        source: the file or folder that error messages name.
+        called: maps a tensor's name to its name in that file, for error messages.
 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape.
@@ -73,10 +91,9 @@ def require_exactly(
         raise RequestError(f"{source} holds the tensor {called(unknown[0])}, which belongs to no head; remove it")
 
 
-def require_vocabulary(tokens: Tensor, config: MedusaConfig, source: str) -> None:
-    """Raise RequestError unless the tokens that heads guess among are token ids of the backbone, each once."""
-    if tokens.dtype != torch.int64:
-        raise RequestError(f"{source}: vocabulary is {tokens.dtype}; it must be a list of token ids (int64)")
-    assert config.vocab_size is not None, "refused by the config"
-    if tokens.min() < 0 or tokens.max() >= config.vocab_size or len(tokens.unique()) < len(tokens):
-        raise RequestError(f"{source}: vocabulary must name tokens below {config.vocab_size}, each once")
+def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
+    """Raise RequestError if a file names more heads than it holds tensors, before memory is asked for so many."""
+    if num_heads > len(tensors):
+        raise RequestError(
+            f"{source} names head {num_heads - 1} but holds {len(tensors)} tensors; its heads are not complete"
+        )

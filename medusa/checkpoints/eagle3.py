@@ -1,4 +1,4 @@
-"""Read EAGLE-3's format, which vLLM and SGLang load: the `config.json` of a Llama of one layer and `model.safetensors`.
+"""EAGLE-3's format, which vLLM and SGLang load: `config.json` of a Llama of one layer, and `model.safetensors`.
 
     layers.0.hidden_norm.weight  .input_layernorm  .post_attention_layernorm [H]   norm.weight [H]
     layers.0.self_attn.{q,k,v}_proj.weight [H, 2 H]   .o_proj.weight [H, H]     of the token, then of the hidden state
@@ -6,8 +6,8 @@
     lm_head.weight [N, H]   d2t [N]   t2d [V]                               if heads guess among N tokens only
 
 EAGLE-3 reads hidden states of three layers through `fc`. With `use_aux_hidden_state: false` both servers give it the
-last hidden state instead, as heads here read it. The embeddings, and an LM head of all tokens, are the backbone's.
-Heads of kind `eagle` with `block: gated` compute the same; how often the layer runs is the server's choice.
+last hidden state instead, which heads read here. The embeddings, and an LM head of all tokens, are the backbone's.
+Heads of kind `eagle` with `block: gated` compute the same; the server chooses how often the layer runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from medusa.checkpoints.checkpoint import Tensors
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly
 from medusa.config import GATED, GATED_EPS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -26,7 +26,7 @@ from medusa.heads.rope import BASE, attention_heads
 LAYER = "layers.0."
 STEPS = 5
 """Number of heads if the file does not say."""
-NAMES = {  # ours, EAGLE-3's
+NAMES = {  # names of our modules, and EAGLE-3's
     "feature_norm.weight": f"{LAYER}hidden_norm.weight",
     "token_norm.weight": f"{LAYER}input_layernorm.weight",
     "out.weight": f"{LAYER}self_attn.o_proj.weight",
@@ -37,9 +37,9 @@ NAMES = {  # ours, EAGLE-3's
     "norm.weight": "norm.weight",
 }
 PAIR_PARTS = tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv")
-"""The parts of our `pair.weight`."""
-COPIES = ("lm_head.weight", "embed_tokens.weight")
-"""Copies of the backbone's tensors in files that we wrote: rows of its LM head, and its embeddings."""
+"""The parts of `pair.weight`."""
+COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")
+"""Tensors in files that this package wrote, and does not read: copies from the backbone, and the inverse of d2t."""
 
 
 def is_eagle3(names: Iterable[str]) -> bool:
@@ -47,50 +47,56 @@ def is_eagle3(names: Iterable[str]) -> bool:
     return any(name.endswith(("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")) for name in names)
 
 
-def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> tuple[MedusaConfig, Tensors]:
-    """Config and tensors by our names.
+def to_eagle3(heads: Checkpoint) -> Tensors:
+    """The layer's tensors by EAGLE-3's names."""
+    size = heads.config.hidden_size
+    out = {name: heads.tensors[module] for module, name in NAMES.items()}
+    # A pair is [hidden state ; token] here and [token ; hidden state] there.
+    for name, part in zip(PAIR_PARTS, heads.tensors["pair.weight"].split(size), strict=True):
+        out[name] = part.roll(size, dims=1)
+    return out
+
+
+def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> Checkpoint:
+    """Heads from the tensors of an EAGLE-3 layer and its config `published`.
 
     Raises:
-        RequestError: a layer that differs from ours, or a tensor that is missing or unknown.
+        RequestError: a layer that differs from that of `medusa.heads.eagle`, or a tensor of the file `source` is
+            missing, unknown or of the wrong shape.
     """
-    tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name != "t2d"}
-    _require_our_layer(tensors, published, source)
-    tokens = None
-    if "d2t" in tensors:
-        offsets = tensors.pop("d2t").to(torch.int64)
-        tokens = offsets + torch.arange(len(offsets))
+    tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored}
+    _require_same_layer(tensors, published, source)
     if "lm_head.weight" in tensors and "medusa_num_heads" not in published:
         raise RequestError(f"{source} has an LM head of its own; heads of this kind here share the backbone's")
-    unknown = sorted(set(tensors) - {*NAMES.values(), *PAIR_PARTS, *COPIES})
-    if unknown:
-        raise RequestError(f"{source} holds the tensor {unknown[0]}, which belongs to no head; remove it")
-    size = len(tensors["norm.weight"])
+    vocabulary = {}
+    if "d2t" in tensors:
+        offsets = tensors.pop("d2t").to(torch.int64)
+        vocabulary["vocabulary"] = offsets + torch.arange(len(offsets))
+    layer = {name: tensor for name, tensor in tensors.items() if name not in COPIES}
+    size = len(layer["norm.weight"])
     config = MedusaConfig(
         hidden_size=size,
         vocab_size=published.get("vocab_size"),
         num_heads=published.get("medusa_num_heads", STEPS),
         kind="eagle",
         block=GATED,
-        expansion=len(tensors[f"{LAYER}mlp.gate_proj.weight"]) / size,
+        expansion=len(layer[f"{LAYER}mlp.gate_proj.weight"]) / size,
         lm_head="shared",
-        vocabulary=None if tokens is None else len(tokens),
+        vocabulary=len(vocabulary["vocabulary"]) if vocabulary else None,
         base_model_name_or_path=published.get("base_model_name_or_path"),
     )
-    for name in PAIR_PARTS:
-        if tensors[name].shape != (size, 2 * size):
-            raise RequestError(f"{source}: {name} has the shape {list(tensors[name].shape)}, not {[size, 2 * size]}")
+    require_exactly(layer, to_eagle3(empty(config)), source)
     expected = attention_heads(size)
     for key in ("num_attention_heads", "num_key_value_heads"):
         if published.get(key) != expected:
             raise RequestError(f"{source}: its {key} is {published.get(key)}; heads of this size here have {expected}")
-    # A pair is [token ; hidden state] there and [hidden state ; token] here.
-    pair = torch.cat([tensors[name] for name in PAIR_PARTS]).roll(size, dims=1)
-    ours = {name: tensors[theirs] for name, theirs in NAMES.items()} | {"pair.weight": pair}
-    return config, ours if tokens is None else ours | {"vocabulary": tokens}
+    found = {module: layer[name] for module, name in NAMES.items()}
+    found["pair.weight"] = torch.cat([layer[name] for name in PAIR_PARTS]).roll(size, dims=1)
+    return Checkpoint(config, found | vocabulary).require_complete(source)
 
 
-def _require_our_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Raise RequestError if the layer reads several hidden states, has other constants than ours, or is incomplete."""
+def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
+    """Raise RequestError if the layer reads several hidden states, has other constants, or is incomplete."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         raise RequestError(
             f"{source} reads hidden states of several layers (fc); heads here read the last one "

@@ -1,4 +1,4 @@
-"""Read checkpoints of the original Hydra (zankner/Hydra; arXiv 2402.05109): `config.json` and `hydra_lm_head.pt`.
+"""Checkpoints of the original Hydra (zankner/Hydra; arXiv 2402.05109): `config.json` and `hydra_lm_head.pt`.
 
     hydra_mlp.{k}.{i}.linear.weight  .bias               blocks of head k, in the order of i
     hydra_mlp.{k}.{i}.res_connection.weight  .bias       of the first block, which reads (k + 2) H numbers
@@ -6,10 +6,10 @@
     prefix_embeding_layer.layers.0. ...  .norm.weight    Hydra++: a Llama layer and a norm
 
 In heads with dropout, i counts every second module. In the original all blocks of a head after the first are one
-block, saved under each of its names; here they are separate blocks with equal weights.
+block, saved under several names; here they are separate blocks with equal weights.
 
-The file also holds a copy of the backbone's input embeddings, which the original writes over the backbone's own. It is
-not read here; a sample of `input_embed_fn.weight` goes into the heads' config to recognise the backbone
+The file also holds a copy of the backbone's input embeddings, which the original writes over the backbone's. This
+reader does not load it; a sample of `input_embed_fn.weight` goes into the heads' config to recognise the backbone
 (`medusa.fingerprint.differs`).
 """
 
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from medusa.checkpoints.checkpoint import Tensors, empty, require_exactly
-from medusa.config import Fingerprint, MedusaConfig, PrefixSizes
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
+from medusa.config import ORIGINAL_HYDRA, Fingerprint, MedusaConfig, PrefixSizes
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.fingerprint import embedding_sample
@@ -34,8 +34,8 @@ PREFIX, EMBEDDING = "prefix_embeding_layer", "input_embed_fn.weight"
 LEFT_OUT = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"}
 
 
-class Sizes(NamedTuple):
-    """What the names and shapes of the tensors say."""
+class HydraSizes(NamedTuple):
+    """Sizes of heads, read from the names and shapes of their tensors."""
 
     hidden_size: int
     vocab_size: int
@@ -43,19 +43,15 @@ class Sizes(NamedTuple):
     blocks: list[int]
     """The numbers in the names of a head's blocks."""
     lm_head: str
-    """What follows the head's number in the name of its LM head: nothing, or .1."""
+    """The part of an LM head's name after the head's number: empty, or .1."""
 
 
-def from_original(tensors: Tensors, published: Json, source: str) -> tuple[MedusaConfig, Tensors]:
-    """Config and tensors by our names.
-
-    Args:
-        published: the original's config.json.
-        source: the file, for messages.
+def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
+    """Heads from the tensors of an original checkpoint and its config `published`.
 
     Raises:
-        RequestError: another architecture of Hydra's, heads that see no tokens, or a tensor that is missing, unknown
-            or of the wrong shape.
+        RequestError: an architecture of Hydra that is not supported, heads that see no tokens, or a tensor of the file
+            `source` is missing, unknown or of the wrong shape.
     """
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
     if arch not in ARCHITECTURES:
@@ -75,36 +71,33 @@ def from_original(tensors: Tensors, published: Json, source: str) -> tuple[Medus
         kind="hydra",
         prefix_layers=int(arch == "prefix-mlp"),
         prefix=_prefix(base, source) if arch == "prefix-mlp" else None,
-        block="hydra",
+        block=ORIGINAL_HYDRA,
         base_model_name_or_path=base,
         backbone=backbone,
     )
-    ours = empty(config).tensors
-    names = {name: _names(name, sizes) for name in ours}
+    modules = empty(config).tensors
+    names = {module: _names(module, sizes) for module in modules}
     wanted: Tensors = {}
-    for name, tensor in ours.items():
-        if name in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V]; in the file [V, H] and [V] for each head
-            wanted |= zip(names[name], tensor.mT if name == "lm_heads" else tensor, strict=True)
+    for module, tensor in modules.items():
+        if module in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V]; in the file [V, H] and [V] for each head
+            wanted |= zip(names[module], tensor.mT if module == "lm_heads" else tensor, strict=True)
         else:
-            wanted[names[name][0]] = tensor
+            wanted[names[module][0]] = tensor
     require_exactly({name: tensors[name] for name in tensors if name not in LEFT_OUT}, wanted, source)
-    found = {name: tensors[theirs[0]].clone() for name, theirs in names.items()}  # blocks that were one are parted
+    found = {module: tensors[name].clone() for module, (name, *_) in names.items()}  # separates blocks that were one
     found["lm_heads"] = torch.stack([tensors[name] for name in names["lm_heads"]]).transpose(1, 2).contiguous()
     found["lm_biases"] = torch.stack([tensors[name] for name in names["lm_biases"]])
-    return config, found
+    return Checkpoint(config, found)
 
 
-def _sizes(tensors: Tensors, source: str) -> Sizes:
-    """Count heads and blocks by the names, and read the sizes from the tensors; refuse heads that see no tokens."""
+def _sizes(tensors: Tensors, source: str) -> HydraSizes:
+    """Count heads and blocks by the names, and read the sizes from the tensors; reject heads that see no tokens."""
     blocks = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     of_first = sorted(block for head, block in blocks if head == 0)
     if not of_first:
         raise RequestError(f"{source} misses the first head's first block (hydra_mlp.0); its heads are not complete")
     heads = 1 + max(head for head, _ in blocks)
-    if heads > len(tensors):  # an absurd index; refused before as many tensors are asked for
-        raise RequestError(
-            f"{source} names head {heads - 1} but holds {len(tensors)} tensors; its heads are not complete"
-        )
+    require_plausible(heads, tensors, source)
     first = tensors[f"hydra_mlp.0.{of_first[0]}.linear.weight"]
     if first.ndim == 2 and first.shape[0] == first.shape[1]:
         raise RequestError(
@@ -113,17 +106,17 @@ def _sizes(tensors: Tensors, source: str) -> Sizes:
     lm_head = next((match for match in map(LM_HEAD.fullmatch, tensors) if match is not None), None)
     if lm_head is None:
         raise RequestError(f"{source} misses the tensor hydra_lm_head.0.weight; its heads are not complete")
-    return Sizes(first.shape[0], tensors[lm_head[0]].shape[0], heads, of_first, lm_head[2] or "")
+    return HydraSizes(first.shape[0], tensors[lm_head[0]].shape[0], heads, of_first, lm_head[2] or "")
 
 
-def _names(ours: str, sizes: Sizes) -> list[str]:
-    """The file's name of one of our tensors; of LM heads and their biases, a name for each head."""
-    match ours.split("."):
+def _names(module: str, sizes: HydraSizes) -> list[str]:
+    """The names in the file for one of our tensors; LM heads and their biases have a name for each head."""
+    match module.split("."):
         case ["stacks", head, "layers", layer, *rest]:
             return [f"hydra_mlp.{head}.{sizes.blocks[int(layer)]}.{'.'.join(rest)}"]
         case ["prefix", *rest]:
             return [".".join([PREFIX, *rest])]
-    part = "weight" if ours == "lm_heads" else "bias"
+    part = "weight" if module == "lm_heads" else "bias"
     return [f"hydra_lm_head.{head}{sizes.lm_head}.{part}" for head in range(sizes.num_heads)]
 
 

@@ -1,4 +1,4 @@
-"""Tensors in the files of a folder, by name. Each is read when it is asked for, so that files can be large."""
+"""The files of a folder of heads or of a model, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -8,44 +8,53 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from medusa.checkpoints.checkpoint import Tensors
 from medusa.errors import RequestError, first_line
-from medusa.files import read_json
+from medusa.files import ASSETS, read_json, replacing
 
+CONFIG, PROVENANCE = "config.json", "provenance.json"
+WEIGHTS = "medusa_lm_head.safetensors"
+LEGACY_WEIGHTS = "medusa_lm_head.pt"
+"""The file of FasterDecoding's first format."""
+HYDRA_WEIGHTS = "hydra_lm_head.pt"
+"""The file of the original Hydra."""
+HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
+DEMO = ASSETS / "heads"
+"""The folder of the heads that come with the package."""
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Indices of models in several files."""
 SUFFIXES = (".safetensors", ".bin", ".pt")
-"""Formats of tensors; of a folder only files of the first one that it has are read."""
-
-Pickled = dict[Path, dict[str, Tensor]]
-"""Pickled files that were read, with all their tensors."""
+"""Formats of tensors. Of a folder, only files of the first format present are read."""
 
 
 class Stored(Mapping[str, Tensor]):
-    """Names of tensors, and the files that hold them."""
+    """Tensors in files, by name. Files can be large, so each tensor is read when it is asked for."""
 
-    def __init__(self, folder: Path, places: dict[str, Path], pickled: Pickled) -> None:
-        self.folder, self.places, self._pickled = folder, places, pickled
-        self.paths = sorted(set(places.values()))
+    def __init__(self, places: dict[str, Path] | None = None) -> None:
+        self.places = places or {}
+        """The file of each tensor."""
+        self._pickled: dict[Path, Tensors] = {}  # pickled files that were read, with all their tensors
 
     @classmethod
-    def of_files(cls, folder: Path, paths: list[Path]) -> Stored:
+    def of_files(cls, paths: list[Path]) -> Stored:
         """All tensors of these files.
 
         Raises:
-            RequestError: a file is damaged or holds no tensors, or two files hold the same one.
+            RequestError: a file is damaged or holds no tensors, or two files hold the same tensor.
         """
-        pickled: Pickled = {}
-        places: dict[str, Path] = {}
+        stored = cls()
         for path in paths:
-            names = _names(path, pickled)
-            if twice := next((name for name in names if name in places), None):
+            names = stored._names(path)
+            if twice := next((name for name in names if name in stored), None):
                 raise RequestError(
-                    f"{places[twice]} and {path.name} both hold {twice}, as files for several GPUs do; convert for one"
+                    f"{stored.places[twice]} and {path.name} both hold {twice}, as files for several GPUs do; "
+                    "convert for one"
                 )
-            places |= dict.fromkeys(names, path)
-        return cls(folder, places, pickled)
+            stored.places |= dict.fromkeys(names, path)
+        return stored
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
@@ -56,9 +65,14 @@ class Stored(Mapping[str, Tensor]):
         """
         for name in INDICES:
             if (folder / name).is_file():
-                return cls(folder, {tensor: folder / file for tensor, file in read_index(folder / name).items()}, {})
+                return cls({tensor: folder / file for tensor, file in read_index(folder / name).items()})
         found = ([path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()] for suffix in SUFFIXES)
-        return cls.of_files(folder, next((paths for paths in found if paths), []))
+        return cls.of_files(next((paths for paths in found if paths), []))
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files, sorted by name."""
+        return sorted(set(self.places.values()))
 
     def __contains__(self, name: object) -> bool:
         return name in self.places
@@ -76,36 +90,49 @@ class Stored(Mapping[str, Tensor]):
             raise RequestError(f"{path} does not exist, and should hold {name}; download it")
         if path.suffix != ".safetensors":
             if path not in self._pickled:
-                _names(path, self._pickled)
+                self._names(path)
             if name not in self._pickled[path]:
                 raise RequestError(f"{path} does not hold {name}, though its index says so; download it again")
             return self._pickled[path][name]
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        except Exception as error:  # see _names
-            raise _damaged(path, error) from None
+        with _damage_named(path), safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        return tensor
+
+    def _names(self, path: Path) -> list[str]:
+        """The names of a file's tensors. A pickled file is read whole and kept."""
+        with _damage_named(path):
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    return list(file.keys())
+            content = _unpickled(path)
+        if not isinstance(content, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+        ):
+            raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
+        self._pickled[path] = content
+        return list(content)
 
 
-def _names(path: Path, pickled: Pickled) -> list[str]:
-    """The names of a file's tensors; the content of a pickled file is kept in `pickled`."""
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise RequestError for any error while `path` is read: damaged files raise errors of many types."""
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        content = _unpickled(path)
-    except Exception as error:  # unpickling a damaged file raises errors of many types
-        raise _damaged(path, error) from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-    ):
-        raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
-    pickled[path] = content
-    return list(content)
+        yield
+    except Exception as error:
+        raise RequestError(
+            f"{path} is damaged or no file of tensors ({first_line(error)}); download it again"
+        ) from None
+
+
+def _unpickled(path: Path) -> object:
+    if path.suffix == ".bin":  # of a whole model
+        with contextlib.suppress(RuntimeError):  # files of before PyTorch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file in the same folder that holds each tensor, by its name; raise RequestError for a damaged index."""
+    """Read which file of the same folder holds each tensor; raise RequestError for a damaged index."""
     content = read_json(path)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
@@ -116,12 +143,8 @@ def read_index(path: Path) -> dict[str, str]:
     return places
 
 
-def _unpickled(path: Path) -> object:
-    if path.suffix == ".bin":  # of a whole model
-        with contextlib.suppress(RuntimeError):  # files of before PyTorch 1.6 cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _damaged(path: Path, error: Exception) -> RequestError:
-    return RequestError(f"{path} is damaged or no file of tensors ({first_line(error)}); download it again")
+def save_tensors(tensors: Tensors, path: Path) -> None:
+    """Write tensors as safetensors, the file whole or not at all."""
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(ready, temporary, metadata={"format": "pt"})

@@ -43,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from medusa.checkpoints.find import find_folder
-    from medusa.checkpoints.load import load
+    from medusa.checkpoints.folder import find_folder, load
     from medusa.export.base import Export
     from medusa.export.formats import writer
     from medusa.export.lm_head import read_lm_head

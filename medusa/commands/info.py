@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     common.check_output(args.json)
-    from medusa.checkpoints.find import find_folder
-    from medusa.checkpoints.layout import PROVENANCE
+    from medusa.checkpoints.folder import find_folder
+    from medusa.checkpoints.stored import PROVENANCE
     from medusa.config import GATED
     from medusa.files import read_json
     from medusa.heads.independent import MedusaHeads

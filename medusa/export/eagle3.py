@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from medusa.checkpoints.eagle3 import NAMES, PAIR_PARTS
-from medusa.checkpoints.save import save_tensors
+from medusa.checkpoints.stored import save_tensors
 from medusa.config import GATED, GATED_EPS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.base import Export

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from medusa.checkpoints.find import HUB_ID
+from medusa.checkpoints.folder import HUB_ID
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import Json, read_json

@@ -12,10 +12,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from medusa.checkpoints.layout import CONFIG, HEADS_FILES, PROVENANCE
 from medusa.checkpoints.published import to_published
-from medusa.checkpoints.save import save_tensors
-from medusa.checkpoints.stored import INDICES, Stored
+from medusa.checkpoints.stored import CONFIG, HEADS_FILES, INDICES, PROVENANCE, Stored, save_tensors
 from medusa.errors import RequestError
 from medusa.export.base import Export, Written, quoted, require_square
 from medusa.export.lm_head import with_own_lm_heads

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS
 from medusa.checkpoints.published import to_published
+from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS
 from medusa.errors import RequestError
 from medusa.export.base import Export, Written, published_config, quoted, require_square
 from medusa.export.lm_head import with_own_lm_heads

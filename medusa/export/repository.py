@@ -1,6 +1,6 @@
 """Heads as a repository of the Hub: weights, config, provenance, a model card, and code for plain transformers.
 
-    config.json   medusa_lm_head.safetensors   provenance.json      the files of `medusa.checkpoints.save`
+    config.json   medusa_lm_head.safetensors   provenance.json      the files of `medusa.checkpoints.folder`
     README.md                                                       the model card (`medusa.export.card`)
     custom_generate/generate.py, requirements.txt                   for `model.generate(custom_generate="org/heads")`
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.save import save
+from medusa.checkpoints.folder import save
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, RunError, first_line
 from medusa.export.card import model_card

@@ -6,9 +6,8 @@ it is written as `medusa_choices.json`: all nodes but the root, 63 at most.
 
 from __future__ import annotations
 
-from medusa.checkpoints.layout import CONFIG, WEIGHTS
 from medusa.checkpoints.published import to_published
-from medusa.checkpoints.save import save_tensors
+from medusa.checkpoints.stored import CONFIG, WEIGHTS, save_tensors
 from medusa.config import MedusaConfig
 from medusa.export.base import Export, Written, published_config, quoted, require_square
 from medusa.export.lm_head import with_own_lm_heads

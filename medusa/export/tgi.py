@@ -7,9 +7,8 @@ kind of draft and start without any.
 
 from __future__ import annotations
 
-from medusa.checkpoints.layout import CONFIG, WEIGHTS
 from medusa.checkpoints.published import to_published
-from medusa.checkpoints.save import save_tensors
+from medusa.checkpoints.stored import CONFIG, WEIGHTS, save_tensors
 from medusa.export.base import Export, Written, published_config, quoted, require_square
 from medusa.export.lm_head import with_own_lm_heads
 from medusa.files import write_json

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 
-from medusa.checkpoints.names import SHARED, VLLM
-from medusa.checkpoints.published import to_published
-from medusa.checkpoints.save import save_tensors
+from medusa.checkpoints.published import SHARED, VLLM, to_published
+from medusa.checkpoints.stored import save_tensors
 from medusa.export.base import Export, Written, quoted, require_square
 from medusa.export.eagle3 import CONFIG, WEIGHTS, write_eagle3
 from medusa.export.lm_head import with_own_lm_heads

@@ -15,7 +15,7 @@ from medusa.heads.kinds import class_of
 
 if TYPE_CHECKING:
     from medusa.checkpoints.checkpoint import Checkpoint
-    from medusa.checkpoints.find import HubOptions
+    from medusa.checkpoints.folder import HubOptions
     from medusa.export.repository import PushOptions
 
 
@@ -69,7 +69,7 @@ class PretrainedHeads(nn.Module):
         Raises:
             RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
         """
-        from medusa.checkpoints.load import load
+        from medusa.checkpoints.folder import load
 
         return cls.from_checkpoint(load(name_or_path, **hub)).to(device=device, dtype=dtype)
 
@@ -84,7 +84,7 @@ class PretrainedHeads(nn.Module):
         Raises:
             RequestError: heads lie there and `overwrite` is off.
         """
-        from medusa.checkpoints.save import save
+        from medusa.checkpoints.folder import save
 
         checkpoint = self.checkpoint()
         save(checkpoint if provenance is None else replace(checkpoint, provenance=provenance), Path(folder), overwrite)

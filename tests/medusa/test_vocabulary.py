@@ -26,7 +26,7 @@ from decode.settings import Settings
 from decode.target import Target
 from medusa import Tree
 from medusa.backbone import Backbone
-from medusa.checkpoints.layout import CONFIG, WEIGHTS
+from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.errors import RequestError
 from medusa.heads.guesses import MISSED
 from medusa.heads.independent import MedusaHeads

@@ -139,7 +139,7 @@ def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     save, state_save, file_save = torch.save, TrainerState.save_to_json, __import__("safetensors.torch").torch.save_file
     monkeypatch.setattr(
-        "medusa.checkpoints.save.save_file",
+        "medusa.checkpoints.stored.save_file",
         lambda tensors, path, **kwargs: half("weights", Path(path), lambda: file_save(tensors, path, **kwargs)),
     )
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
-from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS
+from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
@@ -288,7 +288,7 @@ def test_a_failed_save_leaves_the_old_heads_and_no_litter(tmp_path: Path, monkey
         Path(path).write_bytes(b"half a file")
         raise OSError("disk full")
 
-    monkeypatch.setattr("medusa.checkpoints.save.save_file", fail)
+    monkeypatch.setattr("medusa.checkpoints.stored.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         some_heads(num_heads=2).save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from decode import generate
 from medusa.backbone import Backbone
-from medusa.checkpoints.layout import CONFIG
-from medusa.checkpoints.layout import HYDRA_WEIGHTS as WEIGHTS
+from medusa.checkpoints.stored import CONFIG
+from medusa.checkpoints.stored import HYDRA_WEIGHTS as WEIGHTS
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads

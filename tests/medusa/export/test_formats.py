@@ -19,11 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.__main__ import main
-from medusa.checkpoints.find import find_folder
-from medusa.checkpoints.layout import CONFIG, LEGACY_WEIGHTS, WEIGHTS
+from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
-from medusa.checkpoints.save import save_tensors
-from medusa.checkpoints.stored import Stored
+from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
 from medusa.export.formats import FORMATS
 from medusa.export.lm_head import read_lm_head
 from medusa.files import read_json

@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 from decode import generate, steps
 from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
-from medusa.checkpoints.layout import CONFIG, PROVENANCE, WEIGHTS
+from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
 from medusa.export.card import model_card
 from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders

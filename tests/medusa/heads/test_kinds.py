@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from medusa import MedusaHeads
-from medusa.checkpoints.layout import CONFIG, WEIGHTS
+from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.inputs import HeadInputs

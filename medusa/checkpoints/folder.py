@@ -1,0 +1,168 @@
+"""Folders of heads: found locally or on the Hub, read in any format, written in this project's format.
+
+The format is recognised from the files and the names of their tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors
+from medusa.checkpoints.eagle3 import from_eagle3, is_eagle3
+from medusa.checkpoints.hydra import from_hydra
+from medusa.checkpoints.published import (
+    PREFIX,
+    PUBLISHED,
+    HeadTensors,
+    find_heads,
+    from_published,
+    is_of_heads,
+    to_published,
+)
+from medusa.checkpoints.stored import (
+    CONFIG,
+    DEMO,
+    HEADS_FILES,
+    HYDRA_WEIGHTS,
+    INDICES,
+    PROVENANCE,
+    WEIGHTS,
+    Stored,
+    read_index,
+    save_tensors,
+)
+from medusa.config import MedusaConfig
+from medusa.errors import RequestError, first_line
+from medusa.files import Json, read_json, require_absent, write_json
+
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+class HubOptions(TypedDict, total=False):
+    """Options of `huggingface_hub.snapshot_download`."""
+
+    revision: str | None
+    """A branch, tag or commit."""
+    token: str | bool | None
+    """For private and gated repositories; by default that of `hf auth login`."""
+    cache_dir: str | Path | None
+    """The folder of downloads; by default the Hub's cache."""
+    local_files_only: bool
+    """Use earlier downloads only."""
+
+
+def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
+    """Read heads from `demo`, a local folder or a Hub id.
+
+    Raises:
+        RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
+    """
+    folder = find_folder(name_or_path, **hub)
+    stored = _stored_heads(folder)
+    published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not isinstance(published, dict):
+        raise RequestError(f"{folder / CONFIG} holds no JSON object")
+    paths = stored.paths
+    source = str(paths[0] if len(paths) == 1 else folder)
+    if paths and paths[0].name == HYDRA_WEIGHTS:
+        checkpoint = from_hydra(dict(stored), published, source)
+    elif "kind" in published:
+        checkpoint = _from_own_format(dict(stored), published, source)
+    elif is_eagle3(stored):
+        checkpoint = from_eagle3(stored, published, source)
+    else:
+        checkpoint = _from_others(stored, published, source, str(name_or_path))
+    provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
+    return replace(checkpoint, provenance=provenance)
+
+
+def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
+    """Write `config.json`, `medusa_lm_head.safetensors` and, if known, `provenance.json`, each whole or not at all.
+
+    Independent heads get the published names (`medusa.checkpoints.published`). Heads of other kinds, with prefix layers
+    or with a draft vocabulary keep the names of their modules; no server reads them.
+
+    Raises:
+        RequestError: `folder` holds heads already and `overwrite` is off.
+    """
+    require_absent(folder / WEIGHTS, overwrite)
+    save_tensors(to_published(checkpoint), folder / WEIGHTS)
+    write_json(folder / CONFIG, checkpoint.config.to_dict())
+    if checkpoint.provenance is not None:
+        write_json(folder / PROVENANCE, checkpoint.provenance)
+
+
+def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
+    """The local folder of the heads. A Hub id is downloaded; of a whole model, only the files with heads in them.
+
+    Raises:
+        RequestError: neither a folder nor on the Hub.
+    """
+    name = str(name_or_path)
+    if name == "demo":
+        return DEMO
+    if Path(name).is_dir():
+        return Path(name)
+    if not HUB_ID.fullmatch(name) or Path(name).parent.is_dir():
+        raise RequestError(f"no heads at {name}: give a folder that exists, a Hub id such as org/name, or demo")
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _download(name, hub)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = first_line(error)
+        raise RequestError(f"no heads at {name}: neither a local folder nor on the Hub ({reason})") from None
+
+
+def _download(name: str, hub: HubOptions) -> Path:
+    from huggingface_hub import snapshot_download
+
+    def fetch(*patterns: str) -> Path:
+        return Path(snapshot_download(name, allow_patterns=[*patterns], **hub))
+
+    folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, *INDICES)
+    if any((folder / name).is_file() for name in HEADS_FILES):
+        return folder
+    for index in (folder / name for name in INDICES if (folder / name).is_file()):
+        files = read_index(index)
+        inside = {file for tensor, file in files.items() if PREFIX.match(tensor)}
+        return fetch(*sorted(inside or set(files.values())))
+    fetch("*.safetensors")
+    return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
+
+
+def _stored_heads(folder: Path) -> Stored:
+    """The tensors of a file of heads or, if there is none, of a model with heads inside."""
+    path = next((folder / name for name in HEADS_FILES if (folder / name).is_file()), None)
+    if path is not None:
+        return Stored.of_files([path])
+    stored = Stored.of_model(folder)
+    if not is_eagle3(stored) and not any(map(is_of_heads, stored)):
+        raise RequestError(
+            f"no heads in {folder}: it holds neither {', '.join(HEADS_FILES)} nor a model with heads inside"
+        )
+    return stored
+
+
+def _from_own_format(tensors: Tensors, published: Json, source: str) -> Checkpoint:
+    """Heads that `save` wrote: under the published names, or under the names of their modules."""
+    if published["kind"] == "medusa" and not published.get("prefix_layers") and not published.get("vocabulary"):
+        return from_published(HeadTensors(tensors), published, source)
+    try:
+        config = MedusaConfig.from_dict(published)
+    except TypeError:
+        raise RequestError(f"{source}: its {CONFIG} does not say what these heads are") from None
+    return Checkpoint(config, tensors).require_complete(source)
+
+
+def _from_others(stored: Stored, published: Json, source: str, asked: str) -> Checkpoint:
+    """Heads under other programs' names, alone or inside the model `asked`; `published` is the folder's config."""
+    found = find_heads(stored, published, source)
+    if found.names is not PUBLISHED or found.prefix:  # another program's config: its other keys can mean other things
+        published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
+    if found.prefix and len(found.tensors) < len(stored):  # inside the backbone that they belong to
+        published["base_model_name_or_path"] = asked
+    return from_published(found, published, source)
