@@ -149,7 +149,9 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
         raise RequestError(f"{source}: {TOKEN_MAP} is {shape} of {tokens.dtype}; it must be a list of token ids")
     found.vocabulary = tokens.to(torch.int64)
     for name, tensor in tensors.items():
-        if LM_HEAD_NAME.fullmatch(name) and len(tensor) > len(tokens) and tokens.max() < len(tensor):
+        if LM_HEAD_NAME.fullmatch(name) and len(tensor) > len(tokens):
+            if tokens.max() >= len(tensor):
+                raise RequestError(f"{source}: {TOKEN_MAP} names token {tokens.max()} of {len(tensor)}; remove it")
             tensors[name] = tensor[found.vocabulary]
 
 
