@@ -24,8 +24,6 @@ Decide = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [R], scores [M, V], index [R]) -> the token that the target decides on in each row [R]."""
 Passes = Callable[[Tensor], Tensor]
 """(the target's scores [V] after a node) -> which tokens a lossy rule accepts there [V]."""
-EPSILON, DELTA = 0.09, 0.3
-"""Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
 
 
 class Truncation(NamedTuple):

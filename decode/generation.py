@@ -28,7 +28,7 @@ from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, with_generators
 from decode.sequences import Request
 from decode.session import Session
-from decode.settings import LOSSLESS, DecodingOptions, require_uncontrasted, with_options
+from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, require_uncontrasted, with_options
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
@@ -79,7 +79,7 @@ def tree_decoding(
     model: PreTrainedModel,
     factory: DrafterFactory,
     requests: Sequence[Request],
-    acceptor: Acceptor,
+    rule: AcceptanceRule,
     timer: Timer | None = None,
     keep_hidden: bool = False,
     compile: bool = False,
@@ -90,7 +90,7 @@ def tree_decoding(
     Raises:
         RequestError: scores are asked of a lossy rule, the drafter cannot draw its guesses, the amateur does not fit,
             or the steps cannot be compiled."""
-    config = requests[0].config
+    acceptor, config = Acceptor(*rule), requests[0].config
     if acceptor.passes is not None and (config.output_scores or config.output_logits):
         exact = "rejection" if config.do_sample else "greedy"
         raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
@@ -234,11 +234,9 @@ def _start(
     amateur: AmateurLike,
     timer: Timer | None = None,
 ) -> Decoding:
-    acceptor = options.acceptor_for(requests[0].do_sample)
+    rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
-    return tree_decoding(
-        model, factory, requests, acceptor, timer, compile=options.compile, amateur=Amateur.of(amateur)
-    )
+    return tree_decoding(model, factory, requests, rule, timer, compile=options.compile, amateur=Amateur.of(amateur))
 
 
 def _finish(decoding: Decoding, streamer: BaseStreamer | None) -> None:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from decode.accept import (
-    DELTA,
-    EPSILON,
     Acceptance,
     Passes,
     Truncation,
@@ -31,6 +29,7 @@ from decode.draft import Draft, Drafter, Frontier
 from decode.ops.fast_topk import most_probable
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
+from decode.settings import AcceptanceRule
 
 if TYPE_CHECKING:
     from decode.session import Session
@@ -180,22 +179,8 @@ class TreeStepper:
         """Nothing to free: the session's memory goes with the session."""
 
 
-class Acceptor(NamedTuple):
-    """An acceptance rule with its constants, and the kind of draft that it judges."""
-
-    rule: str
-    epsilon: float = EPSILON
-    delta: float = DELTA
-    """The constants of typical acceptance (Medusa paper, section 2.3.1)."""
-    draft: str = "topk"
-    """topk: the drafter's best guesses; sample: draws from its distributions."""
-    limit: int | None = None
-    """The number of the rules topk and distance."""
-
-    @property
-    def name(self) -> str:
-        """The rule as a user writes it."""
-        return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
+class Acceptor(AcceptanceRule):
+    """Applies an acceptance rule to drafts."""
 
     @property
     def passes(self) -> Passes | None:

@@ -6,22 +6,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from decode.accept import DELTA, EPSILON
-from decode.loop import Acceptor
 from medusa.errors import RequestError
+from medusa.options import Options, count, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from decode.strategies.contrastive import Amateur
 
+EPSILON, DELTA = 0.09, 0.3
+"""Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
 LOSSLESS = ("greedy", "rejection")
 LOSSY = ("typical", "typical-sampled")
 """Lossy rules for a temperature above 0."""
@@ -30,27 +30,39 @@ LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 DRAFTS = ("topk", "sample")
 SHARE = "between 0 and 1"
-ONE_SHAPE = "--compile has steps of one shape only, and stop-drafting changes it; leave one out"
+ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
 
 
-def option(
-    default: object, help: str, allowed: str = "", check: Callable[[Any], bool] | None = None, metavar: str = ""
-) -> Any:
-    """A dataclass field with its help; `check` is true for a valid value, and `allowed` describes those values."""
-    about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar}
-    return dataclasses.field(default=default, metadata=about)
+class AcceptanceRule(NamedTuple):
+    """An acceptance rule with its constants, and the kind of draft that it judges."""
+
+    rule: str
+    epsilon: float = EPSILON
+    delta: float = DELTA
+    draft: str = "topk"
+    """topk: the drafter's best guesses; sample: draws from its distributions."""
+    limit: int | None = None
+    """The number of the rules topk and distance."""
+
+    @property
+    def name(self) -> str:
+        """The rule as a user writes it."""
+        return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
+class DecodingOptions(Options):
     """How tokens are drafted and accepted."""
 
     acceptance: str | None = option(
         None,
-        "accept guesses by this rule: greedy (default at temperature 0) and rejection (default above) change nothing; "
-        "typical, typical-sampled and, at temperature 0, topk:K and distance:D are lossy",
+        "accept drafted tokens by this rule: greedy (default at temperature 0) and rejection (default above) are "
+        "lossless; typical, typical-sampled and, at temperature 0, topk:K and distance:D are lossy",
+        metavar="RULE",
     )
-    draft: str = option("topk", "draft the heads' best guesses (topk) or draws from their distributions (sample)")
+    draft: str = option(
+        "topk", "draft the heads' best guesses (topk) or samples from their distributions (sample)", metavar="KIND"
+    )
     stop_drafting: float = option(
         0.0,
         "with --tree dynamic:N: prune nodes whose path probability is below P, with their subtrees; 0 is off",
@@ -58,24 +70,20 @@ class DecodingOptions:
         lambda value: 0 <= value <= 1,
         "P",
     )
-    epsilon: float = option(EPSILON, "set epsilon of typical acceptance", SHARE, lambda value: 0 <= value <= 1)
-    delta: float = option(DELTA, "set delta of typical acceptance", SHARE, lambda value: 0 <= value <= 1)
+    epsilon: float = option(EPSILON, "set epsilon of typical acceptance", SHARE, lambda value: 0 <= value <= 1, "E")
+    delta: float = option(DELTA, "set delta of typical acceptance", SHARE, lambda value: 0 <= value <= 1, "D")
     compile: bool = option(
-        False, "run whole steps by torch.compile, as CUDA graphs on a GPU; the first step takes seconds to minutes"
+        False, "compile whole steps by torch.compile, as CUDA graphs on a GPU; the first step takes seconds to minutes"
     )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check, value = field.metadata.get("check"), getattr(self, field.name)
-            if check is not None and not check(value):
-                name = field.name.replace("_", "-")
-                raise RequestError(f"{name} is {value}; it must be {field.metadata['allowed']}")
+        super().__post_init__()
         if self.compile and self.stop_drafting:
             raise RequestError(ONE_SHAPE)
         if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
             raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
 
-    def acceptor_for(self, do_sample: bool) -> Acceptor:
+    def rule_for(self, do_sample: bool) -> AcceptanceRule:
         """The acceptance rule for these options; by default the lossless rule, greedy or rejection.
 
         Raises:
@@ -92,7 +100,7 @@ class DecodingOptions:
             raise RequestError(
                 f"with stop-drafting, acceptance {self.acceptance!r} would depend on the batch; use {instead}"
             )
-        return Acceptor(rule, self.epsilon, self.delta, self.draft, limit)
+        return AcceptanceRule(rule, self.epsilon, self.delta, self.draft, limit)
 
     def _require_mode(self, rule: str, do_sample: bool) -> None:
         if rule == "greedy" and do_sample:
@@ -122,9 +130,7 @@ class DecodingOptions:
 class Settings(DecodingOptions):
     """All generation settings; the defaults mean greedy text until EOS or 256 tokens."""
 
-    max_new_tokens: int = option(
-        256, "write at most N tokens", "a whole number of at least 1", lambda value: value >= 1, "N"
-    )
+    max_new_tokens: int = count(256, "generate at most N new tokens for each prompt")
     temperature: float = option(
         0.0, "sample at temperature T; 0 is greedy", "0 (greedy) or above", lambda value: value >= 0, "T"
     )
@@ -158,12 +164,12 @@ class Settings(DecodingOptions):
         if any(not stop for stop in self.stop):
             raise RequestError("a stop string is empty; give at least one character")
         require_uncontrasted(self.compile, self.amateur)
-        _ = self.acceptor  # refuses rules that do not fit
+        self.rule_for(self.do_sample)  # raises an error for rules that do not fit
 
     @property
-    def acceptor(self) -> Acceptor:
+    def rule(self) -> AcceptanceRule:
         """The acceptance rule for these settings."""
-        return self.acceptor_for(self.do_sample)
+        return self.rule_for(self.do_sample)
 
     @property
     def do_sample(self) -> bool:
@@ -190,7 +196,7 @@ class Settings(DecodingOptions):
         """All settings for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         amateur = None if self.amateur is None else self.amateur.to_dict()
-        return values | {"acceptance": self.acceptor.name, "amateur": amateur}
+        return values | {"acceptance": self.rule.name, "amateur": amateur}
 
 
 def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
@@ -244,10 +250,10 @@ def with_options(prefix: str = "") -> Callable[[Callable[..., T]], Callable[...,
         names = {prefix + field.name: field for field in fields(DecodingOptions)}
 
         @functools.wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> T:
+        def wrapped(*args: object, **kwargs: object) -> T:
             given = {field.name: kwargs.pop(name) for name, field in names.items() if kwargs.get(name) is not None}
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            return function(*args, options=DecodingOptions(**given), **kwargs)
+            return function(*args, options=DecodingOptions(**given), **kwargs)  # type: ignore[arg-type]
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         added = [

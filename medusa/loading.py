@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,73 +20,14 @@ from transformers import (
 
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
+from medusa.options import DTYPE_NAMES, LoadOptions
 
 DEMO = ASSETS / "backbone"
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTIONS = ("sdpa", "eager")
-QUANTIZATIONS = ("4bit", "8bit")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How to load a backbone.
-
-    Raises:
-        RequestError: a value that is not allowed, or a device that this machine does not have.
-    """
-
-    dtype: str | None = None
-    """One of DTYPES; by default float32 on a CPU and the checkpoint's own on a GPU."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, mps, or auto to spread the layers over all devices; by default a GPU if there is one."""
-    attention: str | None = None
-    """sdpa (default if the model offers it) or eager."""
-    revision: str | None = None
-    """A branch, tag or commit on the Hub."""
-    trust_remote_code: bool = False
-    """Run code that comes with the backbone."""
-    quantization: str | None = None
-    """4bit or 8bit, by bitsandbytes."""
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise RequestError(f"--dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.attention is not None and self.attention not in ATTENTIONS:
-            raise RequestError(f"--attention is {self.attention!r}; choose sdpa or eager, which take a tree mask")
-        if self.device is not None and self.device != "auto":
-            _require_device(self.device)
-        if self.quantization is not None:
-            _require_quantization(self.quantization)
-
-    @property
-    def hub(self) -> dict[str, str | bool | None]:
-        """The options for the Hub, as `from_pretrained` takes them."""
-        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-
-
 LOAD_DEFAULTS = LoadOptions()
-
-
-def _require_device(device: str) -> None:
-    try:
-        asked = torch.device(device)
-    except RuntimeError:
-        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
-    count = torch.cuda.device_count()
-    if asked.type == "cuda" and (asked.index or 0) >= count:
-        raise RequestError(f"--device is {device!r}, and PyTorch sees {count} CUDA device(s); choose cpu")
-    if asked.type == "mps" and not torch.backends.mps.is_available():
-        raise RequestError(f"--device is {device!r} but PyTorch sees no Apple GPU; choose cpu")
-
-
-def _require_quantization(kind: str) -> None:
-    if kind not in QUANTIZATIONS:
-        raise RequestError(f"quantization is {kind!r}; choose 4bit or 8bit, or leave it out")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise RequestError(
-            f"quantization: {kind} needs bitsandbytes, which is not installed; install it or leave this out"
-        )
 
 
 @dataclass

@@ -159,8 +159,8 @@ def decode_with(
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
     session = Session(model, requests, slack=drafter.tree.num_nodes, verifiers=amateur)
     drafter.sequences = session.sequences
-    acceptor = DecodingOptions(acceptance=acceptance).acceptor_for(requests[0].do_sample)
-    return session, run_steps(session, drafter, acceptor)
+    rule = DecodingOptions(acceptance=acceptance).rule_for(requests[0].do_sample)
+    return session, run_steps(session, drafter, Acceptor(*rule))
 
 
 def run_steps(session: Session, drafter: Drafter, acceptor: Acceptor) -> list[Step]:

@@ -15,7 +15,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY
 from medusa.errors import RequestError
-from medusa.loading import ATTENTIONS, DTYPES, QUANTIZATIONS, LoadOptions
+from medusa.loading import DTYPES
+from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
 
 NUM_HEADS = 4

@@ -71,10 +71,10 @@ def medusa_method(
     """Decoding with a drafter, by default the heads on `tree`. What the drafter loads is loaded once, here."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
-    acceptor, compile, amateur = settings.acceptor, settings.compile, settings.amateur
+    rule, compile, amateur = settings.rule, settings.compile, settings.amateur
 
     def begin(requests: list[Request]) -> Decoding:
-        return tree_decoding(model, source, requests, acceptor, clock, keep_hidden, compile, amateur)
+        return tree_decoding(model, source, requests, rule, clock, keep_hidden, compile, amateur)
 
     return _method(model, settings, tokenizer, begin)
 

@@ -174,7 +174,7 @@ class ChatPage:
     def _about(self) -> str:
         source = self.generator.source
         assert source is not None, "a page without a drafter has nothing to compare"
-        return f"{self.config.drafter}, {source.num_nodes} nodes · {self.settings.acceptor.name}"
+        return f"{self.config.drafter}, {source.num_nodes} nodes · {self.settings.rule.name}"
 
     @staticmethod
     def _turn_light(dark: ui.dark_mode) -> None:
@@ -197,7 +197,6 @@ class ChatPage:
     def _change(self, change: Callable[[Settings], Settings]) -> None:
         try:
             changed = change(self.settings)
-            _ = changed.acceptor  # an acceptance rule may not fit another temperature
         except RequestError as error:
             ui.notify(str(error), type="negative")
         else:

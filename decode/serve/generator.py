@@ -58,7 +58,7 @@ class TextGenerator:
                 self.model,
                 self.source,
                 requests,
-                settings.acceptor,
+                settings.rule,
                 compile=settings.compile,
                 amateur=settings.amateur,
             )

@@ -86,8 +86,8 @@ def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:
         return "stopped: the speeds so far"
     if ours == theirs:
         return "the same text, token for token"
-    if is_lossy(settings.acceptor.name):
-        return f"another text: acceptance {settings.acceptor.name} is lossy"
+    if is_lossy(settings.rule.name):
+        return f"another text: acceptance {settings.rule.name} is lossy"
     if settings.do_sample:
         return "two samples of the same distribution"
     length = min(len(ours), len(theirs))

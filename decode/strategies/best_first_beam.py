@@ -29,6 +29,7 @@ from decode.ops.fast_topk import top_k
 from decode.ops.grouped_attention import grouped
 from decode.prefill import prefill
 from decode.request import require_fitting
+from decode.strategies.options import SearchOptions
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
@@ -95,9 +96,9 @@ def best_first_beam(
     model: PreTrainedModel,
     input_ids: Tensor | Sequence[int],
     *,
-    num_beams: int = 4,
+    num_beams: int = SearchOptions.num_beams,
     max_new_tokens: int = 256,
-    length_penalty: float = 0.0,
+    length_penalty: float = SearchOptions.length_penalty,
     num_return_sequences: int = 1,
     eos_token_id: int | Sequence[int] | None = None,
     batch_size: int | None = None,

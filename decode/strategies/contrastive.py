@@ -23,6 +23,7 @@ from decode.drafters.small_model import require_same_vocabulary
 from decode.prefill import OnHidden
 from decode.request import require_fitting, require_longrope_alone
 from decode.sequences import Request, Sequences
+from decode.strategies.options import ContrastOptions
 from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
 from medusa.backbone import Backbone, Readout
@@ -33,26 +34,10 @@ MIN_LOG_PROB = -1e4
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """How the two models' predictions are combined; the defaults are the article's."""
-
-    alpha: float = 0.1
-    """Plausibility: tokens less probable to the expert than `alpha` times its best token are excluded; 0: none are."""
-    beta: float | None = None
-    """`None`: log p(expert) - log p(amateur), as in the article. A number: (1 + beta) log p(expert) - beta
-    log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117); at 0 the amateur has no weight."""
-    temperature: float = 1.0
-    """The amateur's temperature; below 1 its first choices count more against a token."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise RequestError(
-                f"contrast-alpha is {self.alpha}; it must lie between 0 (all tokens are plausible) and 1"
-            )
-        if self.beta is not None and not 0 <= self.beta < math.inf:
-            raise RequestError(f"contrast-beta is {self.beta}; it must be 0 or above")
-        if not 0 < self.temperature < math.inf:
-            raise RequestError(f"amateur-temperature is {self.temperature}; it must be above 0")
+class Contrast(ContrastOptions):
+    """Combines the predictions of both models. Without `beta`: log p(expert) - log p(amateur), as in the article; with
+    it: (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
+    """
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
         """The scores [..., V] that replace the expert's logits [..., V]; -inf for implausible tokens (section 3.2-3.3).

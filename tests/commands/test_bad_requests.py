@@ -114,7 +114,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "no such amateur": (("--amateur", "/no/such/folder"), "/no/such/folder"),
     "an amateur of another vocabulary": (("--amateur", "demo"), "the amateur demo has 4096 tokens and the backbone 61"),
     "nobody to contrast with": (("--contrast-alpha", "0.2"), "--contrast-alpha belongs to contrastive decoding"),
-    "implausible": (("--amateur", "demo", "--contrast-alpha", "2"), "contrast-alpha is 2.0; it must lie between 0"),
+    "implausible": (("--amateur", "demo", "--contrast-alpha", "2"), "contrast-alpha is 2.0; it must be between 0"),
     "a contrast upside down": (("--amateur", "demo", "--contrast-beta", "-1"), "contrast-beta is -1.0"),
     "an amateur of ice": (("--amateur", "demo", "--amateur-temperature", "0"), "amateur-temperature is 0.0"),
     "beams with heads": (

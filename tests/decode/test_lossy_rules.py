@@ -159,8 +159,8 @@ def test_refusals_in_python(llama: Any) -> None:
 def test_they_are_called_lossy() -> None:
     assert not any(map(is_lossy, ("greedy", "rejection")))
     assert all(map(is_lossy, ("typical", "typical-sampled", "topk:2", "distance:0")))
-    assert DecodingOptions(acceptance="topk:2").acceptor_for(False).name == "topk:2"
+    assert DecodingOptions(acceptance="topk:2").rule_for(False).name == "topk:2"
     assert Settings(acceptance="distance:3").to_dict()["acceptance"] == "distance:3"
     with pytest.raises(RequestError, match=r"typical-sampled, topk:K and distance:D: lossy"):
-        DecodingOptions(acceptance="hopeful").acceptor_for(False)
+        DecodingOptions(acceptance="hopeful").rule_for(False)
     assert VOCAB > 8, "or topk:8 takes everything"

@@ -54,7 +54,7 @@ def _times_of_steps(
     clock = stopwatch(model.device)
     times, last = [], clock()
     for step in tree_decoding(
-        model, TrainedHeads(heads, tree), requests, settings.acceptor, amateur=settings.amateur
+        model, TrainedHeads(heads, tree), requests, settings.rule, amateur=settings.amateur
     ).steps:
         now = clock()
         if len(step.ids) == len(batch):  # rows that have ended would make the step cheaper

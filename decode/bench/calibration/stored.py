@@ -95,7 +95,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "attention": getattr(model.config, "_attn_implementation", None),
         "batch_size": batch_size,
         "temperature": settings.temperature,
-        "acceptance": settings.acceptor.name,
+        "acceptance": settings.rule.name,
         "version": 2,
         "heads": heads_fingerprint(heads),
         **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),

@@ -152,8 +152,8 @@ def test_what_cannot_stop_is_refused(llama: Any) -> None:
     with pytest.raises(RequestError, match=r"stop-drafting is 1.5; it must be between 0 and 1"):
         Settings(stop_drafting=1.5)
     with pytest.raises(RequestError, match="use draft topk"):
-        DecodingOptions(draft="sample", stop_drafting=0.1).acceptor_for(True)
+        DecodingOptions(draft="sample", stop_drafting=0.1).rule_for(True)
     with pytest.raises(RequestError, match="use typical-sampled"):
-        DecodingOptions(acceptance="typical", stop_drafting=0.1).acceptor_for(True)
+        DecodingOptions(acceptance="typical", stop_drafting=0.1).rule_for(True)
     with pytest.raises(RequestError, match="--compile has steps of one shape only"):
         generate(llama, heads, ids, tree="dynamic:8", stop_drafting=0.1, compile=True, max_new_tokens=4)

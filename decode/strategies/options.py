@@ -1,0 +1,51 @@
+"""Options of contrastive decoding and of the searches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from medusa.options import Options, count, option
+
+
+@dataclass(frozen=True)
+class ContrastOptions(Options):
+    """The constants of contrastive decoding; the defaults are those of Li et al. (2022, arXiv 2210.15097)."""
+
+    alpha: float = option(
+        0.1,
+        "exclude tokens less probable than A times the most probable token; 0 excludes none",
+        "between 0 (all tokens are plausible) and 1",
+        lambda value: 0 <= value <= 1,
+        "A",
+        name="contrast_alpha",
+    )
+    beta: float | None = option(
+        None,
+        "score tokens by (1 + B) times the backbone's log-probability less B times the amateur's (default: by their "
+        "difference)",
+        "0 or above",
+        lambda value: 0 <= value < math.inf,
+        "B",
+        name="contrast_beta",
+        type=float,
+    )
+    temperature: float = option(
+        1.0,
+        "divide the amateur's logits by T; below 1 its first choices count more against a token",
+        "above 0",
+        lambda value: 0 < value < math.inf,
+        "T",
+        name="amateur_temperature",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(Options):
+    """Options of beam search and best-first beam search."""
+
+    num_beams: int = count(4, "keep K hypotheses of each length", "K")
+    length_penalty: float = option(
+        0.0, "rank beams by log-probability over length to the power P; transformers' own default is 1", metavar="P"
+    )
+    max_queued: int | None = count(None, "best-first-beam: keep at most N hypotheses in the queue (default: all)")
