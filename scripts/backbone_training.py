@@ -26,8 +26,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from train.progress import ProgressBar
-from train.time_budget import TimeBudget
+from train.callbacks import ProgressBar, TimeBudget
 
 SPECIAL_TOKEN = "<|endoftext|>"
 

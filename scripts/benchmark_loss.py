@@ -31,7 +31,7 @@ from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions
 from script_tools import markdown_table, run_script, script_parser
 from train.loss.heads import head_losses
-from train.loss.teacher import Teacher
+from train.loss.targets import BackboneTeacher
 from train.loss.weighting import Weighting
 
 PASSES = 3
@@ -69,7 +69,7 @@ def measure(variant: Variant) -> dict[str, float]:
     )
     teacher = None
     if variant.objective == "distill":
-        teacher = Teacher(hidden, torch.arange(positions, device=device), lm_head)
+        teacher = BackboneTeacher(hidden, torch.arange(positions, device=device), lm_head)
     clock = stopwatch(torch.device(device))
     peak, seconds = 0, []
     for _ in range(PASSES):

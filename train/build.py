@@ -13,13 +13,13 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_config
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
+from train.callbacks import say
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, require_data
 from train.features.files import Features, is_features, recorded
 from train.heads import new_heads, require_same_heads
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
-from train.progress import say
 from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer
 from train.vocabulary import most_frequent, require_worthwhile

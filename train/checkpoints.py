@@ -10,14 +10,14 @@ import json
 import shutil
 from pathlib import Path
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.checkpoints.stored import WEIGHTS
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable, require_absent
-from train.progress import say
+from train.callbacks import say
 
 ADAM_STATES = 2  # for every weight, the means of its gradient and of the gradient's square
 
@@ -99,16 +99,3 @@ def way_out_of_full_disk(output: Path) -> str:
 def size_on_disk(folder: Path) -> int:
     """Bytes of all files in `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-class LogBeforeSaving(TrainerCallback):
-    """Writes a line of the log at every checkpoint.
-
-    No checkpoint holds the sums since the last line. A run that resumed between two lines would log another mean than
-    an uninterrupted one; with a line at each checkpoint nothing is lost.
-    """
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        control.should_log = control.should_log or control.should_save
-
-    on_epoch_end = on_step_end

@@ -1,90 +1,40 @@
-"""The sections of a training recipe: every key with its type, default, bounds and description, and nowhere else.
-
-A recipe is a YAML file. `train.recipe` reads it and turns what is wrong in it into one line.
-"""
+"""The sections of a training recipe: every key with its type, default, bounds and description."""
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import fields
-from types import GenericAlias
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, field_validator, model_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, field_validator, model_validator
 
 from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY
 from medusa.errors import RequestError
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
+from train.sections import OneOf, Section
 
 NUM_HEADS = 4
 TEACHER_TILT = 0.06  # with lambda_0 0.1, the perplexity stays within 2 % (docs/training.md)
 
 
-class OneOf:
-    """Restricts a string field to the names in a registry, as `Literal` does for names known to the type checker."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema(list(self.names))
-
-
-class Section(BaseModel):
-    """A section of a recipe: unknown keys and values of another type are errors, never ignored or converted.
-
-    The docstring after a field is its description.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _undo_yaml(cls, content: object) -> object:
-        if not isinstance(content, dict):
-            return content
-        known = cls.model_fields
-        return {
-            key: as_meant(value, known[key].annotation) if key in known else value for key, value in content.items()
-        }
-
-
-def as_meant(value: object, annotation: object) -> object:
-    """A value as people mean it, for a field of type `annotation`, where YAML 1.1 reads it as another type.
-
-    YAML reads 1e-3 and 1e3 as strings (it wants 1.0e-3), and `no` and `yes` as truth values.
-    """
-    kinds = () if isinstance(annotation, GenericAlias) else get_args(annotation) or (annotation,)
-    if isinstance(value, str) and (int in kinds or float in kinds) and str not in kinds:
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
-        return int(value)
-    if isinstance(value, bool) and str in kinds and bool not in kinds:
-        return "yes" if value else "no"
-    return value
-
-
 class HeadsConfig(Section):
-    """The section `heads`; keys that are left out are chosen for the backbone (`train.architecture`)."""
+    """The section `heads`. Keys that are left out are chosen for the backbone (`train.architecture`)."""
 
     num: int | None = Field(default=None, ge=1)
-    """Number of heads, 4 if left out; a step gives at most one token more than that."""
-    kind: Annotated[str, OneOf(*KINDS)] | None = None
-    """Kind of heads (docs/kinds.md); medusa, independent heads, if left out."""
+    """Number of heads, by default 4; a step gives at most one token more than that."""
+    kind: Annotated[str | None, OneOf(*KINDS)] = None
+    """Kind of heads (docs/kinds.md), by default medusa: independent heads."""
     prefix_layers: int | None = Field(default=None, ge=0)
-    """Decoder layers between the backbone and the heads (prefix attention); 1 is usual, 0 none."""
-    block: Annotated[str, OneOf(*BLOCKS)] | None = None
+    """Decoder layers between the backbone and the heads (prefix attention); usually 1; 0: none."""
+    block: Annotated[str | None, OneOf(*BLOCKS)] = None
     """Residual block: square (the paper's; servers load it in independent heads), mlp, or gated (the layer of EAGLE-3,
     which servers load; kind eagle only)."""
     layers: int | None = Field(default=None, ge=1)
     """Residual blocks per head."""
     expansion: float | None = Field(default=None, gt=0)
     """Width of an MLP block, in hidden sizes."""
-    lm_head: Annotated[str, OneOf(*LM_HEADS)] | None = None
+    lm_head: Annotated[str | None, OneOf(*LM_HEADS)] = None
     """own: each head has an LM head of its own (V x H more weights each); shared: the backbone's."""
     vocabulary: int | None = None
     """Guess among this many tokens, the most frequent of the training text; 0: all. For large vocabularies."""
@@ -120,10 +70,10 @@ class DataConfig(Section):
     subset: str | None = None
     """Subset ("configuration") of a Hub dataset that has several."""
     sequence_length: int = Field(default=512, ge=4)
-    """Tokens in a packed row; clipped to the backbone's context."""
+    """Tokens in a packed row; at most the backbone's context."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
-    """split: documents lie end to end and are cut where a row ends; truncate or drop: each document lies whole in one
-    row, and a longer one loses its end or is left out."""
+    """split: documents lie end to end and are cut at the end of each row; truncate or drop: each document lies whole in
+    one row, and a longer one loses its end or is left out."""
     streaming: bool = False
     """Pack rows while training reads them, for data larger than the memory; needs training.max_steps or max_minutes."""
     shuffle_buffer: int = Field(default=256, ge=1)
@@ -131,7 +81,7 @@ class DataConfig(Section):
     max_examples: int | None = None
     """Read at most this many records."""
     exclude: str | None = None
-    """Drop examples that share `exclude_window` consecutive tokens with a record here: keeps test prompts out."""
+    """A file, folder or dataset of test prompts: drop examples that share `exclude_window` tokens in a row with it."""
     exclude_window: int = Field(default=32, ge=1)
     """Consecutive tokens that count as the same text."""
 
@@ -142,7 +92,7 @@ class DataConfig(Section):
 
 
 class AdapterConfig(Section):
-    """The section `adapter`: with it, the backbone is trained too, through LoRA (Medusa-2, `train.medusa2`)."""
+    """The section `adapter`, which trains the backbone too, through LoRA (Medusa-2, `train.medusa2`)."""
 
     rank: int = Field(default=32, ge=1)
     """Rank of the low-rank matrices (paper: 32)."""
@@ -155,20 +105,20 @@ class AdapterConfig(Section):
     lm_head: bool = False
     """Adapt the LM head too (paper); heads then need LM heads of their own."""
     learning_rate: float | None = None
-    """Peak learning rate of the adapter; if left out, a quarter of training.learning_rate, the heads' (paper)."""
+    """Peak learning rate of the adapter, by default a quarter of the heads', training.learning_rate (paper)."""
     lm_loss: Literal["kl", "text"] = "kl"
     """kl: stay close to the original backbone; text: learn the text."""
     lambda_0: float = Field(default=0.1, gt=0)
     """Weight of the heads' loss in the backbone's gradient (paper: 0.2, and 0.01 in self-distillation)."""
     teacher_tilt: float | None = Field(default=None, ge=0, lt=1)
-    """Exponent that tilts the teacher of lm_loss kl towards the first head's prediction (`train.medusa2.lm_loss`);
-    0.06 if left out, 0 is off."""
+    """Exponent that tilts the teacher of lm_loss kl towards the first head's prediction (`train.medusa2.lm_loss`), by
+    default 0.06; 0: off."""
     schedule: Literal["constant", "linear", "sine"] = "constant"
     """How lambda_0 and teacher_tilt are reached; linear and sine (a quarter wave) rise and spare the backbone."""
     heads_first: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the run in which the heads learn alone; 0 where they start trained (heads.start)."""
+    """Share of the run in which the heads learn alone; take 0 for heads that start trained (heads.start)."""
     quality_data: str | None = None
-    """Texts on which perplexity is measured before and after; part of the training data if left out."""
+    """Texts on which perplexity is measured before and after; by default a part of the training data."""
     merge: bool = False
     """Also write the backbone with the adapter merged into it, in output_dir/merged."""
 
@@ -201,20 +151,20 @@ class TrainConfig(Section):
     cache_features: bool = False
     """Run the backbone once and train the heads from its hidden states on disk (`train.features`)."""
     features_dir: str | None = None
-    """Folder for these; output_dir/features if left out."""
-    features_dtype: Annotated[str, OneOf(*DTYPES)] | None = None
-    """Their dtype on disk; the backbone's if left out."""
+    """Folder for the cached hidden states, by default output_dir/features."""
+    features_dtype: Annotated[str | None, OneOf(*DTYPES)] = None
+    """Dtype of the cached hidden states, by default the backbone's."""
     revision: str | None = None
     """Revision of the backbone on the Hub."""
-    dtype: Annotated[str, OneOf(*DTYPES)] | None = None
-    """The backbone's dtype; if left out, float32 on a CPU and the checkpoint's on a GPU."""
+    dtype: Annotated[str | None, OneOf(*DTYPES)] = None
+    """The backbone's dtype, by default float32 on a CPU and the checkpoint's on a GPU."""
     device: str | None = None
-    """cpu, cuda, ...; a GPU if there is one."""
-    attention: Annotated[str, OneOf(*ATTENTIONS)] | None = None
-    """The backbone's attention; if left out, sdpa where the model offers it."""
+    """cpu, cuda, ...; by default a GPU if there is one."""
+    attention: Annotated[str | None, OneOf(*ATTENTIONS)] = None
+    """The backbone's attention, by default sdpa if the model offers it."""
     shard_backbone: bool = False
     """Shard the backbone's blocks over all processes (FSDP2), for one too large for a single GPU."""
-    quantization: Annotated[str, OneOf(*QUANTIZATIONS)] | None = None
+    quantization: Annotated[str | None, OneOf(*QUANTIZATIONS)] = None
     """Load the backbone in 4 or 8 bits, with bitsandbytes."""
     trust_remote_code: bool = False
     """Run code that comes with the backbone."""

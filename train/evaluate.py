@@ -21,8 +21,8 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
-from train.labels import IGNORE, head_labels
 from train.loss.chunks import chunk_rows
+from train.loss.targets import IGNORE, head_labels
 
 TOPS = (1, 5, 10)
 

@@ -15,11 +15,11 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
+from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
-from train.guidance import with_noise, with_own_guesses
-from train.labels import IGNORE, head_labels
+from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses
-from train.loss.teacher import Teacher, backbone_choices
+from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, head_labels
 
 
 class Taught(NamedTuple):
@@ -27,16 +27,16 @@ class Taught(NamedTuple):
 
     inputs: HeadInputs
     labels: Tensor
-    """[K, R] tokens, or IGNORE where a head has no label."""
-    teacher: Teacher | None
-    """The backbone's distributions there, for the objective distill."""
+    """[K, R] tokens; IGNORE if a head has no label."""
+    teacher: BackboneTeacher | None
+    """The backbone's distributions at these positions, for the objective distill."""
 
 
 class HeadsOnBackbone(nn.Module):
-    """Heads, with the backbone that they read; parameters, state dict and optimiser are the heads' alone."""
+    """Heads with the backbone that they read. Parameters, state dict and optimiser hold the heads alone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
-        """`model` is frozen.
+        """Freeze `model` and set the heads' dropout.
 
         Raises:
             RequestError: an argument that these heads or this backbone cannot be trained with.
@@ -74,10 +74,10 @@ class HeadsOnBackbone(nn.Module):
         loss_mask: Tensor,
         hidden: Tensor | None = None,
     ) -> Taught:
-        """Where heads are taught in a batch, what they are shown there, and what they are taught.
+        """Positions at which heads are taught in a batch, with the heads' inputs and labels.
 
-        Ids, positions, documents and mask are all [B, T]. `hidden` [B, T, H] are the backbone's hidden states, where
-        they are known already.
+        Ids, positions, documents and mask are all [B, T]. `hidden` [B, T, H] are the backbone's hidden states, if they
+        are known already.
         """
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares the heads' guesses with tokens, under the objective distill too.
@@ -93,7 +93,7 @@ class HeadsOnBackbone(nn.Module):
         teacher = None
         if args.objective == "distill":
             settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)
-            teacher = Teacher(hidden.flatten(0, 1), places, backbone.head, *settings)
+            teacher = BackboneTeacher(hidden.flatten(0, 1), places, backbone.head, *settings)
         shown = hidden.to(self.heads.dtype)
         if self.training and args.hidden_noise:
             shown = with_noise(shown, args.hidden_noise)
@@ -108,7 +108,40 @@ class HeadsOnBackbone(nn.Module):
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The backbone's hidden states [B, T, H] of ids and positions [B, T].
 
-        They keep the backbone's dtype also under mixed precision, because decoding shows the heads no other states.
+        They keep the backbone's dtype under mixed precision too, because decoding shows the heads no other states.
         """
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+
+
+def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
+    """hidden [..., H] plus uniform noise from -a r to a r in every component [..., H].
+
+    a is `amplitude` and r the root mean square of the state. (EAGLE, arXiv 2401.15077, adds U(-0.1, 0.1) to states of
+    any scale.)
+    """
+    scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
+    return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
+
+
+@torch.no_grad()
+def with_own_guesses(
+    heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, ids: Tensor, probability: float
+) -> Tensor:
+    """The tokens that heads follow [R, K], some replaced by the heads' own guesses: scheduled sampling.
+
+    With this probability head k is shown the guess of head k - 1, made in one pass over the text's own tokens (Bengio
+    et al. 2015; in parallel, Duckworth et al. 2019). The root, the first token that heads follow, is never a guess.
+
+    Args:
+        inputs: of the heads at R positions, with the text's tokens.
+        ids: [R, K] the text's tokens that the heads follow at these positions.
+    """
+    if ids.shape[1] == 1:
+        return ids
+    replaced = torch.rand(ids[:, 1:].shape, device=ids.device) < probability
+    lm_head = lm_head_for(heads, backbone)
+    rows = chunk_rows(ids.shape[1], backbone.vocab_size, inputs.hidden.device.type)
+    features = heads.features(inputs, ids.shape[1] - 1)
+    guesses = [token_ids(heads, heads.logits(part, lm_head).argmax(-1)).T for part in features.split(rows, dim=1)]
+    return torch.cat([ids[:, :1], torch.where(replaced, torch.cat(guesses).to(ids.device), ids[:, 1:])], dim=1)

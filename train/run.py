@@ -13,6 +13,7 @@ from medusa.files import disk_may_fill
 from medusa.loading import LoadOptions, load_backbone
 from medusa.memory import bytes_of
 from train.build import LoadedRun, build_trainer, load
+from train.callbacks import say
 from train.checkpoints import checkpoint_to_resume, delete_checkpoints, require_room, way_out_of_full_disk
 from train.config import TrainConfig
 from train.curves import PICTURE, draw_curves
@@ -22,7 +23,6 @@ from train.heads import describe
 from train.medusa2.adapter import write_merged
 from train.medusa2.lm_loss import Quality, quality
 from train.outcome import RunFigures, provenance
-from train.progress import say
 from train.trainer import MedusaTrainer
 
 

@@ -17,7 +17,7 @@ from medusa.heads.independent import MedusaHeads
 from train.architecture import BackboneSizes, vocabulary_gain
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.files import PER_TOKEN, Features
-from train.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 ROWS = 1024  # counted at a time
 

@@ -39,9 +39,8 @@ from train.build import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.data.examples import Example
 from train.evaluate import label_ranks
-from train.labels import IGNORE
 from train.loss.heads import head_losses, head_losses_plain
-from train.loss.teacher import Teacher
+from train.loss.targets import IGNORE, BackboneTeacher
 from train.loss.weighting import Weighting
 from train.recipe import parse_recipe
 from train.run import train
@@ -312,7 +311,9 @@ def test_the_loss_in_chunks_is_the_plain_one(
     head = Backbone(model).head
     teacher = None
     if objective == "teacher":
-        teacher = Teacher(torch.randn(50, inputs.hidden.shape[1]), torch.arange(50), head, 0.7, 0.3, some.vocabulary)
+        teacher = BackboneTeacher(
+            torch.randn(50, inputs.hidden.shape[1]), torch.arange(50), head, 0.7, 0.3, some.vocabulary
+        )
     found = []
     for losses in (head_losses, head_losses_plain):
         some.zero_grad()

@@ -157,7 +157,7 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("adapter.lambda_0=.nan", "a finite number"),
         ("adapter.teacher_tilt=1.0", "at least 0 and below 1"),
         ("adapter={teacher_tilt: 0.1, lm_loss: text}", "only lm_loss kl has a teacher"),
-        ("adapter.modules=5", "text .* or a list"),
+        ("adapter.modules=5", "a string .* or a valid list"),
         ("training.hidden_noise=-1", "at least 0"),
         ("heads.block=gated", "needs heads.kind eagle"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import random_ids, tiny_model
+from train.callbacks import summarize
 from train.curves import draw_curves, heads_in
-from train.progress import summarize
 from train.recipe import parse_recipe
 from train.run import train
 

@@ -20,7 +20,7 @@ from tests.train.templates import CHATML, byte_tokenizer
 from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, positions_of
 from train.data.examples import Example, to_example
-from train.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 
 def example(*ids: int, taught: str | None = None) -> Example:

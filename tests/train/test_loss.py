@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
-from train.labels import IGNORE
+from train.arguments import MedusaTrainingArguments
 from train.loss.chunks import chunk_rows
-from train.loss.heads import HeadLosses, head_losses, head_losses_plain, require_backend
-from train.loss.teacher import Teacher, backbone_choices
+from train.loss.heads import HeadLosses, head_losses, head_losses_plain
+from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices
 from train.loss.weighting import Weighting, head_weights
 
 HEADS, ROWS, POSITIONS = 3, 21, 40
@@ -44,10 +45,10 @@ def some_labels() -> Tensor:
     return labels.masked_fill(torch.rand(HEADS, ROWS) < 1 / 3, IGNORE)
 
 
-def some_teacher(backbone: Backbone, **kwargs: Any) -> Teacher:
+def some_teacher(backbone: Backbone, **kwargs: Any) -> BackboneTeacher:
     """For ROWS of POSITIONS; the last row is the last position, whose targets lie beyond the end."""
     rows = torch.randperm(POSITIONS - 1)[: ROWS - 1].sort().values
-    return Teacher(
+    return BackboneTeacher(
         torch.randn(POSITIONS, HIDDEN), torch.cat([rows, torch.tensor([POSITIONS - 1])]), backbone.head, **kwargs
     )
 
@@ -117,7 +118,7 @@ def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbo
     hidden = backbone.hidden_states(ids, use_cache=False)[0]
     told = backbone.model(input_ids=ids, use_cache=False).logits[0].softmax(-1)
     position = torch.arange(POSITIONS - HEADS)
-    teacher = Teacher(hidden, position, backbone.head)
+    teacher = BackboneTeacher(hidden, position, backbone.head)
     soft, index, labels = teacher.targets(slice(2, 9), torch.zeros(HEADS, 7, dtype=torch.long))
     for head in range(HEADS):
         for row, t in enumerate(range(2, 9)):
@@ -154,7 +155,7 @@ def test_a_cold_teacher_is_the_backbones_choice(backbone: Backbone) -> None:
     teacher = some_teacher(backbone, temperature=1e-5)
     choices = teacher.targets(slice(None), labels)[2]
     expected, gradients = outcome(head_losses, heads, inputs, choices, backbone.head)
-    sharp = Teacher(teacher.hidden, teacher.position, backbone.head, hard_label_weight=1.0)
+    sharp = BackboneTeacher(teacher.hidden, teacher.position, backbone.head, hard_label_weight=1.0)
     for of in (teacher, sharp):
         figures, ours = outcome(head_losses, heads, inputs, labels, backbone.head, teacher=of)
         torch.testing.assert_close(figures.loss, expected.loss, **CLOSE)
@@ -273,15 +274,19 @@ def test_under_autocast_the_figures_are_those_of_bfloat16(backbone: Backbone) ->
             assert (ours[name] - gradient).norm() < 0.05 * gradient.norm(), name
 
 
-def test_backends_that_cannot_be_had_are_refused() -> None:
-    require_backend("auto", "distill", "dpace")
+def test_backends_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    def arguments(backend: str, objective: str, weighting: str) -> MedusaTrainingArguments:
+        chosen = {"loss_backend": backend, "objective": objective, "head_weighting": weighting}
+        return MedusaTrainingArguments(output_dir=str(tmp_path), **chosen)
+
+    arguments("auto", "distill", "dpace")
     with pytest.raises(RequestError, match="'fast'; choose one of auto, chunked, plain, liger"):
-        require_backend("fast", "text", "decay")
+        arguments("fast", "text", "decay")
     with pytest.raises(RequestError, match="liger has labels and head_weighting decay only"):
-        require_backend("liger", "distill", "decay")
+        arguments("liger", "distill", "decay")
     if importlib.util.find_spec("liger_kernel") is None:
         with pytest.raises(RequestError, match="needs the package liger_kernel"):
-            require_backend("liger", "text", "decay")
+            arguments("liger", "text", "decay")
 
 
 def test_the_backbones_lm_head_gets_no_gradient(backbone: Backbone) -> None:

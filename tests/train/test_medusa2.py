@@ -31,7 +31,7 @@ from train.config import AdapterConfig, HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.heads import new_heads
-from train.labels import IGNORE, NEXT, head_labels
+from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapt, untouched
 from train.medusa2.lm_loss import heads_weight, lm_loss, perplexity, tilt_towards
 from train.medusa2.trainer import HeadsAndAdapter

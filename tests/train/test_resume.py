@@ -19,7 +19,8 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from tests.train.processes import forked
-from train.checkpoints import LogBeforeSaving, is_whole, whole_checkpoints
+from train.callbacks import LogBeforeSaving
+from train.checkpoints import is_whole, whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import train
 from train.trainer import MedusaTrainer

@@ -20,7 +20,7 @@ from medusa.records.record import Record
 from medusa.records.sources import read_records
 from train.config import DataConfig
 from train.data.chat import conversation
-from train.labels import FIRST_OFFSET
+from train.loss.targets import FIRST_OFFSET
 
 
 class Example(NamedTuple):

@@ -1,1 +1,1 @@
-"""The loss of heads: what each is taught, how much it counts, and how it is computed in little memory."""
+"""The loss of heads: their targets, the weights of their errors, and its computation in little memory."""

@@ -1,4 +1,4 @@
-"""The loss in chunks of positions: the gradients are made in the forward, and K x R x V logits are never held.
+"""The loss in chunks of positions: gradients are computed in the forward, and K x R x V logits are never held at once.
 
 Shapes: K heads, R positions that are taught, C of them in a chunk, H hidden size, V vocabulary. Capitals at the end of
 a name are its shape.
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from train.labels import IGNORE
 from train.loss.chunks import MIN_ROWS, MIN_ROWS_OWN, chunk_rows
-from train.loss.teacher import SoftTargets, Teacher
+from train.loss.targets import IGNORE, BackboneTeacher, SoftTargets
 from train.loss.weighting import Weighting
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Gives the figures of `train.loss.heads.head_losses_plain` (objective, loss, correct, total) from features.
+    """Computes the figures of `train.loss.heads.HeadLosses` (objective, loss, correct, total) from features.
 
     The weighting is part of the forward: an own LM head's gradient is a sum over positions, which cannot be weighted
     afterwards.
@@ -33,7 +32,7 @@ class ChunkedLoss(torch.autograd.Function):
         bias_V: Tensor | None,
         labels: Tensor,
         weighting: Weighting,
-        teacher: Teacher | None,
+        teacher: BackboneTeacher | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         device = x_KRH.device.type
         # A shared LM head may be kept in bfloat16 with heads in float32, and autocast asks for bfloat16 too.
@@ -81,7 +80,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 @dataclass
 class _Sums:
-    """The figures of all heads, summed over chunks; see `train.loss.heads.HeadLosses`."""
+    """The figures of all heads (`train.loss.heads.HeadLosses`), summed over chunks."""
 
     matrix: Tensor
     """[H, V] the shared LM head, or [K, H, V]."""
@@ -94,15 +93,15 @@ class _Sums:
     correct: Tensor
     """[K]"""
     grad_weight: Tensor | None
-    """[K, H, V] gradient of own LM heads."""
+    """[K, H, V] gradient of the heads' own LM heads."""
 
     def add(
         self, x_KCH: Tensor, target_KC: Tensor, soft: SoftTargets | None, mean_KC: Tensor, grad_x: Tensor | None
     ) -> None:
         """Add a chunk's figures and write its gradient into `grad_x` [K, C, H].
 
-        `mean_KC` is the weight of each label in its head's mean. (A function of its own, so that a chunk's logits are
-        freed before the next chunk's are made.)
+        `mean_KC` is the weight of each label in its head's mean. A chunk's logits are freed when this method returns,
+        before the next chunk's are computed.
         """
         logits = _times(x_KCH, self.matrix).float()  # [K, C, V]; becomes the gradient, in place
         if self.bias_V is not None:
@@ -138,10 +137,10 @@ class _Sums:
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
-    """x [K, C, A] times one matrix [A, B], or one for each head [K, A, B] -> [K, C, B]."""
+    """The product [K, C, B] of x [K, C, A] with one matrix [A, B], or with one for each head [K, A, B]."""
     if matrix.dim() == 3:
         return torch.bmm(x_KCA, matrix)
-    # Flat, because `matmul` may copy the matrix for each head otherwise.
+    # Flat, because `matmul` may otherwise copy the matrix for each head.
     return (x_KCA.flatten(0, 1) @ matrix).unflatten(0, x_KCA.shape[:2])
 
 

@@ -1,28 +1,25 @@
-"""The loss of heads: what each is taught, and how wrong it is; by default in chunks of positions.
+"""The loss of heads, in chunks of positions by default, and the plain version that it must equal.
 
 Shapes: K heads, R positions that are taught, H hidden size, V vocabulary.
 
     objective   target of a head                                                given as
-    text        the token that stands there                                     labels
+    text        the text's token there                                          labels
     argmax      the backbone's most probable token there                        labels (`backbone_choices`)
-    distill     the backbone's distribution there, softmax(logits / temperature)    `Teacher`, chunk by chunk
+    distill     the backbone's distribution there, softmax(logits / temperature)    `BackboneTeacher`, chunk by chunk
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import places_of, rows_for
-from train.labels import IGNORE
 from train.loss.chunked import ChunkedLoss
-from train.loss.teacher import Teacher
+from train.loss.targets import IGNORE, BackboneTeacher
 from train.loss.weighting import PAPERS_WEIGHTING, Weighting, head_weights
 
 BACKENDS = ("auto", "chunked", "plain", "liger")
@@ -32,15 +29,15 @@ class HeadLosses(NamedTuple):
     """The figures of a batch that training needs, all [K]."""
 
     objective: Tensor
-    """Each head's part of what is minimised: weighted cross-entropies in nats, averaged over its labels; carries
+    """Each head's part of the minimised loss: weighted cross-entropies in nats, averaged over its labels; carries
     gradients."""
     loss: Tensor
-    """Mean cross-entropy in nats over the head's labels, unweighted, 0 where it has none; no gradients. A label that
-    the head cannot guess (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
+    """Mean cross-entropy in nats over the head's labels, unweighted, 0 if it has none; no gradients. A label that the
+    head cannot guess (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
-    """Labels that are the head's best guess; of a distribution, its most probable token."""
+    """Number of labels that are the head's best guess; for a distribution, its most probable token is the label."""
     total: Tensor
-    """All labels."""
+    """Number of all labels."""
 
 
 def head_losses(
@@ -49,14 +46,14 @@ def head_losses(
     labels: Tensor,
     lm_head: nn.Module | None,
     weighting: Weighting = PAPERS_WEIGHTING,
-    teacher: Teacher | None = None,
+    teacher: BackboneTeacher | None = None,
     backend: str = "auto",
 ) -> HeadLosses:
     """Losses and accuracies of all heads.
 
     Args:
         inputs: of the heads at the R taught positions.
-        labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher`, only where is read.
+        labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher`, only IGNORE matters.
         lm_head: the backbone's, for heads that share it.
         backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
     """
@@ -64,10 +61,14 @@ def head_losses(
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
     features = heads.features(inputs)  # [K, R, H]
     places = _places(heads, labels, teacher)
-    if backend == "liger":
-        return _over_all(_head_losses_liger(heads, features, places, lm_head, weighting), labels)
     weight, bias = _lm_heads(heads, lm_head)
-    return _over_all(HeadLosses(*ChunkedLoss.apply(features, weight, bias, places, weighting, teacher)), labels)
+    if backend == "liger":
+        losses = _head_losses_liger(features, places, weight, bias, weighting)
+    else:
+        losses = HeadLosses(*ChunkedLoss.apply(features, weight, bias, places, weighting, teacher))
+    counts = (labels != IGNORE).sum(1)  # includes labels that the heads cannot guess: they are misses
+    share = losses.total / counts.clamp_min(1)
+    return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
 
 
 def head_losses_plain(
@@ -76,9 +77,9 @@ def head_losses_plain(
     labels: Tensor,
     lm_head: nn.Module | None,
     weighting: Weighting = PAPERS_WEIGHTING,
-    teacher: Teacher | None = None,
+    teacher: BackboneTeacher | None = None,
 ) -> HeadLosses:
-    """The obvious version of `head_losses`, the oracle: all logits at once, and autograd's gradients."""
+    """The obvious version of `head_losses`, its oracle: all logits at once, and autograd's gradients."""
     weight, bias = _lm_heads(heads, lm_head)  # a shared one may be kept in bfloat16 with heads in float32
     logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
     log_p = logits.float().log_softmax(-1)  # [K, R, V]
@@ -96,11 +97,11 @@ def head_losses_plain(
     return HeadLosses(objective, (cross_entropy * mean).sum(1).detach(), correct, count)
 
 
-def _places(heads: MedusaHeads, labels: Tensor, teacher: Teacher | None) -> Tensor:
-    """Where the labels [K, R] stand among the heads' logits; IGNORE also where heads never guess them.
+def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:
+    """Places of the labels [K, R] among the heads' logits; IGNORE also for labels that the heads never guess.
 
-    Such a label is a certain miss. There is nothing to learn from it, and D-PACE's chain ends before it, as where a
-    text ends. (A teacher's targets hold such places already.)
+    Such a label is a certain miss. It teaches nothing, and D-PACE's chain ends before it, as at the end of a text. (A
+    teacher's targets hold such places already.)
     """
     if heads.vocabulary is None or teacher is not None:
         return labels
@@ -109,15 +110,8 @@ def _places(heads: MedusaHeads, labels: Tensor, teacher: Teacher | None) -> Tens
     return torch.where((labels == IGNORE) | (places < 0), IGNORE, places)
 
 
-def _over_all(losses: HeadLosses, labels: Tensor) -> HeadLosses:
-    """Means over all `labels` [K, R], including those that the heads cannot guess: they are misses."""
-    counts = (labels != IGNORE).sum(1)
-    share = losses.total / counts.clamp_min(1)
-    return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
-
-
 def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    """The weights [K, H, V] of the heads' own LM heads, or weights [V, H] and bias [V] of the one that they share."""
+    """The weights [K, H, V] of the heads' own LM heads, or the weights [V, H] and bias [V] of a shared one."""
     if heads.lm_heads is not None:
         return heads.lm_heads, None
     assert lm_head is not None
@@ -126,13 +120,12 @@ def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Te
 
 
 def _head_losses_liger(
-    heads: MedusaHeads, features: Tensor, labels: Tensor, lm_head: nn.Module | None, weighting: Weighting
+    features: Tensor, labels: Tensor, weights: Tensor, bias: Tensor | None, weighting: Weighting
 ) -> HeadLosses:
-    """Liger's fused linear cross-entropy, head by head; it chunks by itself, in one kernel a chunk."""
+    """Liger's fused linear cross-entropy, head by head. Liger chunks by itself, with one kernel per chunk."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses, shares = [], []
-    weights, bias = _lm_heads(heads, lm_head)
     for head, feature in enumerate(features):
         weight = weights if weights.dim() == 2 else weights[head].T
         out = liger_fused_linear_cross_entropy(
@@ -145,19 +138,3 @@ def _head_losses_liger(
     share = torch.where(count > 0, torch.stack(shares), 0.0)
     objective = loss * head_weights(len(count), weighting.decay).to(loss.device)
     return HeadLosses(objective, loss.detach(), (share * count).round().long(), count)
-
-
-def require_backend(backend: str, objective: str, weighting: str) -> None:
-    """Check that a loss backend can do what is asked of it.
-
-    Raises:
-        RequestError: there is no such backend, it is not installed, or it cannot.
-    """
-    if backend not in BACKENDS:
-        raise RequestError(f"training.loss_backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
-    if backend != "liger":
-        return
-    if objective == "distill" or weighting != "decay":
-        raise RequestError("training.loss_backend liger has labels and head_weighting decay only; take chunked")
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise RequestError("training.loss_backend liger needs the package liger_kernel and a GPU; take auto")

@@ -31,8 +31,8 @@ from medusa.heads.independent import MedusaHeads
 from train.config import AdapterConfig
 from train.data.datasets import Batch, PackedDataset
 from train.features.files import Features
-from train.labels import IGNORE, NEXT, head_labels
 from train.loss.chunks import chunk_rows
+from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import untouched, without_adapter
 
 QUALITY_ROWS = 64  # whose perplexity is measured

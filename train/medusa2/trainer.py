@@ -22,7 +22,7 @@ from medusa.heads.independent import MedusaHeads
 from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig
 from train.data.datasets import Batch
-from train.labels import IGNORE, NEXT, head_labels
+from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS, untouched
 from train.medusa2.lm_loss import heads_weight, lm_loss, risen, tilt_towards
 from train.module import HeadsOnBackbone

@@ -1,0 +1,154 @@
+"""Callbacks of a training run: a progress bar, a time budget, and a line of the log at each checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+
+def say(message: str) -> None:
+    """Print a message on standard error, from the first of several processes only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """Ends training after `seconds`, and gives a learning rate that falls with the time spent.
+
+    Checkpoints hold the time spent, so a resumed run has the rest.
+    """
+
+    def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
+        """
+        Args:
+            seconds: length of the training.
+            elapsed: seconds that an interrupted run has already spent.
+            cpu: count the CPU time of this process instead of wall-clock time.
+        """
+        self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
+        self._clock = time.process_time if cpu else time.monotonic
+        self._resumed_at: float | None = None
+        self._agreed: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The content of a checkpoint, as `ExportableState` restores it."""
+        return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
+
+    def spent(self) -> float:
+        """Seconds of training so far, including those before an interruption."""
+        return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
+
+    def agreed(self) -> float:
+        """Seconds spent, the same number on all processes."""
+        return self.spent() if self._agreed is None else self._agreed
+
+    def progress(self) -> float:
+        """Share of the budget that is spent, at most 1."""
+        return min(1.0, self.agreed() / self.seconds)
+
+    def learning_rate_factor(self, warmup: float) -> float:
+        """The learning rate now as a share of its peak: a linear rise over the share `warmup`, then a linear fall."""
+        progress = self.agreed() / self.seconds
+        if not progress:
+            return 1e-3  # the first step is taken before the clock has moved
+        return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._resumed_at = self._clock()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        # All processes use one clock: otherwise their learning rates would differ, and one process would stop early.
+        if args.world_size > 1:
+            self._agreed = broadcast_object_list([self.spent()])[0]
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.agreed() >= self.seconds:
+            control.should_training_stop = True
+
+
+class LogBeforeSaving(TrainerCallback):
+    """Writes a line of the log at every checkpoint.
+
+    A checkpoint does not hold the sums since the last line. A run that resumed between two lines would log another mean
+    than an uninterrupted run; with a line at each checkpoint both log the same.
+    """
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        control.should_log = control.should_log or control.should_save
+
+    on_epoch_end = on_step_end
+
+
+class ProgressBar(TrainerCallback):
+    """A progress bar that counts steps or, with a time budget, seconds."""
+
+    def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
+        """
+        Args:
+            lines: print every line of the log above the bar; otherwise the bar shows the latest figures.
+            budget: gives the time budget in force.
+        """
+        self.lines, self._budget = lines, budget
+        self.progress: Progress | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if not state.is_local_process_zero:
+            return
+        columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self.progress = Progress(TextColumn("training"), BarColumn(), *columns, console=Console(stderr=True))
+        budget = self._budget()
+        self.task = self.progress.add_task("", total=round(budget.seconds) if budget else state.max_steps)
+        self.progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.progress is not None:
+            budget = self._budget()
+            self.progress.update(self.task, completed=round(budget.spent()) if budget else state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **_: object,
+    ) -> None:
+        if self.progress is None or not logs or not ("loss" in logs or "eval_loss" in logs):
+            return
+        summary = summarize(logs)
+        if not self.lines:
+            self.progress.update(self.task, description=summary)
+        else:
+            rate = f"  lr {logs['learning_rate']:.1e}" if "learning_rate" in logs else ""
+            self.progress.console.print(f"step {state.global_step:>6}  {summary}{rate}", highlight=False)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+def summarize(logs: Mapping[str, float]) -> str:
+    """Summarize a line of the log: the weighted loss in nats, and how often each head's best guess is right."""
+    prefix = "eval_" if "eval_loss" in logs else ""
+    shares: list[str] = []
+    while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
+        shares.append(f"{share:.3f}")
+    tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""
+    lm = f"  lm {logs['lm_loss']:.4f}" if "lm_loss" in logs else ""  # how far Medusa-2's backbone has moved
+    return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}{tau}{lm}"

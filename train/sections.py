@@ -1,0 +1,132 @@
+"""Sections of a recipe as pydantic models, and one line for the first thing that is wrong in one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from dataclasses import astuple
+from types import GenericAlias, NoneType
+from typing import TypeVar, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from medusa.errors import RequestError
+
+KNOWN_SHOWN = 12  # keys that an error lists if none is similar
+QUOTED = re.compile(r"'([^']*)'")
+WANTED = {"string_type": "a string (quote it)", "dict_type": "a mapping of keys", "model_type": "a mapping of keys"}
+BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
+
+
+class OneOf:
+    """Restricts a string field to the names in a registry, as `Literal` does for names known to the type checker."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        names = core_schema.literal_schema(list(self.names))
+        return core_schema.nullable_schema(names) if NoneType in get_args(source) else names
+
+
+class Section(BaseModel):
+    """A section of a recipe. Unknown keys and values of another type are errors; nothing is ignored or converted.
+
+    The docstring after a field describes the field.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _undo_yaml(cls, content: object) -> object:
+        return (
+            {key: cls.as_meant(key, value) for key, value in content.items()} if isinstance(content, dict) else content
+        )
+
+    @classmethod
+    def as_meant(cls, key: str, value: object) -> object:
+        """Convert a value that YAML 1.1 reads as another type than its author meant.
+
+        YAML reads 1e-3 and 1e3 as strings (it wants 1.0e-3), and `no` and `yes` as booleans.
+        """
+        annotation = cls.model_fields[key].annotation if key in cls.model_fields else object
+        kinds = () if isinstance(annotation, GenericAlias) else get_args(annotation) or (annotation,)
+        if isinstance(value, str) and (int in kinds or float in kinds) and str not in kinds:
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+            return int(value)
+        if isinstance(value, bool) and str in kinds and bool not in kinds:
+            return "yes" if value else "no"
+        return value
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def validated(section: type[AnySection], content: object, source: str = "", prefix: str = "") -> AnySection:
+    """Check `content` against a section.
+
+    Args:
+        source: text before the error's message, such as the file's name and a colon.
+        prefix: path of the section in the recipe, such as "training.".
+
+    Raises:
+        RequestError: an unknown key, a missing key or a value that is not allowed.
+    """
+    try:
+        return section.model_validate(content)
+    except ValidationError as refusal:
+        raise RequestError(source + _explain(refusal, section, prefix)) from None
+
+
+def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> str:
+    """Name the key with its path, its value, and what is allowed.
+
+    Unknown keys come first: for a misspelled required key, a suggestion helps more than "missing".
+    """
+    errors = refusal.errors(include_url=False)
+    error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
+    kind = error["type"]
+    if kind == "value_error":  # from a validator of ours
+        return str(error["ctx"]["error"])
+    parts, section, field = _locate(section, error)
+    path = prefix + ".".join(parts)
+    if field is None:
+        near = difflib.get_close_matches(parts[-1], section.model_fields, n=1)
+        known = f"known: {', '.join([*section.model_fields][:KNOWN_SHOWN])}"
+        return f"unknown key {path}; {f'did you mean {path.removesuffix(parts[-1])}{near[0]}?' if near else known}"
+    if kind in ("missing", "string_too_short") or (error["input"] is None and field.is_required()):
+        return f"{path} is missing; add `{': {'.join(parts)}: ...{'}' * (len(parts) - 1)}`"
+    value = repr(error["input"]) if isinstance(error["input"], str) else str(error["input"])
+    if kind == "literal_error":
+        return f"{path} is {value}; choose one of {', '.join(re.findall(QUOTED, error['ctx']['expected']))}"
+    bounds = [f"{BOUNDS[type(one)]} {astuple(one)[0]}" for one in field.metadata if type(one) in BOUNDS]
+    if bounds and kind.startswith(("greater", "less")):  # all bounds, not only the one that the value breaks
+        return f"{path} is {value}; it must be {' and '.join(bounds)}"
+    # A union of types gives an error for each type, in the same place.
+    same = [one for one in errors if one["loc"][: len(parts)] == parts]
+    wanted = [WANTED.get(one["type"], one["msg"].removeprefix("Input should be ")) for one in same]
+    return f"{path} is {value}; it must be {' or '.join(dict.fromkeys(wanted))}"
+
+
+def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
+    """Find the path of the key that an error is about, the section that holds the key, and its field, if any."""
+    parts: tuple[str, ...] = ()
+    field = None
+    for part in map(str, error["loc"]):
+        if field is not None:
+            kinds = get_args(field.annotation) or (field.annotation,)
+            inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+            if inner is None:  # the rest of the path lies within a value
+                break
+            section = inner
+        parts, field = (*parts, part), section.model_fields.get(part)
+        if field is None:
+            break
+    return parts, section, field
