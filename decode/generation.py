@@ -28,7 +28,7 @@ from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, with_generators
 from decode.sequences import Request
 from decode.session import Session
-from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, require_uncontrasted, with_options
+from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, Settings, require_uncontrasted, with_options
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
@@ -109,6 +109,23 @@ def tree_decoding(
     else:
         stepper = TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
     return Decoding(session, run(session.sequences, stepper, timer or Timer()))
+
+
+def decoding(
+    model: PreTrainedModel,
+    factory: DrafterFactory | None,
+    requests: Sequence[Request],
+    settings: Settings,
+    timer: Timer | None = None,
+    keep_hidden: bool = False,
+) -> Decoding:
+    """Start decoding under `settings`, with the drafter of `factory` or plainly if `factory` is `None`.
+
+    The number of new tokens, the sampling options and the stop strings are those of `requests`."""
+    how = (timer, keep_hidden, settings.compile, settings.amateur)
+    if factory is None:
+        return plain_decoding(model, requests, *how)
+    return tree_decoding(model, factory, requests, settings.rule, *how)
 
 
 def _compiled(session: Session, factory: DrafterFactory, acceptor: Acceptor) -> CompiledStepper:

@@ -79,7 +79,7 @@ class Stepper(Protocol):
 
 
 class Timer:
-    """Measures nothing; `decode.bench.timers` has a timer that does."""
+    """Measures nothing; `StageTimer` in `decode.bench.benchmark` measures."""
 
     def start(self) -> None:
         """A step begins."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from decode.bench.timers import stopwatch
+from decode.bench.machine import stopwatch
 from measuring import PeakMemory
 from medusa.config import MedusaConfig
 from medusa.files import write_json

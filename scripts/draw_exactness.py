@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from matplotlib.figure import Figure
 
 from decode.bench.losslessness.cases import RULES
 from decode.bench.losslessness.experiment import Experiment
-from decode.bench.report.colors import INK
-from decode.bench.report.verify_page import TokenNames, draw
+from decode.bench.report.page import token_name
+from decode.bench.report.plots import INK, frequencies
 from decode.drafters.layouts import resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.settings import Settings
@@ -72,7 +73,8 @@ def draw_experiment(line: int, draws: int) -> Figure:
     generator = torch.Generator().manual_seed(0)
     source = TrainedHeads(heads, resolve_tree(None, heads))
     experiment = Experiment(loaded.model, source, prompt, Settings(temperature=1.0), generator)
-    return draw([experiment.run(rule, 0, draws) for rule in RULES[:2]], TokenNames(loaded.tokenizer))
+    cases = [experiment.run(rule, 0, draws) for rule in RULES[:2]]
+    return frequencies(cases, partial(token_name, loaded.tokenizer))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from decode.bench.report.colors import INK
-from decode.bench.report.plots import WIDTH
+from decode.bench.report.plots import INK, WIDTH
 from script_tools import run_script, script_parser
 
 HEADS = (1, 2, 3)

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode import prefill as prefill_module
-from decode.bench.machine import machine
-from decode.bench.timers import stopwatch
+from decode.bench.machine import machine, stopwatch
 from decode.cache import TreeCache
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from decode.bench.benchmark import Contender, run_rounds
+from decode.bench.machine import stopwatch
 from decode.bench.methods import Method
-from decode.bench.timers import stopwatch
 from decode.tree_check import require_tree_forward
 from medusa.commands import common
 from medusa.loading import Loaded

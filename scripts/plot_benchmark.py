@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from decode.bench.figures import BenchmarkResult
 from decode.bench.report import plots
-from decode.bench.report.colors import INK
+from decode.bench.report.plots import INK
 from medusa.files import read_json
 from script_tools import run_script, script_parser
 

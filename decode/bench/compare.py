@@ -1,7 +1,7 @@
-"""Two benchmarks of the same prompts compared: what changed, and whether the difference is more than noise.
+"""Compares two benchmarks of the same prompts: what changed, and whether the difference is more than noise.
 
 Speedups are ratios within a run, so they may be compared between machines; tokens per second may not. Intervals are
-paired: a resampling draws the same prompts in both runs, so that hard prompts do not count as noise.
+paired: a resampling draws the same prompts in both runs, so differences between prompts do not count as noise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Change:
     ratio: float
     """The later figure over the earlier one."""
     ratio_interval: Interval | None
-    """95 % of resampled ratios lie in it; `None` if a run had a single prompt and round."""
+    """The interval that holds 95 % of resampled ratios; `None` if a run had a single prompt and round."""
 
     @property
     def label(self) -> str:
@@ -39,9 +39,9 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """What the interval says, in words."""
+        """The direction of the change, if the interval shows one."""
         if self.ratio_interval is None:
-            return "one measurement: no telling"
+            return "unknown: a single measurement"
         low, high = self.ratio_interval
         return "higher" if low > 1 else "lower" if high < 1 else "no difference seen"
 
@@ -66,10 +66,10 @@ class Comparison:
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
-    """Compare two benchmarks that messages call `names`.
+    """Compare two benchmarks. `names`: how tables and error messages call them.
 
     Raises:
-        RequestError: a benchmark without figures of its prompts, or two benchmarks of different prompts.
+        RequestError: a benchmark has no figures of its prompts, or the prompts differ.
     """
     for result, name in zip((earlier, later), names, strict=True):
         result.require_prompts(name)
@@ -94,43 +94,39 @@ def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, 
 
 
 def _differences(earlier: dict[str, object], later: dict[str, object]) -> list[tuple[str, str, str]]:
-    names = [*earlier, *(name for name in later if name not in earlier)]
+    def short(name: str, value: object) -> str:
+        return f"{1 + len(value)} nodes" if name == "tree" and isinstance(value, list) else str(value)
+
     return [
-        (name, _short(name, earlier.get(name)), _short(name, later.get(name)))
-        for name in names
+        (name, short(name, earlier.get(name)), short(name, later.get(name)))
+        for name in earlier | later
         if name not in IDENTITY and earlier.get(name) != later.get(name)
     ]
-
-
-def _short(name: str, value: object) -> str:
-    return f"{1 + len(value)} nodes" if name == "tree" and isinstance(value, list) else str(value)
 
 
 def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, MethodFigures]) -> list[Change]:
     """All figures of method `name` that can be compared."""
     then, now = ({method: Sample.of(run[method].prompts or []) for method in run} for run in (earlier, later))
-    # One draw of prompts serves both runs, unless their batches differ. Rounds are drawn for each run.
+    # Both runs share one draw of prompts, unless their batches differ. Rounds are drawn for each run.
     drawn_then, drawn_now = then[name].resampling(), now[name].resampling(seed=1)
     if then[name].num_batches == now[name].num_batches:
         drawn_now = drawn_now._replace(batches=drawn_then.batches)
-    can_vary = then[name].can_vary and now[name].can_vary
-    found = []
-    for figure, baseline in BASELINES.items():
-        if name != baseline:
-            ratios = now[name].speedup(now[baseline], drawn_now) / then[name].speedup(then[baseline], drawn_then)
-            before, after = getattr(earlier[name], figure), getattr(later[name], figure)
-            found.append(_change(name, figure, before, after, interval(ratios) if can_vary else None))
+    ratios = {
+        figure: now[name].speedup(now[baseline], drawn_now) / then[name].speedup(then[baseline], drawn_then)
+        for figure, baseline in BASELINES.items()
+        if name != baseline
+    }
     if name == "medusa":
-        ratios = now[name].tau(drawn_now) / then[name].tau(drawn_then)
-        varies = now[name].num_batches > 1
-        found.append(_change(name, "tau", earlier[name].tau, later[name].tau, interval(ratios) if varies else None))
+        ratios["tau"] = now[name].tau(drawn_now) / then[name].tau(drawn_then)
+    found = []
+    for figure, resampled in ratios.items():
+        can_vary = now[name].num_batches > 1 if figure == "tau" else then[name].can_vary and now[name].can_vary
+        before, after = getattr(earlier[name], figure), getattr(later[name], figure)
+        ratio = after / before if before else 0.0
+        found.append(Change(name, figure, before, after, ratio, interval(resampled) if can_vary else None))
     return found
 
 
-def _change(name: str, figure: str, then: float, now: float, ratio_interval: Interval | None) -> Change:
-    return Change(name, figure, then, now, now / then if then else 0.0, ratio_interval)
-
-
 def interval_in_words(interval: Interval | None) -> str:
-    """An interval for tables; empty if there is none."""
+    """An interval for tables, such as `1.20 to 1.35`; empty if there is none."""
     return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"

@@ -1,7 +1,6 @@
 """The figures of a benchmark, and their JSON as `medusa benchmark --json` writes it (docs/measuring.md).
 
-`to_json` gives the names and values of that file, and `from_json` reads it. Files of earlier versions lack some of the
-names: their fields have defaults here.
+Files of earlier versions lack some of the names; the fields of these names have defaults.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Rate:
 
 @dataclass
 class PromptFigures:
-    """What one method did with one prompt."""
+    """Counts and times of one method for one prompt."""
 
     batch: int
     """Index of the batch that the prompt was decoded in."""
@@ -44,7 +43,7 @@ class PromptFigures:
 
 @dataclass
 class PositionFigures:
-    """tau of the steps that begin in one stretch of the text."""
+    """tau of the steps that start in one stretch of the text."""
 
     start: int
     """First position of the stretch, counted in new tokens."""
@@ -59,7 +58,7 @@ class AcceptedNode:
     path: list[int]
     """Rank of the guess of each head, from the root down."""
     share: float
-    """Fraction of all steps."""
+    """Fraction of all steps that accepted the node."""
 
 
 @dataclass
@@ -87,17 +86,17 @@ class MethodFigures:
     """Milliseconds of a step by stage; `model.generate` does not show its steps."""
     by_category: dict[str, MethodFigures] | None = None
     accepted_by_node: list[AcceptedNode] | None = None
-    """Only measured for a report."""
+    """Measured only for a report."""
     calibration: Calibration | None = None
-    """The calibration that holds in the situation of the run; only looked up for a report."""
+    """The stored calibration for the situation of the run; looked up only for a report."""
 
     def to_json(self) -> dict[str, object]:
-        """The figures by name. Names of what was not measured are left out."""
+        """The figures by name, without those that were not measured."""
         content = asdict(self)
         if self.by_category is not None:
             content["by_category"] = {name: part.to_json() for name, part in self.by_category.items()}
         optional = ["tau_by_position", "prompts", "step_ms", "by_category", "accepted_by_node"]
-        if self.accepted_by_node is None:
+        if self.accepted_by_node is None:  # a report has looked for a calibration: None says that there is none
             optional.append("calibration")
         return {name: value for name, value in content.items() if value is not None or name not in optional}
 
@@ -113,7 +112,7 @@ class MemoryFigures:
 
 @dataclass
 class BenchmarkMachine(Machine):
-    """The machine of a benchmark, with the dtype that was measured and the memory that it took."""
+    """The machine of a benchmark, with the dtype and the memory of the run."""
 
     dtype: str
     memory: MemoryFigures | None = None
@@ -129,7 +128,7 @@ class RunSettings:
     temperature: float
     acceptance: str
     generation: dict[str, object]
-    """The other entries of `Settings.to_dict()`. In the JSON they stand among the fields of this class."""
+    """The other entries of `Settings.to_dict()`. The JSON lists them among the fields of this class."""
     backbone: str
     heads: str | None
     prompts: int
@@ -154,7 +153,7 @@ class RunSettings:
 
 
 def _with_generation(content: object) -> object:
-    """Move the entries that are no fields of `RunSettings` into its field `generation`."""
+    """Move the entries that are not fields of `RunSettings` into its field `generation`."""
     if not isinstance(content, dict):
         return content
     own = {field.name for field in fields(RunSettings)}
@@ -183,7 +182,7 @@ class LossyFigures:
     tau: float
     speedup_vs_generate: float
     log_likelihood: float
-    """Mean log-likelihood in nats of a written token under the backbone."""
+    """Mean log-likelihood of a new token under the backbone, in nats."""
 
 
 @dataclass
@@ -209,29 +208,28 @@ class BenchmarkResult:
             "settings": self.settings.to_json(),
             "methods": {name: figures.to_json() for name, figures in self.methods.items()},
         }
-        if self.temperatures is not None:
-            content["temperatures"] = [asdict(row) for row in self.temperatures]
-        if self.lossy is not None:
-            content["lossy"] = [asdict(row) for row in self.lossy]
-        return content
+        measured = {"temperatures": self.temperatures, "lossy": self.lossy}
+        return content | {name: list(map(asdict, rows)) for name, rows in measured.items() if rows is not None}
 
     @classmethod
     def from_json(cls, content: object, name: str) -> BenchmarkResult:
-        """Read the content of a JSON file that messages call `name`.
+        """Read the content of a JSON file. Error messages call the file `name`.
 
         Raises:
-            RequestError: the content is not that of a benchmark."""
+            RequestError: the file holds no benchmark."""
         try:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError:
-            raise RequestError(f"{name} is no benchmark; give a file that medusa benchmark --json wrote") from None
+            raise RequestError(f"{name} is not a benchmark; give a file that medusa benchmark --json wrote") from None
 
     def require_prompts(self, name: str) -> list[PromptFigures]:
-        """The figures of each prompt, which comparing needs.
+        """The figures of each prompt, from which runs are compared.
 
         Raises:
-            RequestError: an earlier version wrote the file `name`, without these figures."""
+            RequestError: the file `name` lacks these figures, as an earlier version wrote it."""
         found = self.methods["medusa"].prompts if "medusa" in self.methods else None
         if found is None or self.settings.prompts_sha256 is None:
-            raise RequestError(f"{name} holds no figures of its prompts: an earlier version wrote it; run it again")
+            raise RequestError(
+                f"{name} holds no figures of its prompts: an earlier version wrote it; run the benchmark again"
+            )
         return found

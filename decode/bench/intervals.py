@@ -1,9 +1,9 @@
 """Intervals of figures by resampling (a bootstrap), paired between the methods that are compared.
 
-Rounds and batches of prompts are drawn again and again, with replacement; 95 % of the resampled figures lie in the
+Rounds and batches of prompts are drawn repeatedly, with replacement, and 95 % of the resampled figures lie in the
 interval. Both sides of a ratio keep the same draw, because they decoded the same prompts in the same rounds. So an
-interval says how far other prompts of the kind and other minutes of this machine might move the figure. It does not
-say what another machine would give.
+interval shows how far the figure may move with other prompts of the same kind, or at another time on this machine.
+Figures of another machine may lie outside.
 
 Shapes: R rounds, D draws.
 """
@@ -29,12 +29,12 @@ class Resampling(NamedTuple):
     batches: Tensor
     """[D, number of batches] how often each batch is drawn."""
     rounds: Tensor
-    """[D, R] the round that is drawn instead of each."""
+    """[D, R] the round that is drawn instead of each round."""
 
 
 @dataclass
 class Sample:
-    """The counts and times of one method, summed over the prompts of each batch. Batches are what is resampled."""
+    """The counts and times of one method, summed over the prompts of each batch. Batches are the resampled units."""
 
     new_tokens: Tensor  # [batches]
     steps: Tensor
@@ -46,13 +46,9 @@ class Sample:
         """Sum up figures of prompts, from this run or from the JSON of an earlier one."""
         batches = sorted({prompt.batch for prompt in prompts})
         groups = [[prompt for prompt in prompts if prompt.batch == batch] for batch in batches]
-        seconds = [[sum(times) for times in zip(*(p.seconds for p in group), strict=True)] for group in groups]
-        return cls(
-            torch.tensor([float(sum(prompt.new_tokens for prompt in group)) for group in groups]),
-            torch.tensor([float(sum(prompt.steps for prompt in group)) for group in groups]),
-            torch.tensor([float(sum(prompt.uncut_tokens for prompt in group)) for group in groups]),
-            torch.tensor(seconds).T,
-        )
+        rows = [[[p.new_tokens, p.steps, p.uncut_tokens, *p.seconds] for p in group] for group in groups]
+        new_tokens, steps, uncut_tokens, *seconds = torch.stack([torch.tensor(row).double().sum(0) for row in rows], 1)
+        return cls(new_tokens.float(), steps.float(), uncut_tokens.float(), torch.stack(seconds).float())
 
     @property
     def num_batches(self) -> int:
@@ -64,7 +60,7 @@ class Sample:
         return self.seconds.numel() > 1
 
     def resampling(self, seed: int = 0) -> Resampling:
-        """Draw batches and rounds of this sample's numbers."""
+        """Draw as many batches and rounds as this sample has."""
         generator = torch.Generator().manual_seed(seed)
         count, (rounds, _) = self.num_batches, self.seconds.shape
         chosen = torch.randint(count, (NUM_DRAWS, count), generator=generator)

@@ -1,11 +1,13 @@
-"""The machine that figures were measured on: without it, figures mean nothing."""
+"""The machine that figures were measured on, and its clock."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, thread_time
 
 import torch
 import transformers
@@ -26,14 +28,15 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """The name of the GPU, or of the processor where there is no GPU."""
+        """The name of the GPU, or of the processor if there is no GPU."""
         return self.gpu or self.processor
 
 
 def machine() -> Machine:
     """Describe the machine that this process runs on."""
+    names = _cpuinfo("model name")
     return Machine(
-        processor=_processor(),
+        processor=f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         threads=torch.get_num_threads(),
         system=platform.platform(),
@@ -48,10 +51,8 @@ def commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def has_fast_bfloat16() -> bool:
@@ -59,16 +60,29 @@ def has_fast_bfloat16() -> bool:
     return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in _cpuinfo("flags", "Features"))
 
 
-def _processor() -> str:
-    names = _cpuinfo("model name")
-    return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
-
-
 def _cpuinfo(*fields: str) -> list[str]:
     """The values that Linux lists under these field names, one for each core; empty on other systems."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line.partition(":") for line in file]
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    return [value.strip() for name, _, value in lines if name.strip() in fields]
+    parts = (line.partition(":") for line in lines)
+    return [value.strip() for name, _, value in parts if name.strip() in fields]
+
+
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """A clock in seconds for work done on `device`; only differences of its readings have a meaning.
+
+    With one CPU thread it reads the thread's own time, which other work on the machine does not change. Before a GPU's
+    time is read, its work is awaited.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return thread_time
+    if device.type != "cuda":
+        return perf_counter
+
+    def waited() -> float:
+        torch.cuda.synchronize()
+        return perf_counter()
+
+    return waited

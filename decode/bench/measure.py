@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from decode.bench.benchmark import Contender, accepted_by_node, run_rounds, summarize
+from decode.bench.benchmark import Contender, StageTimer, accepted_by_node, run_rounds, summarize
 from decode.bench.calibration.recording import record
 from decode.bench.calibration.stored import situation, stored
 from decode.bench.figures import (
@@ -23,10 +23,8 @@ from decode.bench.figures import (
     RunSettings,
     TemperatureFigures,
 )
-from decode.bench.job import Job
 from decode.bench.machine import commit, machine
-from decode.bench.methods import Method, transformers_method
-from decode.bench.timers import StageTimer
+from decode.bench.methods import Job, one_by_one, transformers_method
 from decode.drafters.base import DrafterContext
 from decode.drafters.small_model import load_small_model
 from decode.results import Result, prompt_seeds
@@ -39,7 +37,10 @@ from medusa.memory import bytes_of, peak_memory
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob(Job):
-    """One benchmark."""
+    """One benchmark.
+
+    Raises:
+        RequestError: the backbone cannot verify trees, or stop strings are given for a backbone without a tokenizer."""
 
     categories: Sequence[str | None]
     """One for each prompt."""
@@ -50,17 +51,17 @@ class BenchmarkJob(Job):
     def __post_init__(self) -> None:
         require_tree_support(self.loaded.model)
         if self.settings.stop and self.loaded.tokenizer is None:
-            raise RequestError("--stop needs a tokenizer, and this backbone has none")
+            raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
     def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
-        """Let the contenders take turns on the prompts."""
+        """Let the contenders take turns on the prompts, under a progress bar with this title."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
         run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
 
-    def by_transformers(self, settings: Settings, **assistance: object) -> Method:
-        """transformers' `model.generate`, also with its own assistance."""
-        return transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance)
+    def by_transformers(self, name: str, settings: Settings, **assistance: object) -> Contender:
+        """transformers' `model.generate`, with options of its assisted generation."""
+        return Contender(name, transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance))
 
 
 def prompts_hash(prompts: Sequence[list[int]]) -> str:
@@ -96,14 +97,13 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
 
 def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, MethodFigures]:
     """The figures of all methods by name; `others` are further contenders."""
-    settings = job.settings
-    wait = torch.cuda.synchronize if job.loaded.model.device.type == "cuda" else None
-    plain, medusa = StageTimer(wait), StageTimer(wait)
+    waits = [torch.cuda.synchronize] if job.loaded.model.device.type == "cuda" else []
+    plain, medusa = StageTimer(*waits), StageTimer(*waits)
     contenders = [
-        Contender("plain", job.plain(settings, plain), plain),
-        Contender("transformers", job.by_transformers(settings)),
+        Contender("plain", job.plain(job.settings, plain), plain),
+        job.by_transformers("transformers", job.settings),
         *others,
-        Contender("medusa", job.drafted(settings, medusa), medusa),
+        Contender("medusa", job.drafted(job.settings, medusa), medusa),
     ]
     job.run(contenders, job.rounds, "measuring")
     return summarize(contenders, job.categories)
@@ -113,27 +113,22 @@ def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
     """tau and speedup of the lossless rule at another temperature, in one round."""
     settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
     warm = replace(job, settings=settings, rounds=1, categories=[None] * len(job.prompts))
-    figures = measure_methods(warm)["medusa"]
-    return TemperatureFigures(
-        temperature,
-        figures.tau,
-        figures.tau_interval,
-        figures.speedup_vs_generate,
-        figures.speedup_vs_generate_interval,
-    )
+    found = measure_methods(warm)["medusa"]
+    speedup = found.speedup_vs_generate, found.speedup_vs_generate_interval
+    return TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
 
 
 def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
     """Sample with plain decoding, the lossless rule and each lossy rule, in one round at one temperature.
 
     The temperature is the job's, or 1 if the job is greedy. The mean log-likelihood of a token under the backbone
-    measures the quality: text above that of plain sampling is more predictable than the model's own, text below less.
+    measures the quality: a text above the mean of plain sampling is more predictable than the backbone's own texts.
     """
     warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
     contenders = [
         Contender("plain", job.plain(warm)),
-        Contender("transformers", job.by_transformers(warm)),
         *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
+        job.by_transformers("transformers", warm),
     ]
     job.run(contenders, 1, "lossy rules")
     figures = summarize(contenders, [None] * len(job.prompts))
@@ -147,14 +142,13 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
             speedup_vs_generate=figures[contender.name].speedup_vs_generate,
             log_likelihood=log_likelihood(backbone, contender.rounds[0], warm.temperature),
         )
-        for contender in contenders
-        if contender.name != "transformers"
+        for contender in contenders[:-1]
     ]
 
 
 @torch.inference_mode()
 def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: float) -> float:
-    """Mean of log p(token | text before it) in nats over all written tokens, p at `temperature` without truncation."""
+    """Mean of log p(token | text before it) in nats over all new tokens, p at `temperature` without truncation."""
     total, count = 0.0, 0
     for result in results:
         ids = torch.tensor([result.input_ids + result.new_ids], device=backbone.device)
@@ -168,31 +162,26 @@ def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: f
 
 def prompt_lookup(job: BenchmarkJob) -> Contender:
     """transformers' prompt lookup."""
-    return Contender("prompt lookup", job.by_transformers(job.settings, prompt_lookup_num_tokens=10))
+    return job.by_transformers("prompt lookup", job.settings, prompt_lookup_num_tokens=10)
 
 
 def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
     """transformers' assisted generation with the draft model called `name`.
 
     Raises:
-        RequestError: no such model, or a model with another vocabulary or tokenizer."""
+        RequestError: there is no such model, or its vocabulary or tokenizer differs from the backbone's."""
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
-    return Contender("draft model", job.by_transformers(job.settings, assistant_model=load_small_model(name, context)))
+    return job.by_transformers("draft model", job.settings, assistant_model=load_small_model(name, context))
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add what only a report shows: how often each node was accepted, and the calibration that holds here.
+    """Add what only a report shows: how often each node was accepted, and the stored calibration for this situation.
 
-    `calibrations`: the files that calibrations of these heads are kept in."""
-    heads = job.source.heads
+    `calibrations`: the files that hold the calibrations of these heads."""
+    heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
-    decode = job.drafted(job.settings)
-    seeds = prompt_seeds(job.seed, range(len(job.prompts)))
-    results = [
-        result for prompt, seed in zip(job.prompts, seeds, strict=True) for result in decode([prompt], seeds=[seed])
-    ]
-    model = job.loaded.model
+    results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))
     recording = record(Backbone(model), heads, [(r.input_ids, r.new_ids) for r in results])
     figures.accepted_by_node = accepted_by_node(recording.ranks, results)
     figures.calibration = stored(calibrations, situation(model, heads, job.settings, job.batch_size))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
@@ -19,18 +21,20 @@ from transformers import (
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
-from decode.generation import Decoding, plain_decoding, tree_decoding
+from decode.generation import decoding
 from decode.loop import Timer
 from decode.request import prepare
 from decode.results import DecodingRun, Result
-from decode.sequences import Request
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, ContrastProcessor
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
+from medusa.loading import Loaded
 
 OnStep = Callable[[int, list[int]], None]
 """Receives the index of a prompt and the tokens that a step wrote for it."""
+StartProgress = Callable[[str, int], Callable[..., object]]
+"""Starts a progress bar with a title and a total; returns a function that advances the bar, by 1 or by a number."""
 
 
 class Method(Protocol):
@@ -39,8 +43,13 @@ class Method(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
     ) -> list[Result]:
-        """Decode `prompts` to their ends. `seeds`: one for each prompt, so that samples do not depend on the batch."""
+        """Decode `prompts` to their ends. `seeds`: one for each, so that a sample does not depend on the batch."""
         ...
+
+
+def one_by_one(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Result]:
+    """Decode each prompt alone, with its seed."""
+    return [result for prompt, seed in zip(prompts, seeds, strict=True) for result in method([prompt], seeds=[seed])]
 
 
 def plain_method(
@@ -51,11 +60,7 @@ def plain_method(
     keep_hidden: bool = False,
 ) -> Method:
     """Our own autoregressive loop: one token a step."""
-
-    def begin(requests: list[Request]) -> Decoding:
-        return plain_decoding(model, requests, clock, keep_hidden, settings.compile, settings.amateur)
-
-    return _method(model, settings, tokenizer, begin)
+    return DrafterMethod(model, None, settings, tokenizer, clock, keep_hidden)
 
 
 def medusa_method(
@@ -68,31 +73,31 @@ def medusa_method(
     keep_hidden: bool = False,
     drafter: DrafterLike = None,
 ) -> Method:
-    """Decoding with a drafter, by default the heads on `tree`. What the drafter loads is loaded once, here."""
+    """Decoding with a drafter, by default the heads on `tree`. What the drafter needs is loaded once, here."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
-    rule, compile, amateur = settings.rule, settings.compile, settings.amateur
-
-    def begin(requests: list[Request]) -> Decoding:
-        return tree_decoding(model, source, requests, rule, clock, keep_hidden, compile, amateur)
-
-    return _method(model, settings, tokenizer, begin)
+    return DrafterMethod(model, source, settings, tokenizer, clock, keep_hidden)
 
 
-def _method(
-    model: PreTrainedModel,
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase | None,
-    begin: Callable[[list[Request]], Decoding],
-) -> Method:
-    """A method that decodes what `begin` starts."""
+@dataclass(frozen=True)
+class DrafterMethod:
+    """Our own loop with the drafter of `source`, or plain decoding if `source` is `None`."""
 
-    def decode(
-        prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
+    model: PreTrainedModel
+    source: DrafterFactory | None
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase | None = None
+    clock: Timer | None = None
+    keep_hidden: bool = False
+    """Whether results hold the hidden states of their texts."""
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
     ) -> list[Result]:
         start = perf_counter()
-        requests = prepare(model, prompts, seeds, **settings.generate_kwargs(tokenizer))
-        run = DecodingRun(begin(requests), perf_counter() - start)
+        requests = prepare(self.model, prompts, seeds, **self.settings.generate_kwargs(self.tokenizer))
+        begun = decoding(self.model, self.source, requests, self.settings, self.clock, self.keep_hidden)
+        run = DecodingRun(begun, perf_counter() - start)
         for step in run:
             if on_step is not None:
                 for row, ids in step.ids.items():
@@ -103,8 +108,6 @@ def _method(
                 result.hidden = torch.cat(kept[row])[:length]
         return run.results
 
-    return decode
-
 
 def transformers_method(
     model: PreTrainedModel,
@@ -114,12 +117,14 @@ def transformers_method(
 ) -> Method:
     """transformers' own `model.generate`, which has one random stream, seeded by the first seed of a batch.
 
-    `assistance`: options of its assisted generation or beam search, such as `prompt_lookup_num_tokens`. `generate`
-    does not report the steps of these, so their results have none."""
+    `assistance`: options of its assisted generation or beam search, such as `prompt_lookup_num_tokens`. `generate` does
+    not report the steps of these modes, so their results have none."""
     backbone, amateur = Backbone(model), settings.amateur
     contexts = [backbone.context, None if amateur is None else Backbone(amateur.model).context]
     context = min((end for end in contexts if end is not None), default=None)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop and tokenizer is not None else None
+    eos = None if settings.ignore_eos else model.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
     def decode(
         prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
@@ -129,7 +134,7 @@ def transformers_method(
             torch.manual_seed(seeds[0])
         results = [Result(list(prompt)) for prompt in prompts]
         groups: dict[int, list[Result]] = {}
-        for result in results:  # a text ends where the context does; one batch has one length
+        for result in results:  # `generate` takes one length for a batch, and the context may allow a row less
             room = settings.max_new_tokens if context is None else context - len(result.input_ids)
             groups.setdefault(min(settings.max_new_tokens, room), []).append(result)
         for limit, group in groups.items():
@@ -146,8 +151,6 @@ def transformers_method(
         if amateur is not None:
             kwargs |= _contrast_kwargs(amateur, settings, inputs["attention_mask"])
         out = model.generate(**inputs, **kwargs)[:, longest:].tolist()  # type: ignore[operator]
-        eos = None if settings.ignore_eos else model.generation_config.eos_token_id
-        ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         for result, ids in zip(group, out, strict=True):
             result.new_ids = ids
             _cut(result, ends, stops)
@@ -158,20 +161,17 @@ def transformers_method(
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Prompts as `generate` takes a batch: ids [B, T] padded on the left, and the attention mask [B, T]."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    """Prompts as `generate` takes a batch: ids [B, T] padded on the left with 0, and the attention mask [B, T]."""
+    ids = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
+    rows = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
+    return {name: pad_sequence(row, batch_first=True, padding_side="left").to(device) for name, row in rows.items()}
 
 
 def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tensor) -> dict[str, object]:
     """Arguments that make `generate` decode contrastively.
 
-    `generate` would apply the repetition penalty before the contrast. Our loop applies it after, so it follows here."""
+    `generate` would apply the repetition penalty before the contrast. Our loop applies the penalty after the contrast,
+    so the processors here have that order."""
     processors = LogitsProcessorList([ContrastProcessor(amateur, attention_mask)])
     if settings.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
@@ -179,17 +179,46 @@ def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tenso
 
 
 def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> None:
-    """Cut a row of a batch where it would have ended alone: `generate` goes on with padding or text until all end."""
+    """Cut a row of a batch where it would have ended alone. `generate` continues a finished row until all rows end."""
     length = len(result.new_ids)
     for at, token in enumerate(result.new_ids, 1):
         if token in ends:
             length, result.finish_reason = at, "eos"
             break
-        if stops is not None:
-            prefix = torch.tensor([result.input_ids + result.new_ids[:at]])
-            if bool(stops(prefix, None).all()):
-                length, result.finish_reason = at, "stop"
-                break
+        if stops is not None and bool(stops(torch.tensor([result.input_ids + result.new_ids[:at]]), None).all()):
+            length, result.finish_reason = at, "stop"
+            break
     result.new_ids = result.new_ids[:length]
     result.step_lengths = [1] * length
     result.uncut_lengths = [1] * length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A drafter under test, with the models, options and prompts of a benchmark or a verification."""
+
+    loaded: Loaded
+    source: DrafterFactory
+    settings: Settings
+    prompts: Sequence[list[int]]
+    heads: str | None = None
+    """The name of the heads, if heads draft."""
+    drafter: str = "heads"
+    """The name of the drafter with its options, as the user wrote it."""
+    tree: object = None
+    """The tree as results list it."""
+    batch_size: int = 1
+    seed: int = 0
+    start_progress: StartProgress = lambda title, total: lambda count=1: None
+
+    @property
+    def dtype(self) -> str:
+        return str(self.loaded.model.dtype).removeprefix("torch.")
+
+    def plain(self, settings: Settings, clock: Timer | None = None) -> Method:
+        """Plain decoding."""
+        return DrafterMethod(self.loaded.model, None, settings, self.loaded.tokenizer, clock)
+
+    def drafted(self, settings: Settings, clock: Timer | None = None, source: DrafterFactory | None = None) -> Method:
+        """Decoding with a drafter, by default the one under test."""
+        return DrafterMethod(self.loaded.model, source or self.source, settings, self.loaded.tokenizer, clock)

@@ -226,9 +226,9 @@ def write_report(
     place: Path, result: BenchmarkResult | None, comparisons: list[Comparison], content: dict[str, object]
 ) -> None:
     """Write one page; into a folder also its pictures and the figures, `content`."""
-    from decode.bench.report.benchmark_page import page
+    from decode.bench.report.page import benchmark_page
 
-    made = page(result, comparisons)
+    made = benchmark_page(result, comparisons)
     if is_page(str(place)):
         made.save(place)
         return

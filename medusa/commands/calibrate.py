@@ -39,8 +39,9 @@ def run(args: argparse.Namespace) -> None:
     common.check_models(args)
 
     from decode.bench.calibration.calibrate import calibrate, measured_tau
+    from decode.bench.calibration.recording import continued_texts, own_texts
     from decode.bench.calibration.stored import files_for, store
-    from decode.bench.calibration.texts import continued_texts, own_texts
+    from decode.bench.methods import medusa_method
     from decode.bench.report.terminal import print_calibration
     from decode.request import require_fitting
     from medusa.backbone import Backbone
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         status.update("measuring tau")
         seeds, measured = [args.seed] * len(held_out), None
         if held_out:
-            measured = measured_tau(model, heads, held_out, found.tree, settings, seeds, tokenizer)
+            measured = measured_tau(medusa_method(model, heads, settings, tokenizer, found.tree), held_out, seeds)
     if args.prompts:
         found.texts.source = args.prompts
     place = store(files_for(common.heads_folder(args.heads)), found)

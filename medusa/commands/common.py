@@ -510,8 +510,8 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     Raises:
         RequestError: no such tree, or the heads cannot fill it."""
     from decode.bench.calibration.calibrate import calibrate
+    from decode.bench.calibration.recording import own_texts
     from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
-    from decode.bench.calibration.texts import own_texts
     from decode.drafters.dynamic_tree import DynamicTree
     from decode.drafters.layouts import resolve_tree
     from decode.tree_check import require_tree_forward

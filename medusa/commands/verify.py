@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     require_absent(Path(args.report), args.overwrite)
     common.check_models(args, config)
 
-    from decode.bench.losslessness.run import Verification, verify
+    from decode.bench.losslessness.verify import Verification, verify
+    from decode.bench.report.page import verify_page
     from decode.bench.report.terminal import print_verification
-    from decode.bench.report.verify_page import TokenNames, page
     from medusa.records.prompts import prompt_ids
 
     common.prepare_machine(args)
@@ -109,6 +109,6 @@ def run(args: argparse.Namespace) -> int:
     with common.progress_bars(args) as start_progress:
         outcome = verify(replace(asked, start_progress=start_progress))
     common.write_results(args, outcome.to_json())
-    page(outcome, TokenNames(loaded.tokenizer)).save(Path(args.report))
+    verify_page(outcome).save(Path(args.report))
     print_verification(common.output_console(args), outcome, args.full, args.report)
     return 0 if outcome.passed else 1

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from decode.bench.benchmark import STAGES
 from decode.bench.calibration import calibrate
-from decode.bench.methods import medusa_method
-from decode.bench.timers import STAGES
+from decode.bench.methods import Job
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.results import Result
@@ -610,11 +610,13 @@ def test_verify_fails_where_the_text_or_the_samples_are_wrong(
 def test_verify_tells_of_a_text_that_ends_early(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drafted = Job.drafted
+
     def cut(*args: Any, **kwargs: Any) -> Any:
-        whole = medusa_method(*args, **kwargs)
+        whole = drafted(*args, **kwargs)
         return lambda prompts: [Result(r.input_ids, r.new_ids[:3]) for r in whole(prompts)]
 
-    monkeypatch.setattr("decode.bench.job.medusa_method", cut)
+    monkeypatch.setattr(Job, "drafted", cut)
     done, report = verify(medusa, place, tmp_path)
     assert done.status == 1
     assert "<td>the end</td>" in report.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 
 from decode import generate, medusa_generate, steps
-from decode.bench.timers import STAGES, StageTimer
+from decode.bench.benchmark import STAGES, StageTimer
 from decode.draft import Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree

@@ -1,7 +1,7 @@
-"""tau predicted by replaying a recording, and the best trees for it.
+"""Predicts tau by replaying a recording, and grows the best trees for a recording.
 
-A step starts where the last one ended, which is just after a wrong guess. Averages over all positions therefore promise
-too much (5 to 22 % on stories260K), so tau is counted at the positions where steps start.
+A step starts where the previous one ended, which is just after a wrong guess. Averages over all positions are therefore
+too high (by 5 to 22 % on stories260K), so tau is counted only at positions where steps start.
 
 Shapes: P positions of a text.
 """
@@ -39,9 +39,9 @@ def predicted_tau(tree: Layout, recording: Recording) -> float:
 
 
 def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
-    """tau of a grown tree of `nodes` nodes on texts that it was not grown from: each half by the tree of the other.
+    """tau of a grown tree of `nodes` nodes on held-out texts: each half of the texts with the tree of the other half.
 
-    On its own texts a tree looks better than it is, the more so the fewer they are and the more nodes it has.
+    On the texts that a tree was grown from, tau is too high, most of all for few texts and many nodes.
     """
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
     if not all(half.has_steps for half in halves):
@@ -53,15 +53,15 @@ def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
     return tokens / steps
 
 
-def grow(recording: Recording, nodes: int, tree: Tree | None = None) -> Tree:
-    """The best tree of `nodes` nodes, root included. Fewer hits than nodes give a smaller tree.
+def grow(recording: Recording, nodes: int) -> Tree:
+    """The best tree of `nodes` nodes, the root included. If fewer paths are ever right, the tree is smaller.
 
-    A node is worth as much as its whole path is often right. A path is never right more often than its beginning, so
-    the most frequent paths form a tree. They are counted where the steps of `tree` start, at first at all positions.
-    The starts depend on the tree, so counting and growing are repeated until the tree stays; of all trees on the way,
-    the one with the highest predicted tau is taken.
+    The value of a node is the number of times that its whole path is right. A path is never right more often than its
+    beginning, so the most frequent paths form a tree. They are counted where the steps of the tree start. Since these
+    positions depend on the tree, counting and growing are repeated, at first with all positions, until a tree recurs.
+    The tree with the highest predicted tau on the way is returned.
     """
-    best, best_tau, seen = Tree.chain(0), 0.0, set()
+    best, best_tau, seen, tree = Tree.chain(0), 0.0, set(), None
     for _ in range(MAX_ROUNDS):
         counts = path_counts(recording, tree)
         ranked = sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
@@ -69,9 +69,9 @@ def grow(recording: Recording, nodes: int, tree: Tree | None = None) -> Tree:
         tree = Tree.from_paths(paths)
         if (found := predicted_tau(tree, recording)) > best_tau:
             best, best_tau = tree, found
-        if tuple(sorted(paths)) in seen:
+        if (key := frozenset(paths)) in seen:
             break
-        seen.add(tuple(sorted(paths)))
+        seen.add(key)
     return best
 
 
@@ -81,8 +81,6 @@ def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
     for ranks in recording.ranks:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]
         for line in rows.tolist():
-            for depth, rank in enumerate(line, 1):
-                if rank == MISSED:
-                    break
-                counts[tuple(line[:depth])] += 1
+            right = line[: line.index(MISSED)] if MISSED in line else line
+            counts.update(tuple(right[:depth]) for depth in range(1, len(right) + 1))
     return counts

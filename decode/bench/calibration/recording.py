@@ -1,4 +1,4 @@
-"""Texts that the backbone wrote, with the rank of every token among the guesses of the heads.
+"""Texts that the backbone wrote, and the rank of every token among the guesses of the heads.
 
 Shapes: P positions of a text, K heads, V vocabulary, G temperatures.
 """
@@ -6,13 +6,16 @@ Shapes: P positions of a text, K heads, V vocabulary, G temperatures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.calibration.texts import Text
+from decode.bench.methods import plain_method
 from decode.drafters.dynamic_tree import TOP, DynamicTree
+from decode.results import prompt_seeds
+from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
 from medusa.heads.independent import MedusaHeads
@@ -20,27 +23,63 @@ from medusa.heads.inputs import HeadInputs
 from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
+Text = tuple[list[int], list[int]]
+"""The ids of a prompt, and those of its continuation."""
+OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # number and lengths of the texts of `own_texts`
+BATCH_SIZE = 16  # prompts that are continued together
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
-"""The temperatures that a head can get."""
+"""The G temperatures that a head can get."""
 AT_ONCE = 64  # positions whose logits are held
+
+
+def continued_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: Sequence[list[int]],
+    settings: Settings,
+    seed: int,
+) -> list[Text]:
+    """Let the backbone continue prompts under `settings`."""
+    method, seeds, texts = plain_method(model, settings, tokenizer), prompt_seeds(seed, range(len(prompts))), []
+    for start in range(0, len(prompts), BATCH_SIZE):
+        batch = slice(start, start + BATCH_SIZE)
+        texts += [(result.input_ids, result.new_ids) for result in method(prompts[batch], seeds=seeds[batch])]
+    return texts
+
+
+def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
+    """Let the backbone write texts without prompts. Every call gives the same texts.
+
+    Openings are sampled after the BOS token, or after random tokens if `bos` is `None`. Continuations are written under
+    `settings`.
+    """
+    backbone = Backbone(model)
+    random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
+    first = [[token if bos is None else bos] for token in random_ids.tolist()]
+    seeds = list(range(OWN_TEXTS))
+    length = min(OWN_TOKENS, max((backbone.context or 1 << 30) - OPENING_TOKENS - 1, 1))
+    opening = plain_method(model, Settings(max_new_tokens=OPENING_TOKENS, temperature=1.0, ignore_eos=True))
+    openings = [result.input_ids + result.new_ids for result in opening(first, seeds=seeds)]
+    written = plain_method(model, replace(settings, max_new_tokens=length, stop=(), ignore_eos=True))
+    return [(result.input_ids, result.new_ids) for result in written(openings, seeds=seeds)]
 
 
 @dataclass
 class Recording:
-    """What the heads guessed in recorded texts.
+    """The guesses of the heads in recorded texts.
 
-    Each list has an entry for each text, with a line for every position where a root may stand.
+    Each list has one entry per text, with one line for every position where a root can be.
     """
 
     ranks: list[Tensor]
-    """[P, K] the rank of the right token among the guesses of head k, made at the hidden state before the root. MISSED
-    if the token is not among the TOP best guesses, or if the text has ended."""
+    """[P, K] the rank of the correct token among the guesses of head k, made from the hidden state before the root.
+    MISSED if the token is not among the TOP best guesses, or if the text has ended."""
     best: list[Tensor] = field(default_factory=list)
     """[P, K, TOP] the logits of the best guesses of each head."""
     log_z: list[Tensor] = field(default_factory=list)
-    """[P, K, G] the logarithm of the sum of all exponentials, at each of TEMPERATURES."""
+    """[P, K, G] the log-sum-exp of all logits at each of TEMPERATURES."""
     right: list[Tensor] = field(default_factory=list)
-    """[P, K] the logit of the right token; NaN if the text has ended, or if the heads lack the token."""
+    """[P, K] the logit of the correct token; NaN if the text has ended, or if the heads' vocabulary lacks the token."""
 
     @property
     def tokens(self) -> int:
@@ -58,7 +97,7 @@ class Recording:
         return Recording(*([column[text] for text in texts] if column else [] for column in columns))
 
     def fit_temperatures(self) -> tuple[float, ...]:
-        """The temperature for each head that gives the right tokens the most probability (Guo et al. 2017)."""
+        """The temperature for each head that makes the correct tokens most probable (Guo et al. 2017)."""
         right, log_z = torch.cat(self.right), torch.cat(self.log_z)  # [P, K], [P, K, G]
         loss = (log_z - right[:, :, None] / torch.tensor(TEMPERATURES)).nanmean(0)  # [K, G]
         return tuple(TEMPERATURES[index] for index in loss.argmin(-1).tolist())
@@ -67,35 +106,34 @@ class Recording:
         """How many drafted tokens a step from each position of a text would accept [P]."""
         if not isinstance(tree, DynamicTree):
             return accepted(tree.candidates, self.ranks[text])
-        chosen = [TEMPERATURES.index(t) for t in tree.temperatures[: tree.max_depth]]
-        scale, heads = torch.tensor(tree.temperatures)[: tree.max_depth], range(tree.max_depth)
-        log_z = self.log_z[text][:, heads, chosen][:, :, None]
-        guesses = self.best[text][:, : tree.max_depth, : tree.candidates.max_rank + 1]
-        taken, _ = tree.choose(tree.path_log_probs(guesses / scale[:, None] - log_z))
+        depth, scale = tree.max_depth, tree.temperatures[: tree.max_depth]
+        log_z = self.log_z[text][:, range(depth), [TEMPERATURES.index(t) for t in scale]]
+        guesses = self.best[text][:, :depth, : tree.candidates.max_rank + 1]
+        taken, _ = tree.choose(tree.path_log_probs(guesses / torch.tensor(scale)[:, None] - log_z[:, :, None]))
         return accepted(tree.candidates, self.ranks[text], taken)
 
 
 @torch.no_grad()
 def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Recording:
-    """Record texts, one forward each."""
+    """Record texts, with one forward of the backbone for each."""
     recording = Recording([])
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
         states = backbone.hidden_states(ids[:, :-1], use_cache=False)
-        before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the place before each new token
-        _record(recording, heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), list(new))
+        before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the position before each token
+        _record(recording, heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), new)
     return recording
 
 
 def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> None:
-    """Record the guesses made at P positions, those before each of the P tokens `new`.
+    """Record the guesses made at P positions, one before each of the P tokens `new`.
 
-    Head k guesses the token k + 1 places after the root.
+    Head k guesses the token k + 1 positions after the root.
     """
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
     targets = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; wrapped tokens are masked below
     features, parts, lm_head = heads.features(inputs), [], lm_head_for(heads, backbone)
-    # K x P x V logits are never held
+    # In parts, because logits [K, P, V] of a long text would not fit into memory.
     for part, target in zip(features.split(AT_ONCE, dim=1), targets.split(AT_ONCE, dim=1), strict=True):
         logits = heads.logits(part, lm_head).float()
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
@@ -108,9 +146,7 @@ def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs
         parts.append([found.transpose(0, 1).cpu() for found in (ranks, top.values, log_z, right)])
     ranks, best, log_z, right = (torch.cat(column) for column in zip(*parts, strict=True))
     for head in range(num_heads):
-        unknown = slice(max(len(new) - head - 1, 0), None)
-        ranks[unknown, head], right[unknown, head] = MISSED, torch.nan
-    recording.ranks.append(ranks)
-    recording.best.append(best)
-    recording.log_z.append(log_z)
-    recording.right.append(right)
+        ended = slice(max(len(new) - head - 1, 0), None)
+        ranks[ended, head], right[ended, head] = MISSED, torch.nan
+    for name, found in {"ranks": ranks, "best": best, "log_z": log_z, "right": right}.items():
+        getattr(recording, name).append(found)

@@ -1,4 +1,4 @@
-"""Calibrations and the files that keep them: one for each situation of each set of heads."""
+"""Calibrations and the files that keep them, one calibration for each situation of each set of heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CalibrationPoint:
     tau: float
     """Predicted (`decode.bench.calibration.grow`)."""
     step_ms: float
-    """Measured (`decode.bench.calibration.step_times`)."""
+    """Milliseconds of a step, measured."""
     dynamic: bool = False
 
     @property
@@ -46,7 +46,7 @@ class RecordedTexts:
 
     texts: int
     tokens: int = 0
-    """Of the continuations."""
+    """Tokens of the continuations."""
     prompt_tokens: int = 0
     source: str = "the backbone's own"
 
@@ -61,7 +61,7 @@ class Calibration:
     temperatures: list[float]
     """One for each head, for the confidences of dynamic trees."""
     holds_for: dict[str, object]
-    """The situation: machine, dtype, batch size, heads and so on. Another situation needs its own calibration."""
+    """The situation that the calibration was made in (`situation`)."""
     texts: RecordedTexts
 
     @property
@@ -76,7 +76,7 @@ class Calibration:
         return Tree.from_paths(self.best.paths)
 
     def to_json(self) -> dict[str, object]:
-        """The calibration as its file lists it."""
+        """The entry of the calibration in a file."""
         return asdict(self)
 
     @classmethod
@@ -86,7 +86,7 @@ class Calibration:
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
-    """Everything that a calibration depends on."""
+    """Everything that a calibration depends on: machine, backbone, heads, dtype, batch size and sampling."""
     here = asdict(machine())
     return {
         **{name: here[name] for name in ("processor", "gpu", "threads", "torch", "transformers")},
@@ -103,29 +103,27 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
 
 
 def files_for(heads_folder: Path | None) -> list[Path]:
-    """Where calibrations of heads are kept: in their folder, if the user owns it, and in the user's cache."""
+    """The files for calibrations of heads: first in their folder, if the user owns one, then in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-heads" / FILE
     return [cache] if heads_folder is None else [heads_folder / FILE, cache]
 
 
 def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
-    """The calibration of this very situation, from the first of these files that has it."""
+    """The calibration for exactly the situation `wanted`, from the first of these files that has it."""
     return next((Calibration.from_json(entry) for entry in _entries(places) if entry["holds_for"] == wanted), None)
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
     """The temperatures that were fitted for these heads, in any situation."""
     fingerprint = heads_fingerprint(heads)
-    for entry in _entries(places):
-        if entry["holds_for"].get("heads") == fingerprint and "temperatures" in entry:
-            return tuple(entry["temperatures"])
-    return None
+    fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
+    return next(map(tuple, filter(None, fitted)), None)
 
 
 def _entries(places: Sequence[Path]) -> Iterator[Any]:
-    for place in places:
-        if place.is_file():
-            yield from read_json(place)
+    """Entries as they are in the files: those of early versions lack some names."""
+    for place in filter(Path.is_file, places):
+        yield from read_json(place)
 
 
 def store(places: Sequence[Path], calibration: Calibration) -> Path:

@@ -1,4 +1,4 @@
-"""What is tested by sampling, and how the tests are judged together."""
+"""The tests of a sampling experiment, and their verdict together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decode.drafters.base import DrafterFactory
 FALSE_ALARM = 1e-4
 """Probability that the draws of one `medusa verify` fail although nothing is wrong, over all of its tests together and
 within the accuracy of the chi-square law (docs/exactness.md)."""
-CAUTION = 4.0  # so small a p-value comes at most this much more often than it says (`decode.bench.chi2.MIN_EXPECTED`)
+CAUTION = 4.0  # so small a p-value comes at most this many times more often than it says (`MIN_EXPECTED` in chi2.py)
 
 
 class Rule(NamedTuple):
@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether the rule claims to draw from what it is compared with. The others are only expected to differ."""
+        """Whether samples must follow the distribution `against`. The other rules are lossy and expected to differ."""
         return self.acceptance == "rejection" or self.against == "truncated target"
 
 
@@ -47,7 +47,7 @@ def rules_for(source: DrafterFactory) -> list[Rule]:
 
 @dataclass
 class Case:
-    """One prompt, one target and one rule: tests of the first drafted token and of the second after it.
+    """One prompt, one target and one rule: tests of the first drafted token and of the second token after it.
 
     Shapes: V vocabulary.
     """
@@ -59,41 +59,35 @@ class Case:
     first: GoodnessOfFit
     """Of the first drafted token, the one after the root."""
     second: GoodnessOfFit
-    """Of the token after that, given the first, in the steps that decided on both."""
+    """Of the second token given the first, in the steps that decided on both."""
     joint: GoodnessOfFit
-    """Both together."""
+    """Of both tokens together."""
     frequencies: Tensor
     """[V] of the first drafted token."""
     target: Tensor
-    """[V] the probabilities that they are compared with."""
+    """[V] the probabilities that the frequencies are compared with."""
     draft: Tensor | None
     """[V] the distribution of the first head, if heads draft."""
     mean_accepted: float
-    """Drafted tokens accepted a step, from this context. The tree is that of the user, cut to two levels, and for
-    drawn drafts to two children a node."""
+    """Drafted tokens accepted per step from this context, with the user's tree cut to two levels, and to two children
+    per node for drawn drafts."""
 
     def tests(self) -> Iterator[tuple[int, GoodnessOfFit]]:
-        """The tests with the number of tokens that each is about."""
+        """The tests, each with the number of tokens that it covers."""
         yield from ((1, self.first), (2, self.joint))
 
     def to_json(self) -> list[dict[str, object]]:
-        """The lines of the case in `medusa verify --json`, one for each test."""
+        """The entries of the case in `medusa verify --json`, one for each test."""
+        distances = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
         return [
             {
                 "prompt": self.prompt,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "tokens": tokens,
-                "draft": self.rule.draft,
-                "acceptance": self.rule.acceptance,
-                "against": self.rule.against,
+                **self.rule._asdict(),
                 "judged": self.rule.is_judged,
-                "total_variation": found.total_variation,
-                "expected_total_variation": found.expected_total_variation,
-                "std_of_difference": found.std_of_difference,
-                "expected_std": found.expected_std,
-                "chi2": found.chi2,
-                "degrees_of_freedom": found.degrees_of_freedom,
+                **{name: getattr(found, name) for name in (*distances, "chi2", "degrees_of_freedom")},
                 "chi2_p_value": found.p_value,
                 "impossible_draws": found.impossible,
                 "mean_accepted": self.mean_accepted,
@@ -103,7 +97,7 @@ class Case:
 
 
 def passes(cases: Sequence[Case]) -> bool:
-    """Whether no judged test is below its share of the family-wise false-alarm rate."""
+    """Whether every judged test has at least the p-value `threshold`."""
     return all(value >= threshold(cases) for value in p_values(cases))
 
 
@@ -121,20 +115,14 @@ def figures_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
     """The column names and the rows of all tests."""
     head = ["rule", "draft", "prompt", "T", "top-p", "tokens", "variation", "expected", "std of difference"]
     head += ["expected", "p-value", "verdict", "accepted"]
-    least, rows = threshold(cases), []
+    smallest, rows = threshold(cases), []
     for case in cases:
         verdicts = ("DIFFERS", "passed") if case.rule.is_judged else ("lossy", "unseen")
         rule = case.rule.acceptance + ("*" if case.rule.against != "target" else "")
         about = [rule, case.rule.draft, str(case.prompt + 1), f"{case.temperature:g}", f"{case.top_p:g}"]
         for tokens, found in case.tests():
-            rows.append(
-                [
-                    *about,
-                    str(tokens),
-                    *(f"{found.total_variation:.5f}", f"{found.expected_total_variation:.5f}"),
-                    *(f"{found.std_of_difference:.2e}", f"{found.expected_std:.2e}", f"{found.p_value:.2g}"),
-                    verdicts[found.p_value >= least],
-                    f"{case.mean_accepted:.2f}",
-                ]
-            )
+            variation = [f"{found.total_variation:.5f}", f"{found.expected_total_variation:.5f}"]
+            spread = [f"{found.std_of_difference:.2e}", f"{found.expected_std:.2e}", f"{found.p_value:.2g}"]
+            verdict = verdicts[found.p_value >= smallest]
+            rows.append([*about, str(tokens), *variation, *spread, verdict, f"{case.mean_accepted:.2f}"])
     return head, rows

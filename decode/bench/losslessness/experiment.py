@@ -1,43 +1,157 @@
-"""Very many draws from one fixed context through the production acceptance code, counted against the target.
+"""Takes very many draws from one fixed context with the production acceptance code, and tests them against the target.
 
-In Medusa the root comes from the backbone's own logits and proves nothing: drafts could only spoil the tokens after it.
-All draws go through production code: prefill, drafter, verification of the tree, processors, acceptance. Only the loop
-around it is our own, because R rows share one forward.
+In Medusa the root comes from the backbone's own logits, so drafts could only change the tokens after the root. All
+draws use production code: prefill, drafter, verification of the tree, processors, acceptance. Only the loop is not that
+of production, because R rows share one forward.
 
-Shapes: V vocabulary, N nodes, R draws, F first tokens.
+Shapes: V vocabulary, N nodes, R draws, F first tokens or texts, T length of a text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, typical
+from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
 from decode.bench.chi2 import combined, goodness_of_fit
 from decode.bench.losslessness.cases import Case, Rule
-from decode.bench.losslessness.context import FixedContext
 from decode.draft import Draft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.levelwise import LevelwiseDrafter
-from decode.loop import Acceptor
+from decode.loop import Acceptor, TreeStepper
 from decode.ops.draws import SharedDraws
 from decode.rejection import accept_sampled
+from decode.request import prepare
+from decode.session import Session
 from decode.settings import Settings
-from medusa.tree import Layout, Tree
+from decode.topology import Topology
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.heads.inputs import HeadInputs
+from medusa.tree import Tree
+from medusa.vocabulary import lm_head_for, over_all
 
-FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second is tested
+PATIENCE = 4  # an unready drafter is used after this many times the steps that it asks for
+STAR = 256  # nodes of a forward over many continuations of the root
+TEXTS = 8  # texts of a plain forward
+FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second token is tested
 MAX_ROWS = 50_000  # draws that walk at a time, fewer for a large vocabulary
-MAX_CHILDREN = 2  # that a node of a sampled tree keeps: each more multiplies the pasts that rows can have
-KNOWN_VALUES = 2**28  # scores that are kept, 1 GiB of float32
+MAX_CHILDREN = 2  # children per node in a drawn tree: each further child multiplies the distributions to compute
+MAX_SCORES = 2**28  # scores that are kept, 1 GiB of float32
 
 Take = Callable[[int], tuple[Draft, Acceptance]]
 """Draws a number of rows: their drafts and what was accepted of them."""
-OnDraws = Callable[[int], object]
-"""Receives the number of draws just taken."""
+
+
+def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: PreTrainedModel) -> None:
+    """Check that each prompt leaves room for a root and for one token, after which the second token is drawn.
+
+    Raises:
+        RequestError: a prompt is too long for the context of the backbone, or of the amateur."""
+    models = {"backbone": model} | ({} if settings.amateur is None else {"amateur": settings.amateur.model})
+    longest = max(map(len, prompts))
+    for name, some in models.items():
+        context = Backbone(some).context
+        if context is not None and longest > context - 2:
+            raise RequestError(
+                f"a prompt to draw from has {longest} tokens, but may have {context - 2}: the {name}'s context ends at "
+                f"{context}; shorten it, or put shorter ones first and choose with --sampled-prompts"
+            )
+
+
+class FixedContext:
+    """A prompt and a fixed root, the backbone's most probable token, with the target's distributions after them.
+
+    A drafter that learns from steps (such as n-grams) first decodes some steps greedily, until it drafts.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
+        """`settings`: temperature, top-k and the like.
+
+        Raises:
+            RequestError: as `require_room`."""
+        require_room([prompt], settings, model)
+        requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
+        self.model, self.source, self.amateur = model, source, settings.amateur
+        self.processors = requests[0].processors
+        if self.amateur is not None:
+            self.amateur.require_fitting(model, requests)
+        slack = max(source.num_nodes, STAR)
+        self.session = Session(model, requests, slack=slack, heads=source.heads, verifiers=self.amateur)
+        self.drafter = source.start(self.session)
+        self.stepper = TreeStepper(self.session, self.drafter, Acceptor("greedy"))
+        self.frontier = self.stepper.frontier = self.session.prefill(most_probable_first=True)
+        self.session.sequences.extend(0, self.frontier.root.tolist())
+        self._warm_up(source.warm_up)
+        self.root = int(self.frontier.root)
+        self.text = self.session.sequences.tail(0, 0)
+
+    def _warm_up(self, steps: int) -> None:
+        """Take at least `steps` greedy steps without accepting guesses, until the drafter drafts."""
+        session, sequences = self.session, self.session.sequences
+        room = (session.backbone.context or 1 << 30) - 2
+        for step in range(steps * PATIENCE):
+            draft = self.drafter.propose(self.frontier)
+            ready = step >= steps and draft.topology.num_nodes > 1
+            if ready or sequences.finish_reason[0] is not None or sequences.lengths[0] > room:
+                return
+            readout = session.verifier(draft)
+            root = session.target.next([0], sequences, readout.logits[:, 0], most_probable_only=True)
+            accepted = ended_at(draft, draft.ids.new_zeros(1), root.to(draft.ids.device))
+            self.frontier = self.stepper.frontier = self.stepper.compact(draft, readout, accepted, [1])
+            sequences.extend(0, self.frontier.root.tolist())
+
+    def first_head(self) -> Tensor | None:
+        """The distribution of the first head [V], if heads draft."""
+        heads, backbone, frontier = self.source.heads, self.session.backbone, self.frontier
+        if heads is None:
+            return None
+        hidden = frontier.hidden[:, None].to(heads.device, heads.dtype)
+        root = backbone.embed(frontier.root[:, None, None]).to(hidden)
+        logits = heads(HeadInputs(hidden, root, frontier.context_kv), lm_head_for(heads, backbone), 1)
+        logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
+        return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]
+
+    def expected(self, texts: Sequence[list[int]]) -> Tensor:
+        """The target's scores [F, V] after texts of one length, by plain forwards and transformers' processors."""
+        ids = torch.tensor(texts, device=self.session.backbone.device)
+        logits = torch.cat([self._plain_logits(part) for part in ids.split(TEXTS)])
+        rows = range(len(ids))
+        return torch.cat([self.processors(ids[i : i + 1], logits[i : i + 1].float()) for i in rows])  # type: ignore[arg-type]
+
+    def _plain_logits(self, ids: Tensor) -> Tensor:
+        """Logits [F, V] after texts [F, T], before the processors."""
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, -1]
+        if self.amateur is None:
+            return logits
+        return self.amateur.contrast(logits, self.amateur.model(input_ids=ids, use_cache=False).logits[:, -1])
+
+    def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
+        """The target's scores [F, V] after the root and each of F tokens, by tree forwards.
+
+        Without `tokens`: the scores [1, V] after the root."""
+        device, found = self.session.backbone.device, []
+        for start in range(0, len(tokens or [0]), STAR - 1):
+            part = list(tokens or ())[start : start + STAR - 1]
+            star = (Tree.top_k([len(part)]) if part else Tree.chain(0)).to(device)
+            scores = self.scores_of_nodes(Draft(torch.tensor([[self.root, *part]], device=device), Topology.of(star)))
+            found.append(scores[1:] if part else scores)
+        return torch.cat(found)
+
+    def scores_of_nodes(self, draft: Draft) -> Tensor:
+        """The target's scores [N, V] after every node of a draft of one row. The cache drops the draft again."""
+        session = self.session
+        logits = session.verifier(draft).logits[0]
+        session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
+        scores = []
+        for node, path in enumerate(draft.topology.paths[0, :, 1:]):
+            prefix = session.sequences.prefix(0, draft.ids[0, path[path >= 0]])
+            scores.append(session.target.scores(0, prefix, logits[node]))
+        return torch.cat(scores)
 
 
 class Experiment:
@@ -55,30 +169,32 @@ class Experiment:
         """`settings`: temperature, top-k and the like; `generator`: of all draws, on the backbone's device.
 
         Raises:
-            RequestError: the prompt is too long (`decode.bench.losslessness.context.require_room`)."""
+            RequestError: as `require_room`."""
         self.settings, self.draws = settings, SharedDraws(generator)
-        self.source = source.reshaped(_two_deep)  # deeper nodes decide on tokens that are not counted
-        self.context = FixedContext(model, prompt, settings, self.source)
-        self.vocab = self.context.session.backbone.vocab_size
-        self.head = self.context.first_head()
-        # The target comes from plain forwards. Below float32 these differ from the tree's own by more than a million
-        # draws can overlook, and so do two trees of different sizes. There the target comes from the forwards that are
-        # drawn from: it is measured, not exact.
+        self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
+        self.context = context = FixedContext(model, prompt, settings, self.source)
+        self.vocab = context.session.backbone.vocab_size
+        self.head = context.first_head()
+        # Below float32, plain forwards differ from those of the tree by more than a million draws can overlook, and so
+        # do two trees of different sizes. There the target is measured by the forwards that are drawn from.
         self.is_independent = model.dtype in (torch.float32, torch.float64)
-        text = self.context.text
-        self.after_root = self.context.expected([text])[0] if self.is_independent else self.context.verified([[]])[0]
+        self.after_root = context.expected([context.text])[0] if self.is_independent else context.verified()[0]
         self.firsts = self.after_root.softmax(-1).topk(min(FIRST_TOKENS, self.vocab)).indices.tolist()
         self.known: dict[int, Tensor] = {}
-        """Scores [V] after the root and a token, from tree forwards."""
+        """Scores [V] after the root and a token, by tree forwards."""
         if self.is_independent:
-            self.after_firsts = self.context.expected([[*text, token] for token in self.firsts])
+            self.after_firsts = context.expected([[*context.text, token] for token in self.firsts])
         else:
-            self.after_firsts = self.context.verified([[token] for token in self.firsts])
+            self.after_firsts = context.verified(self.firsts)
             self.known = dict(zip(self.firsts, self.after_firsts, strict=True))
 
     @torch.inference_mode()
-    def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda rows: None) -> Case:
-        """Take `draws` steps by `rule` and count their tokens against the target. `number` is that of the prompt."""
+    def run(
+        self, rule: Rule, number: int, draws: int, on_progress: Callable[[int], object] = lambda draws: None
+    ) -> Case:
+        """Take `draws` steps by `rule` and test their tokens against the target.
+
+        `number`: the number of the prompt, for the result. `on_progress` receives the number of draws just taken."""
         truncation = Truncation(self.settings.epsilon, self.settings.delta)
         truncate = truncation if rule.acceptance == "typical-sampled" else None
         after_root, after_firsts = self.after_root, self.after_firsts
@@ -110,19 +226,19 @@ class Experiment:
             mean_accepted=accepted_tokens / draws,
         )
 
-    def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
-        """Counts of the first drafted tokens [V] and of the second after each [F, V], and all accepted tokens.
+    def _count(
+        self, take: Take, draws: int, on_progress: Callable[[int], object], same: bool
+    ) -> tuple[Tensor, Tensor, int]:
+        """Counts of the first drafted tokens [V] and of the second token after each [F, V], and all accepted tokens.
 
-        `same`: all draws have the same outcome, so one of them counts for all."""
+        `same`: all draws have the same outcome, so one draw counts for all."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1)
         place[self.firsts] = torch.arange(len(self.firsts))
-        accepted_tokens = 0
-        at_once = max(1_000, min(MAX_ROWS, 2**27 // self.vocab))
+        accepted_tokens, at_once = 0, max(1_000, min(MAX_ROWS, 2**27 // self.vocab))
         for start in range(0, draws, draws if same else at_once):
-            weight = draws if same else 1
-            rows = min(at_once, draws - start)
+            rows, weight = (1, draws) if same else (min(at_once, draws - start), 1)
             draft, accepted = take(rows)
             written = torch.cat([draft.ids.gather(1, accepted.path.clamp_min(0)), accepted.next_root[:, None]], dim=1)
             more = accepted.length - 1
@@ -133,11 +249,11 @@ class Experiment:
             cells = place[one[both]] * self.vocab + two[both]
             second += weight * cells.bincount(minlength=second.numel()).view_as(second)
             accepted_tokens += weight * int(more.sum())
-            on_progress(draws if same else rows)
+            on_progress(weight * rows)
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Scores [N, V] of the nodes of a draft -> [F, V] after the first tokens; others are not counted."""
+        """Scores [N, V] of the nodes of a draft -> [F, V] after the first tokens; other nodes are not counted."""
         found = self.after_firsts.clone()
         for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])
@@ -167,9 +283,11 @@ class Experiment:
     def _sampled(self, truncate: Truncation | None) -> Take:
         """Draws with `draft sample`: every row draws its own tree from the drafter's distributions."""
         context = self.context
-        drafter = self.source.reshaped(_drawable).start(context.session)
+        # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
+        source = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))
+        drafter = source.start(context.session)
         assert isinstance(drafter, HeadsDrafter | LevelwiseDrafter), "drafters that can draw have these shapes"
-        root_scores = _truncated(context.verified([[]]), truncate)
+        root_scores = _truncated(context.verified(), truncate)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
             draft = drafter.draw(context.frontier, context.session.target, self.draws, rows)
@@ -178,7 +296,7 @@ class Experiment:
                 if int(draft.topology.depth[0, nodes[0]]) == 1:  # all rows that walk have the same depth
                     tokens, index = draft.ids[walking, nodes].unique(return_inverse=True)
                     return _truncated(self._after(tokens.tolist()), truncate), index
-                return root_scores, torch.zeros_like(walking)  # after the root; deeper, the third token is not counted
+                return root_scores, torch.zeros_like(walking)  # the root's; a third token is drawn but not counted
 
             return draft, accept_sampled(draft, after, self.draws)
 
@@ -187,25 +305,15 @@ class Experiment:
     def _after(self, tokens: list[int]) -> Tensor:
         """Scores [len(tokens), V] after the root and each token, kept for later draws while memory allows."""
         missing = [token for token in tokens if token not in self.known]
-        fresh: dict[int, Tensor] = {}
-        if missing:
-            fresh = dict(zip(missing, self.context.verified([[token] for token in missing]), strict=True))
-            if (len(self.known) + len(fresh)) * self.vocab < KNOWN_VALUES:
-                self.known |= fresh
-        return torch.stack([fresh[token] if token in fresh else self.known[token] for token in tokens])
-
-
-def _two_deep(tree: Layout) -> Layout:
-    return tree.clip(2) if tree.max_depth > 2 else tree
-
-
-def _drawable(tree: Layout) -> Tree:
-    """A tree for drawn drafts. Draws may not choose nodes, so a dynamic tree is replaced by its candidates."""
-    return narrowed(tree.candidates, MAX_CHILDREN)
+        fresh = dict(zip(missing, self.context.verified(missing), strict=True)) if missing else {}
+        found = self.known | fresh
+        if len(found) * self.vocab < MAX_SCORES:
+            self.known = found
+        return torch.stack([found[token] for token in tokens])
 
 
 def narrowed(tree: Tree, num_children: int) -> Tree:
-    """The nodes of `tree` that are, like all nodes above them, among the first `num_children` children."""
+    """The nodes of `tree` that are among the first `num_children` children, as are all their ancestors."""
     kept = [bool((tree.order[[n for n in line if n >= 0]] < num_children).all()) for line in tree.paths.tolist()]
     return Tree.from_paths([path for path, keep in zip(tree.rank_paths, kept[1:], strict=True) if keep])
 

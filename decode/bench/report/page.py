@@ -1,51 +1,56 @@
 """Reports as self-contained HTML pages: no script, no network, light and dark, for any width.
 
-A page is a Jinja template of the folder `templates` with `report.css` and its pictures inside.
+A page is a Jinja template of the folder `templates`, with `report.css` and its pictures inside.
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from transformers import PreTrainedTokenizerBase
 
-from decode.bench.compare import interval_in_words
-from decode.bench.report.colors import COLORS
+from decode.bench.compare import Comparison, interval_in_words
+from decode.bench.figures import BenchmarkResult
+from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, threshold
+from decode.bench.losslessness.verify import VerificationResult
+from decode.bench.report import plots
+from decode.settings import is_lossy
 from medusa.files import readable, write_text
 
 FOLDER = Path(__file__).parent
+SHOWN_SHARE = 0.01  # of steps that accept a node: dynamic trees have many nodes that are hardly ever accepted
 
 
-class Picture:
-    """A matplotlib figure on a page, with its caption, which also describes the picture to screen readers."""
+class Picture(NamedTuple):
+    """A figure under the name that its PNG file and its ids in the page have."""
 
-    def __init__(self, figure: Figure, caption: str, number: int) -> None:
-        self.figure, self.caption, self.number = figure, caption, number
+    name: str
+    figure: Figure
 
-    @property
-    def svg(self) -> Markup:
-        """The figure as inline SVG, for templates."""
-        return Markup(themed_svg(self.figure, f"p{self.number}", self.caption))
+    def svg(self, caption: str) -> Markup:
+        """The figure as inline SVG, for templates. Screen readers read the caption."""
+        return Markup(themed_svg(self.figure, re.sub(r"\W+", "-", self.name), caption))
 
 
+@dataclass
 class ReportPage:
-    """A page under construction: add pictures, set `content`, then save the page."""
+    """A page: what its template shows, and its pictures by name."""
 
-    def __init__(self, template: str, title: str) -> None:
-        self.template, self.title = template, title
-        self.pictures: list[Picture] = []
-        self.content: dict[str, object] = {}
-        """The values that the template shows, by name."""
-
-    def picture(self, figure: Figure, caption: str) -> Picture:
-        """Number a picture, so that `content` can hold it."""
-        self.pictures.append(Picture(figure, caption, len(self.pictures) + 1))
-        return self.pictures[-1]
+    template: str
+    title: str
+    content: Mapping[str, object]
+    """The values that the template shows, by name."""
+    figures: Mapping[str, Figure]
 
     def html(self) -> str:
         """The whole page."""
@@ -56,51 +61,118 @@ class ReportPage:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {"fixed": fixed, "percent": percent, "interval": interval_in_words, "bytes": readable}
-        css = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))
-        return environment.get_template(self.template).render(self.content, title=self.title, colors=COLORS, css=css)
+        environment.filters |= {"interval": interval_in_words, "bytes": readable, "fixed": fixed}
+        return environment.get_template(self.template).render(
+            self.content,
+            title=self.title,
+            drawn={name: Picture(name, figure) for name, figure in self.figures.items()},
+            colors=plots.COLORS,
+            css=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),
+        )
 
     def save(self, path: Path) -> None:
         """Write the page."""
         write_text(path, self.html())
 
     def save_pictures(self, folder: Path) -> None:
-        """Write every figure as a PNG on white, named after its label."""
-        for picture in self.pictures:
-            name = picture.figure.get_label() or f"picture {picture.number}"
-            picture.figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight", facecolor="white")
+        """Write every figure as a PNG on white."""
+        for name, figure in self.figures.items():
+            figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight", facecolor="white")
 
 
 def fixed(value: float, digits: int = 0) -> str:
-    """A number with `digits` places, for templates."""
+    """A number with `digits` decimal places, for templates."""
     return f"{value:.{digits}f}"
 
 
-def percent(value: float) -> str:
-    """A fraction as a whole percentage, for templates."""
-    return f"{value:.0%}"
-
-
 def themed_svg(figure: Figure, prefix: str, label: str) -> str:
-    """A figure as inline SVG: its text stays text, its colours follow the page's theme, its ids begin with `prefix`."""
+    """A figure as inline SVG: its text stays text, its colours follow the page's theme, its ids start with `prefix`."""
     out = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     for side in ("width", "height"):  # the page decides; the view box keeps the shape
         svg = re.sub(rf'(<svg [^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'id="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\1{prefix}-", svg)
-    svg = re.sub(r"font-family: [^;\"]+|'DejaVu Sans'[^;\"]*", _system_font, svg)
-    for name, (light, _) in COLORS.items():
+    svg = re.sub(r"font-family: [^;\"]+", "font-family: system-ui, sans-serif", svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
+    for name, light in plots.INK.items():
         svg = svg.replace(light, f"var(--{name})")
     svg = svg.replace("#000000", "var(--ink)")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{Markup.escape(label)}" ', 1)
 
 
-def _system_font(found: re.Match[str]) -> str:
-    family = "system-ui, sans-serif"
-    return f"font-family: {family}" if found[0].startswith("font-family") else family
+def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]) -> ReportPage:
+    """The page of a run, of comparisons, or of both. The JSON of the run holds every figure of the page."""
+    content: dict[str, object] = {"result": result, "comparisons": comparisons}
+    title, figures = "Benchmarks compared", {}
+    if result is not None:
+        settings = result.settings
+        drafter = f"the drafter {settings.drafter}" if settings.heads is None else f"the heads {settings.heads}"
+        title = f"Decoding speed of {settings.backbone} with {drafter}"
+        content["is_lossy"] = is_lossy(settings.acceptance)
+        figures = benchmark_figures(result)
+    for number, found in enumerate(comparisons, 1):
+        height = plots.height_of(len(found.changes))
+        figures[f"changes {number}"] = plots.alone(plots.changes, found, height=height)
+    return ReportPage("benchmark.html.j2", title, content, figures)
+
+
+def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
+    """The pictures of a run by name."""
+    medusa, methods, alone = result.medusa, result.methods, plots.alone
+    height = plots.height_of(len(methods))
+    found = {
+        "speedups": alone(plots.speedups, methods, height=height),
+        "rates": alone(plots.rates, methods, height=height),
+    }
+    if medusa.accepted_by_depth:
+        found["depths"] = alone(plots.depths, medusa)
+        found["positions"] = alone(plots.positions, medusa.tau_by_position)
+        if result.temperatures:
+            found["temperatures"] = alone(plots.temperatures, result.temperatures)
+        if nodes := [node for node in medusa.accepted_by_node or [] if node.share >= SHOWN_SHARE]:
+            found["tree"] = alone(plots.tree, nodes, height=plots.tree_height(nodes))
+    if timed := {name: figures.step_ms for name, figures in methods.items() if figures.step_ms}:
+        found["stages"] = alone(plots.stages, timed, height=3)
+    if kinds := medusa.by_category:
+        found["categories"] = alone(plots.categories, kinds, height=plots.height_of(len(kinds)))
+    if medusa.calibration is not None:
+        for name in plots.CALIBRATED:
+            found[f"calibration {name}"] = alone(plots.by_nodes, medusa.calibration, name)
+    return found
+
+
+def verify_page(outcome: VerificationResult) -> ReportPage:
+    """The report of a verification."""
+    asked, amateur = outcome.asked, outcome.asked.settings.amateur
+    drafter = f"the heads {asked.heads}" if asked.heads else f"drafts by {asked.drafter}"
+    groups: dict[str, list[Case]] = {}
+    for case in outcome.cases:
+        name = f"prompt {case.prompt + 1}, temperature {case.temperature:g}, top-p {case.top_p:g}"
+        groups.setdefault(name, []).append(case)
+    names = partial(token_name, asked.loaded.tokenizer)
+    head, rows = figures_table(outcome.cases)
+    content = {
+        "outcome": outcome,
+        "amateur": {} if amateur is None else amateur.to_dict(),
+        "threshold": f"{threshold(outcome.cases):.1e}",
+        "false_alarm": f"{FALSE_ALARM:.0e}",
+        "names": names,
+        "head": head,
+        "rows": rows,
+    }
+    title = f"Do {drafter} change what the backbone {asked.loaded.name} writes?"
+    figures = {name: plots.frequencies(cases, names) for name, cases in groups.items()}
+    return ReportPage("verify.html.j2", title, content, figures)
+
+
+def token_name(tokenizer: PreTrainedTokenizerBase | None, token: int | None) -> str:
+    """A short name of a token, with visible spaces and line breaks; `None` is the end of a text."""
+    if token is None:
+        return "the end"
+    text = str(token) if tokenizer is None else str(tokenizer.decode([token]))
+    return text.replace(" ", "\u00b7").replace("\n", "\u21b5") or str(token)

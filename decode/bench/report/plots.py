@@ -1,7 +1,4 @@
-"""The pictures of benchmarks and calibrations: each function draws on the axes of matplotlib.
-
-All colours are those of `decode.bench.report.colors`, so that pictures follow the theme of a page.
-"""
+"""The pictures of benchmarks, calibrations and verifications, drawn with matplotlib in the colours of the reports."""
 
 from __future__ import annotations
 
@@ -10,19 +7,40 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decode.bench.calibration.stored import Calibration, CalibrationPoint
+from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
 from decode.bench.figures import AcceptedNode, Interval, MethodFigures, PositionFigures, TemperatureFigures
-from decode.bench.report.colors import INK
+from decode.bench.losslessness.cases import Case
 
+COLORS = {
+    # name: (light, dark). Pages replace the light colour of a picture by a variable that follows the theme.
+    "ink": ("#1f2933", "#e4e7eb"),
+    "faint": ("#616e7c", "#9aa5b1"),
+    "line": ("#d9dee3", "#3e4c59"),
+    "paper": ("#ffffff", "#161b20"),
+    "card": ("#f5f7f8", "#1f272e"),
+    "good": ("#0a7a4b", "#5fd39a"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "plain": ("#9aa5b0", "#77838f"),
+    "transformers": ("#52606d", "#b8c2cc"),
+    "medusa": ("#0b7a75", "#3cbcb1"),
+    "amber": ("#f2a541", "#f2b661"),
+    "violet": ("#7a3e9d", "#c59ae0"),
+    "blue": ("#3b76c4", "#7fb0ec"),
+}
+INK = {name: light for name, (light, _) in COLORS.items()}
+"""The colours to draw with, by name."""
 WIDTH = 5.2  # inches: two next to each other on a desktop, one on a phone, where 10 points can still be read
 STAGE_INK = ("medusa", "amber", "violet", "blue", "plain")
+CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
+"""The figures of a calibration, with their titles."""
+TOKENS_SHOWN = 24
+CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
-def alone(draw: Callable[..., None], *data: object, height: float = 2.6, label: str | None = None) -> Figure:
-    """A figure of one picture, labelled with the name of its function unless a label is given."""
+def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figure:
+    """A figure of one picture, `height` inches high."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.set_label(label or draw.__name__)
     draw(figure.subplots(), *data)
     return figure
 
@@ -113,40 +131,34 @@ def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
     """tau along the text."""
     taus = [part.tau for part in stretches]
     axes.plot([part.start for part in stretches], taus, color=INK["medusa"], marker="o", ms=4)
-    axes.set(title="tau along the text", xlabel="new tokens before the step")
-    axes.set_ylim(0, 1.15 * max(taus))
+    axes.set(title="tau along the text", xlabel="new tokens before the step", ylim=(0, 1.15 * max(taus)))
     plain_frame(axes)
 
 
 def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
     """The nodes with the share of steps that accept each, from left to right by depth, labelled by rank."""
-    leaves: dict[tuple[int, ...], float] = {}
+    heights: dict[tuple[int, ...], float] = {}
     nodes: dict[tuple[int, ...], float] = {(): 1.0} | {tuple(node.path): node.share for node in accepted}
     rows = iter(range(len(nodes)))
 
     def place(node: tuple[int, ...]) -> float:
         children = [place(child) for child in sorted(nodes) if len(child) == len(node) + 1 and child[:-1] == node]
-        leaves[node] = sum(children) / len(children) if children else float(next(rows))
-        return leaves[node]
+        heights[node] = sum(children) / len(children) if children else float(next(rows))
+        return heights[node]
 
     place(())
     for node, share in nodes.items():
-        x, y = len(node), leaves[node]
+        x, y = len(node), heights[node]
         if node:
-            ends = ([x - 1, x], [leaves[node[:-1]], y])
-            width = 0.6 + 7 * share
-            axes.plot(*ends, color=INK["medusa"], linewidth=width, solid_capstyle="round", alpha=0.55, zorder=1)
-        size = 26 if len(nodes) > 24 else 150
-        axes.scatter([x], [y], s=size, color=INK["medusa"], zorder=2)
-        if len(nodes) <= 24:
-            label = f"{node[-1] + 1}: {share:.0%}" if node else ""
-            axes.annotate(label, (x, y), (0, 9), textcoords="offset points", ha="center")
+            ends, width = ([x - 1, x], [heights[node[:-1]], y]), 0.6 + 7 * share
+            axes.plot(*ends, color=INK["medusa"], linewidth=width, alpha=0.55, solid_capstyle="round", zorder=1)
+        axes.scatter([x], [y], s=26 if len(nodes) > 24 else 150, color=INK["medusa"], zorder=2)
+        if node and len(nodes) <= 24:
+            axes.annotate(f"{node[-1] + 1}: {share:.0%}", (x, y), (0, 9), textcoords="offset points", ha="center")
     deepest = max(map(len, nodes))
-    axes.set(title="share of steps that accept each guess", xlim=(-0.2, deepest + 0.4))
-    axes.set_ylim(-0.8, max(leaves.values()) + 0.5)
+    axes.set(title="share of steps that accept each guess", xlim=(-0.2, deepest + 0.4), yticks=[])
+    axes.set_ylim(max(heights.values()) + 0.5, -0.8)
     axes.set_xticks(range(deepest + 1), ["root", *(f"head {depth}" for depth in range(1, deepest + 1))])
-    axes.set_yticks([])
-    axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -169,23 +181,16 @@ def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
     plain_frame(axes)
 
 
-CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
-"""Titles of the figures of a calibration."""
-
-
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
     """One of the figures of `CALIBRATED` against the number of nodes."""
     points, best = calibration.points, calibration.best
-
-    def value(point: CalibrationPoint) -> float:
-        return float(getattr(point, figure))
-
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
-        if mine := [point for point in points if point.dynamic == dynamic]:
-            sizes = [point.nodes for point in mine]
-            axes.plot(sizes, [value(p) for p in mine], marker="o", markersize=4, color=INK[ink], label=label)
-    axes.plot(best.nodes, value(best), "o", markersize=11, fillstyle="none", color=INK["bad"], label="chosen")
-    axes.set(title=CALIBRATED[figure], xlabel="nodes", xscale="log", ylim=(0, 1.1 * max(map(value, points))))
+        if mine := {point.nodes: getattr(point, figure) for point in points if point.dynamic == dynamic}:
+            axes.plot(list(mine), list(mine.values()), marker="o", markersize=4, color=INK[ink], label=label)
+    place = best.nodes, getattr(best, figure)
+    axes.plot(*place, "o", markersize=11, fillstyle="none", color=INK["bad"], label="chosen")
+    top = 1.1 * max(getattr(point, figure) for point in points)
+    axes.set(title=CALIBRATED[figure], xlabel="nodes", xscale="log", ylim=(0, top))
     axes.legend(frameon=False, loc="lower right")
     nodes = sorted({point.nodes for point in points})
     shown = [count for i, count in enumerate(nodes) if i == 0 or count >= 1.3 * nodes[i - 1]]
@@ -203,7 +208,7 @@ def calibration_plot(calibration: Calibration) -> Figure:
 
 
 def changes(axes: Axes, comparison: Comparison) -> None:
-    """Later figures over earlier ones, with intervals: right of the line, the figure has become higher."""
+    """Later figures over earlier ones, with intervals. Points to the right of the line are figures that increased."""
     names = [change.label for change in comparison.changes]
     for place, change in enumerate(comparison.changes):
         if change.ratio_interval:
@@ -213,3 +218,33 @@ def changes(axes: Axes, comparison: Comparison) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set(title="later over earlier", ylim=(len(names) - 0.5, -0.5))
     plain_frame(axes)
+
+
+def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
+    """The rejection cases of one prompt: probabilities, drafts and frequencies above, deviations below.
+
+    `name_of`: the name of a token id on the axis."""
+    judged = [case for case in cases if case.rule.acceptance == "rejection"]
+    target, draft = judged[0].target, judged[0].draft
+    shown = target.topk(min(TOKENS_SHOWN, int((target > 0).sum()))).indices
+    at, p = range(len(shown)), target[shown]
+    figure = Figure(figsize=(11, 4.6))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
+    above.bar(at, p, color=INK["transformers"], alpha=0.35, label="backbone")
+    if draft is not None:
+        above.plot(at, draft[shown], color=INK["amber"], marker=".", label="draft (head 1)")
+    for place, case in enumerate(judged):
+        shift = [x + 0.24 * (place - 0.5) for x in at]
+        color, label = CASE_INK[case.rule.draft], f"written, --draft {case.rule.draft}"
+        above.plot(shift, case.frequencies[shown], "_", markersize=9, markeredgewidth=2, color=color, label=label)
+        deviation = (p * (1 - p) / case.first.draws).sqrt().clamp_min(1e-12)
+        below.plot(shift, (case.frequencies[shown] - p) / deviation, "o", markersize=3.5, color=color)
+    above.set(yscale="log", ylabel="probability")
+    above.legend(frameon=False, fontsize=8, ncols=4, loc="upper right")
+    below.axhspan(-2, 2, color=CASE_INK["topk"], alpha=0.12)
+    below.set(ylim=(-5, 5), ylabel="deviation")
+    for axes in (above, below):
+        plain_frame(axes)
+    texts = [name_of(int(token)).replace("$", "\\$") for token in shown]  # matplotlib would read a formula
+    below.set_xticks(list(at), texts, rotation=60, ha="right", fontsize=8)
+    return figure

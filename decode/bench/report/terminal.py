@@ -1,7 +1,8 @@
-"""Benchmarks, verifications and calibrations as tables on the terminal."""
+"""Prints benchmarks, verifications and calibrations as tables on the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -12,14 +13,32 @@ from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison, interval_in_words
 from decode.bench.figures import BenchmarkResult
 from decode.bench.losslessness.cases import figures_table
-from decode.bench.losslessness.run import VerificationResult
+from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
+
+
+def table_of(columns: Sequence[str], title: str | None = None) -> Table:
+    """A table whose first column is text and whose other columns are figures, on the right."""
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True, min_width=len(name) if index else 0)
+    return table
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     """Print the figures of a benchmark."""
     settings, machine, medusa = result.settings, result.machine, result.medusa
-    console.print(methods_table(result))
+    table = table_of(
+        ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
+        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
+        f"{settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
+    )
+    for name, figures in result.methods.items():
+        rate, tau = figures.tokens_per_second, f"{figures.tau:.2f}" if figures.steps else ""
+        rates = (f"{rate.median:.0f}", f"{rate.min:.0f}-{rate.max:.0f}")
+        equal = f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)"
+        table.add_row(name, *rates, tau, f"{figures.speedup:.2f}", f"{figures.speedup_vs_generate:.2f}", equal)
+    console.print(table)
     if medusa.speedup_vs_generate_interval:
         low, high = medusa.speedup_vs_generate_interval
         console.print(f"95 % interval of the speedup over generate: {low:.2f} to {high:.2f}")
@@ -30,7 +49,7 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     for rule in result.lossy or []:
         console.print(
             f"  {rule.acceptance}{'' if rule.lossless else ' (lossy)'}, temperature {rule.temperature:g}: tau "
-            f"{rule.tau:.2f}, {rule.speedup_vs_generate:.2f} x generate, {rule.log_likelihood:.2f} nats a token"
+            f"{rule.tau:.2f}, {rule.speedup_vs_generate:.2f} x generate, {rule.log_likelihood:.2f} nats per token"
         )
     stages = medusa.step_ms or {}
     total = sum(stages.values()) or 1.0
@@ -41,55 +60,20 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         f"transformers {machine.transformers}"
     )
     if is_lossy(settings.acceptance):
-        console.print(f"acceptance '{settings.acceptance}' is lossy: the text is not the backbone's own")
-
-
-def methods_table(result: BenchmarkResult) -> Table:
-    """A line for each method."""
-    settings = result.settings
-    table = Table(
-        title=f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature "
-        f"{settings.temperature:g}, {settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for name in ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"):
-        figure = name != "method"
-        table.add_column(name, justify="right" if figure else "left", no_wrap=True, min_width=figure * len(name))
-    for name, figures in result.methods.items():
-        rate = figures.tokens_per_second
-        table.add_row(
-            name,
-            f"{rate.median:.0f}",
-            f"{rate.min:.0f}-{rate.max:.0f}",
-            f"{figures.tau:.2f}" if figures.steps else "",
-            f"{figures.speedup:.2f}",
-            f"{figures.speedup_vs_generate:.2f}",
-            f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)",
-        )
-    return table
+        console.print(f"acceptance '{settings.acceptance}' is lossy: the text may differ from the backbone's")
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print what changed between two runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("then", "now", "now / then", "95 %"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    table.add_column("")  # the verdict wraps where the columns before it are wide
+    table = table_of(("", "earlier", "later", "ratio", "95 %"))
+    table.add_column("")  # the verdict, which wraps if the other columns are wide
     for change in comparison.changes:
-        table.add_row(
-            change.label,
-            f"{change.earlier:.2f}",
-            f"{change.later:.2f}",
-            f"{change.ratio:.3f}",
-            interval_in_words(change.ratio_interval),
-            change.verdict,
-        )
+        figures = (f"{change.earlier:.2f}", f"{change.later:.2f}", f"{change.ratio:.3f}")
+        table.add_row(change.label, *figures, interval_in_words(change.ratio_interval), change.verdict)
     console.print(table)
-    for what, then, now in comparison.differences:
-        console.print(f"  {what}: {then} -> {now}", highlight=False)
+    for what, earlier, later in comparison.differences:
+        console.print(f"  {what}: {earlier} -> {later}", highlight=False)
     if not comparison.same_machine:
         console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
 
@@ -99,10 +83,8 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
-    title = f"{outcome.asked.draws:,} draws by each rule"
-    table = Table(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
-    )
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = f"{outcome.asked.draws:,} draws by each rule"
     for column in narrow:
         table.add_column(head[column], no_wrap=True)
     for row in rows:
@@ -114,20 +96,22 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
-    """Print the trees that were tried. `measured`: tau of texts that were held out; `place`: the file it is kept in."""
+    """Print the trees that were tried.
+
+    `measured`: tau on held-out texts; `place`: the file that keeps the calibration."""
     table = Table(box=SIMPLE_HEAD)
-    for name in ("nodes", "tree", "predicted tau", "ms a step", "tokens/s", "against plain", ""):
+    for name in ("nodes", "tree", "predicted tau", "ms per step", "tokens/s", "x plain", ""):
         table.add_column(name, justify="right")
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
         rate = point.tokens_per_second
         kind = "plain" if point.nodes == 1 else "dynamic" if point.dynamic else "static"
         figures = (f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}")
-        chosen = ("chosen", "bold") if index == found.chosen else ("", "")
-        table.add_row(str(point.nodes), kind, *figures, chosen[0], style=chosen[1])
+        chosen, style = ("chosen", "bold") if index == found.chosen else ("", "")
+        table.add_row(str(point.nodes), kind, *figures, chosen, style=style)
     console.print(table)
     if found.best.nodes == 1:
-        console.print("plain decoding is fastest here: these heads guess too little for what a tree costs")
+        console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
     if measured is not None:
         console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")
     console.print(f"kept for --tree auto in {place}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from decode.bench.benchmark import Contender, run_rounds, summarize
+from decode.bench.benchmark import Contender, StageTimer, run_rounds, summarize
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts
 from decode.bench.figures import (
     AcceptedNode,
@@ -17,7 +17,6 @@ from decode.bench.figures import (
     RunSettings,
     TemperatureFigures,
 )
-from decode.bench.timers import StageTimer
 from decode.results import Result
 
 TOKENS = 12

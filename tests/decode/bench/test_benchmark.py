@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from decode.bench.benchmark import (
+    STAGES,
     Contender,
+    StageTimer,
     accepted_by_depth,
     accepted_by_node,
     run_rounds,
@@ -17,7 +19,6 @@ from decode.bench.benchmark import (
 )
 from decode.bench.figures import AcceptedNode, PositionFigures, Rate
 from decode.bench.intervals import Sample
-from decode.bench.timers import STAGES, StageTimer
 from decode.results import Result
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 

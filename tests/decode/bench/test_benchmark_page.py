@@ -17,8 +17,8 @@ import pytest
 
 from decode.bench.compare import Comparison, compare, interval_in_words
 from decode.bench.figures import BenchmarkResult
-from decode.bench.report.benchmark_page import page
-from decode.bench.report.colors import COLORS
+from decode.bench.report.page import benchmark_page
+from decode.bench.report.plots import COLORS
 from tests.decode.bench.made_up import outcome
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -36,7 +36,7 @@ def both() -> tuple[dict[str, Any], str]:
 def written(result: BenchmarkResult | None, *comparisons: Comparison) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.html"
-        page(result, list(comparisons)).save(path)
+        benchmark_page(result, list(comparisons)).save(path)
         return path.read_text(encoding="utf-8")
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from decode.bench.calibration import calibrate
+from decode.bench.calibration.calibrate import time_steps
 from decode.bench.calibration.grow import grow, path_counts, predicted_tau, starts
-from decode.bench.calibration.recording import TEMPERATURES, Recording, record
-from decode.bench.calibration.step_times import time_steps
+from decode.bench.calibration.recording import OPENING_TOKENS, OWN_TEXTS, TEMPERATURES, Recording, own_texts, record
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation, store, stored
-from decode.bench.calibration.texts import OPENING_TOKENS, OWN_TEXTS, own_texts
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.settings import Settings

@@ -93,4 +93,4 @@ def test_a_run_without_figures_of_its_prompts_is_refused() -> None:
 
 def test_a_single_measurement_gives_no_verdict() -> None:
     run = benchmark([0.5], prompts=1)
-    assert change(run, run).verdict == "one measurement: no telling"
+    assert change(run, run).verdict == "unknown: a single measurement"

@@ -62,5 +62,7 @@ def test_the_first_files_have_no_figures_of_their_prompts() -> None:
     [[], None, {}, {"machine": {}, "settings": {}, "methods": {}}, {"machine": 1, "settings": 2, "methods": 3}],
 )
 def test_other_json_is_refused_in_one_line(content: object) -> None:
-    with pytest.raises(RequestError, match=r"^b.json is no benchmark; give a file that medusa benchmark --json wrote$"):
+    with pytest.raises(
+        RequestError, match=r"^b.json is not a benchmark; give a file that medusa benchmark --json wrote$"
+    ):
         BenchmarkResult.from_json(content, "b.json")

@@ -12,7 +12,7 @@ import decode.rejection
 import decode.verify
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, threshold
 from decode.bench.losslessness.experiment import Experiment, narrowed
-from decode.bench.losslessness.greedy import compare_greedy, tie_bound
+from decode.bench.losslessness.verify import compare_greedy, tie_bound
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads

@@ -275,7 +275,7 @@ def test_who_asks_again_gets_the_same_answer(llama: Any) -> None:
     made = Experiment(llama, source, PROMPTS[0], Settings(temperature=1.0), torch.Generator())
     first, second = (made.context.drafter.propose(made.context.frontier) for _ in range(2))
     with torch.inference_mode():
-        made.context.verified([[]])
+        made.context.verified()
         Verifier(made.context.session.backbone, made.context.session.verifier.cache)(second)
         made.context.session.verifier.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
     third = made.context.drafter.propose(made.context.frontier)

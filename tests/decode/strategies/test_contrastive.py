@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsP
 from decode import generate, medusa_generate, steps
 from decode.bench.losslessness.cases import RULES, passes
 from decode.bench.losslessness.experiment import Experiment
-from decode.bench.losslessness.greedy import compare_greedy
+from decode.bench.losslessness.verify import compare_greedy
 from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.drafters.trained_heads import TrainedHeads
 from decode.results import Result

@@ -1,0 +1,227 @@
+"""One verification: greedy texts with and without the drafter are compared, and draws of the first prompts are tested.
+
+Where two greedy texts diverge, the gap between the logits of their tokens tells a rounded tie from an error.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
+from decode.bench.losslessness.experiment import Experiment, require_room
+from decode.bench.methods import Job, Method
+from decode.strategies.contrastive import Amateur, Contrast
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+
+TIE = 1e-5
+"""In float32, the gap between two logits below which rounding may decide their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification(Job):
+    """What to verify, and how much of it. The settings are those of greedy decoding.
+
+    Raises:
+        RequestError: the drafter drafts nothing, or a prompt leaves no room to draw."""
+
+    draws: int = 1_000_000
+    sampled_prompts: int = 4
+    """Number of prompts to draw from, the first ones."""
+    full: bool = False
+    """Draw at three temperatures, with and without top-p, instead of at temperature 1 alone."""
+
+    def __post_init__(self) -> None:
+        if self.source.num_nodes == 1:
+            raise RequestError("the tree chain:0 drafts nothing, so there is nothing to verify; give a deeper tree")
+        require_room(self.prompts[: self.sampled_prompts], self.settings, self.loaded.model)
+
+    @property
+    def targets(self) -> list[tuple[float, float]]:
+        """The (temperature, top-p) of all targets."""
+        temperatures, top_ps = ((0.5, 1.0, 1.5), (1.0, 0.9)) if self.full else ((1.0,), (1.0,))
+        return [(temperature, top_p) for temperature in temperatures for top_p in top_ps]
+
+
+@dataclass
+class Divergence:
+    """The first difference between the text with a drafter and the plain one."""
+
+    prompt: int
+    position: int
+    """Index of the first new token that differs."""
+    plain_token: int | None
+    """`None` if the plain text has ended before."""
+    medusa_token: int | None
+    """`None` if the text with the drafter has ended before."""
+    gap: float | None
+    """Logit of the plain token minus that of the other, by a plain forward over the text before both."""
+    top2_gap: float
+    """Logit of the most probable token minus that of the second most probable one."""
+    bound: float
+    """The largest gap that rounding explains (`tie_bound`)."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.gap is not None and abs(self.gap) <= self.bound and self.top2_gap <= self.bound
+
+
+def tie_bound(dtype: torch.dtype, top: float) -> float:
+    """The largest gap of logits that rounding explains, if the largest logit is `top`.
+
+    float64 allows none, float32 1e-5. Lower precision allows four units in the last place of the largest logit: each of
+    the two logits may differ by two units if it is computed in another order.
+    """
+    if dtype == torch.float64:
+        return 0.0
+    return TIE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * abs(top)
+
+
+@dataclass
+class GreedyOutcome:
+    """The comparison of the greedy texts of all prompts."""
+
+    prompts: int
+    equal: int
+    divergences: list[Divergence]
+
+    @property
+    def ties(self) -> int:
+        """Number of texts whose divergence rounding explains."""
+        return sum(divergence.is_rounding for divergence in self.divergences)
+
+    @property
+    def passed(self) -> bool:
+        return self.ties == len(self.divergences)
+
+    def to_json(self) -> dict[str, object]:
+        """The part `greedy` of `medusa verify --json`."""
+        listed = [asdict(divergence) | {"is_rounding": divergence.is_rounding} for divergence in self.divergences]
+        return {"prompts": self.prompts, "equal": self.equal, "rounding_ties": self.ties, "divergences": listed}
+
+    def in_words(self, dtype: str) -> str:
+        """The outcome in one to three sentences."""
+        line = f"{self.equal} of {self.prompts} texts are equal, token by token."
+        if self.ties:
+            line += f" {self.ties} diverge where the two best logits are so close that {dtype} rounding decides."
+        if errors := len(self.divergences) - self.ties:
+            line += f" {errors} diverge where rounding cannot explain it."
+        return line
+
+
+@dataclass
+class VerificationResult:
+    """The outcomes of both experiments of a verification."""
+
+    asked: Verification
+    greedy: GreedyOutcome
+    cases: list[Case]
+
+    @property
+    def passed(self) -> bool:
+        return self.greedy.passed and passes(self.cases)
+
+    def to_json(self) -> dict[str, object]:
+        """The content of `medusa verify --json`."""
+        asked, settings = self.asked, self.asked.settings
+        about = {
+            "backbone": asked.loaded.name,
+            "nodes": asked.source.num_nodes,
+            "amateur": None if settings.amateur is None else settings.amateur.to_dict(),
+            **{name: getattr(asked, name) for name in ("heads", "drafter", "tree", "dtype", "batch_size", "seed")},
+            **{name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta")},
+        }
+        sampling = {
+            "draws": asked.draws,
+            "false_alarm_rate": FALSE_ALARM,
+            "smallest_allowed_p_value": threshold(self.cases),
+            "cases": [line for case in self.cases for line in case.to_json()],
+        }
+        return {"settings": about, "greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
+
+
+def verify(asked: Verification) -> VerificationResult:
+    """Run both experiments. Of all decoding, only greedy decoding with the drafter is compiled, if the settings ask."""
+    eager, model = replace(asked.settings, compile=False), asked.loaded.model
+    advance = asked.start_progress("greedy", len(asked.prompts))
+    methods, amateur = (asked.plain(eager), asked.drafted(asked.settings)), asked.settings.amateur
+    greedy = compare_greedy(model, *methods, asked.prompts, asked.batch_size, advance, amateur)
+    rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
+    advance = asked.start_progress("draws", len(chosen) * len(asked.targets) * len(rules) * asked.draws)
+    generator = torch.Generator(model.device).manual_seed(asked.seed)
+    cases = []
+    for number, prompt in enumerate(chosen):
+        for temperature, top_p in asked.targets:
+            sampling = replace(eager, temperature=temperature, top_p=top_p)
+            experiment = Experiment(model, asked.source, prompt, sampling, generator)
+            cases += [experiment.run(rule, number, asked.draws, advance) for rule in rules]
+    return VerificationResult(asked, greedy, cases)
+
+
+def compare_greedy(
+    model: PreTrainedModel,
+    plain: Method,
+    medusa: Method,
+    prompts: Sequence[list[int]],
+    batch_size: int = 1,
+    on_progress: Callable[[], object] = lambda: None,
+    amateur: Amateur | None = None,
+) -> GreedyOutcome:
+    """Decode `prompts` one by one with `plain`, and in batches of `batch_size` with `medusa`.
+
+    `amateur`: the model that both methods contrast the backbone with."""
+    divergences = []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        for number, found in enumerate(medusa(batch), start):
+            expected = plain([prompts[number]])[0].new_ids
+            if found.new_ids != expected:
+                divergences.append(_divergence(model, number, prompts[number], expected, found.new_ids, amateur))
+            on_progress()
+    return GreedyOutcome(len(prompts), len(prompts) - len(divergences), divergences)
+
+
+@torch.inference_mode()
+def _divergence(
+    model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int], amateur: Amateur | None
+) -> Divergence:
+    at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
+    ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+    token, other = (text[at] if at < len(text) else None for text in (plain, medusa))
+    bound = tie_bound(model.dtype, float(logits.max()))
+    if amateur is None:
+        best = logits.topk(2).values
+        gap = None if token is None or other is None else float(logits[token] - logits[other])
+        return Divergence(number, at, token, other, gap, float(best[0] - best[1]), bound)
+    theirs = amateur.model(input_ids=ids, use_cache=False).logits[0, -1].double()
+    gap, top2_gap = _contrast_gaps(amateur.contrast, logits, theirs, token, other)
+    own, of_amateur = amateur.contrast.weights
+    bound = own * bound + of_amateur * tie_bound(model.dtype, float(theirs.max()))
+    return Divergence(number, at, token, other, gap, top2_gap, bound)
+
+
+def _contrast_gaps(
+    contrast: Contrast, expert: Tensor, amateur: Tensor, token: int | None, other: int | None
+) -> tuple[float | None, float]:
+    """Logits [V] of both models -> the gap of contrastive scores between two tokens, and between the two best tokens.
+
+    Rounding can also move a token across the edge of plausibility, where scores jump. So a gap is never larger than the
+    distance of the nearer token from that edge."""
+    scores, edge = contrast(expert, amateur), contrast.margin(expert)
+    known = [some for some in (token, other) if some is not None]
+    nearest = min((float(edge[some].abs()) for some in known), default=float("inf"))
+    best = scores.topk(2).values
+    gap = None
+    if len(known) == 2:
+        gap = float(scores[known[0]] - scores[known[1]])  # nan if neither token is plausible
+        gap = nearest if not abs(gap) <= nearest else gap
+    return gap, min(float(best[0] - best[1]), nearest)
