@@ -117,7 +117,7 @@ def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]
         figures = benchmark_figures(result)
     for number, found in enumerate(comparisons, 1):
         height = plots.height_of(len(found.changes))
-        figures[f"changes {number}"] = plots.alone(plots.changes, found, height=height)
+        figures["changes" if number == 1 else f"changes {number}"] = plots.alone(plots.changes, found, height=height)
     return ReportPage("benchmark.html.j2", title, content, figures)
 
 
