@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from medusa.commands import common
 from medusa.errors import RequestError, RunError
-from medusa.export.formats import FORMATS
+from medusa.export import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from medusa.export.facts import Facts
+    from medusa.export.card import Facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from medusa.checkpoints.folder import find_folder, load
-    from medusa.export.base import Export
-    from medusa.export.formats import writer
-    from medusa.export.lm_head import read_lm_head
+    from medusa.export import writer
+    from medusa.export.base import Export, read_lm_head
     from medusa.files import replacing_folder, require_absent
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES, LoadOptions
@@ -98,7 +97,7 @@ def facts_of(args: argparse.Namespace) -> Facts:
     Raises:
         RequestError: something that is not what it should be, or a card asked of a format that has none.
     """
-    from medusa.export.facts import Facts, read_benchmark
+    from medusa.export.card import Facts, read_benchmark
 
     for option in ("benchmark", "license", "repo_id"):
         if args.to != "hub" and getattr(args, option) is not None:

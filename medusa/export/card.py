@@ -1,4 +1,4 @@
-"""The model card of a set of heads: `card.md.j2` filled with measured figures and the machine they were measured on.
+"""The model card of a set of heads: `card.md.j2` filled with facts, measured figures and the machine of each figure.
 
 Figures come from `provenance.json`, `calibration.json` and a file of `medusa benchmark --json`. If one of them is
 missing, the card says so.
@@ -8,20 +8,99 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, cast
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.export.facts import Facts, is_hub_id, without_folders
-from medusa.files import Json
+from medusa.checkpoints.folder import HUB_ID
+from medusa.errors import RequestError
+from medusa.files import Json, read_json
+from medusa.records.sources import SUFFIXES
 from medusa.tree import Tree
 
 BOOKKEEPING = ("save_", "logging_", "eval_", "report_", "dataloader_", "disable_")
 """Settings that do not change what is trained."""
+LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
+# An absolute path, or one in a home folder, up to its last part; not the slashes of a URL or a Hub id.
+FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/'\"=,]+/)*")
 Rows = dict[str, str]
 """The rows of a table of two columns."""
+Content = TypeVar("Content")
+
+
+@dataclass
+class Facts:
+    """Facts about a set of heads that are not stored in its tensors.
+
+    Raises:
+        RequestError: `license` or `repo_id` does not have the Hub's form.
+    """
+
+    repo_id: str | None = None
+    """The repository on the Hub, if it is known."""
+    license: str | None = None
+    """The Hub's name of the licence, such as apache-2.0."""
+    provenance: Json | None = None
+    """The content of `provenance.json`: recipe, data, training."""
+    calibrations: list[Json] = field(default_factory=list)
+    """The entries of `calibration.json`."""
+    benchmark: Json | None = None
+    """The content of a file of `medusa benchmark --json`."""
+
+    def __post_init__(self) -> None:
+        if self.license is not None and not LICENSE.fullmatch(self.license):
+            raise RequestError(
+                f"the license is {self.license!r}; give the Hub's name of it, such as apache-2.0, llama3.1 or other"
+            )
+        if self.repo_id is not None and not HUB_ID.fullmatch(self.repo_id):
+            raise RequestError(f"the repository is {self.repo_id!r}; give its Hub id, such as org/heads")
+
+    @property
+    def data_name(self) -> str | None:
+        """The name of the training data: a Hub id, or a path without its folders."""
+        data = ((self.provenance or {}).get("config") or {}).get("data") or {}
+        path: str | None = data.get("path")
+        return path if is_hub_id(path) else without_folders(path)
+
+
+def read_benchmark(path: str | Path) -> Json:
+    """Read a file that `medusa benchmark --json` wrote about heads.
+
+    Raises:
+        RequestError: the file is no benchmark, or one of a drafter other than heads.
+    """
+    content = read_json(Path(path))
+    parts = ("machine", "settings", "methods")
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in parts):
+        raise RequestError(f"{path} is no benchmark; give a file that medusa benchmark --json wrote")
+    if not {"transformers", "medusa"} <= content["methods"].keys() or content["settings"].get("heads") is None:
+        raise RequestError(f"{path} measured no heads; give a benchmark of these heads")
+    drafter = content["settings"].get("drafter", "heads")
+    if drafter != "heads":
+        raise RequestError(f"{path} measured drafter {drafter!r} first, not these heads; run it without --drafter")
+    return content
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether the name can be a Hub id: it looks like one and is no local file."""
+    is_file = name is None or Path(name).exists() or Path(name).suffix in SUFFIXES
+    return not is_file and HUB_ID.fullmatch(str(name)) is not None
+
+
+def without_folders(content: Content) -> Content:
+    """JSON without the folders of this machine: absolute paths become their last part, also inside commands."""
+    clean: object = content
+    if isinstance(content, dict):
+        clean = {key: without_folders(value) for key, value in content.items()}
+    elif isinstance(content, list):
+        clean = [without_folders(value) for value in content]
+    elif isinstance(content, str):
+        clean = Path(content).name if Path(content).is_absolute() else FOLDERS.sub("", content)
+    return cast("Content", clean)
 
 
 def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
@@ -30,36 +109,10 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
     `with_code`: the repository holds `custom_generate/generate.py`.
     """
     base = heads.config.base_model_name_or_path
-    name = "a backbone that they do not name" if base is None else base if is_hub_id(base) else Path(base).name
-    template = _environment().get_template("card.md.j2")
-    return template.render(
-        metadata=_metadata(base, facts, with_code).to_yaml(),
-        base=name,
-        base_is_on_hub=is_hub_id(base),
-        commit=heads.config.backbone.get("revision"),
-        num_heads=heads.config.num_heads,
-        repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
-        with_code=with_code,
-        shape=_shape(heads),
-        training=_training(facts),
-        top1=_top1(facts),
-        chosen_tree=(facts.provenance or {}).get("tree") or {},
-        benchmark=facts.benchmark,
-        settings=None if facts.benchmark is None else _settings(facts.benchmark["settings"]),
-        calibrations=facts.calibrations,
-        license=facts.license,
-    )
-
-
-def _environment() -> Environment:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters |= {"cell": _cell, "interval": _interval, "listed": _listed, "machine": _machine}
-    return environment
-
-
-def _metadata(base: str | None, facts: Facts, with_code: bool) -> ModelCardData:
-    return ModelCardData(
+    metadata = ModelCardData(
         base_model=base if is_hub_id(base) else None,
         datasets=facts.data_name if is_hub_id(facts.data_name) else None,
         library_name="transformers" if with_code else "medusa-heads",
@@ -67,43 +120,39 @@ def _metadata(base: str | None, facts: Facts, with_code: bool) -> ModelCardData:
         pipeline_tag="text-generation",
         tags=["medusa", "speculative-decoding", *(["custom_generate"] if with_code else [])],
     )
-
-
-def _shape(heads: Checkpoint) -> Rows:
-    config = heads.config
-    prefix = f", {config.prefix_layers} layers of their own before them" if config.prefix_layers else ""
-    width = f", {config.inner_size} wide" if config.block == "mlp" else ""
-    vocabulary = f"{config.vocab_size:,}" if config.vocab_size else "the backbone's"
-    rows = {
-        "kind": config.kind + prefix,
-        "heads": str(config.num_heads),
-        "blocks of each": f"{config.num_layers} {config.block}{width}",
-        "LM head": "of its own" if config.lm_head == "own" else "the backbone's",
-        "hidden size": str(config.hidden_size),
-        "vocabulary": f"{config.vocabulary:,} of {vocabulary} tokens" if config.vocabulary else vocabulary,
-        "parameters": f"{heads.num_parameters:,}, {str(heads.dtype).removeprefix('torch.')}",
-    }
-    if config.tree:
-        tree = Tree.from_paths(config.tree)
-        rows["tree"] = f"{tree.num_nodes} nodes with the root, {tree.max_depth} deep"
-    return rows
+    return environment.get_template("card.md.j2").render(
+        metadata=metadata.to_yaml(),
+        base="a backbone that they do not name" if base is None else base if is_hub_id(base) else Path(base).name,
+        base_is_on_hub=is_hub_id(base),
+        heads=heads,
+        config=heads.config,
+        tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
+        repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
+        with_code=with_code,
+        training=_training(facts),
+        top1=_top1(facts),
+        chosen_tree=(facts.provenance or {}).get("tree") or {},
+        benchmark=facts.benchmark,
+        settings=without_folders((facts.benchmark or {}).get("settings")),
+        calibrations=facts.calibrations,
+        license=facts.license,
+    )
 
 
 def _training(facts: Facts) -> Rows | None:
-    """How the heads were made; `None` without provenance."""
+    """Data, recipe, run, versions and command of the training; `None` without provenance."""
     if not facts.provenance:
         return None
     made = without_folders(facts.provenance)
     config, result = made.get("config") or {}, made.get("result") or {}
     data, recipe = config.get("data") or {}, config.get("training") or {}
-    rows = {
+    return {
         "data": _listed({"from": facts.data_name, "split": data.get("split")} | (made.get("data") or {})),
         "recipe": _listed({name: value for name, value in recipe.items() if not name.startswith(BOOKKEEPING)}),
         "run": _listed({name: result.get(name) for name in ("steps", "seconds", "loss")}),
         "versions": _listed(made.get("versions") or {}),
         "command": f"`{made['command']}`" if made.get("command") else "",
     }
-    return {name: text for name, text in rows.items() if text}
 
 
 def _top1(facts: Facts) -> Rows:
@@ -111,22 +160,6 @@ def _top1(facts: Facts) -> Rows:
     result = (facts.provenance or {}).get("result") or {}
     found = ((re.fullmatch(r"head(\d+)_top1", name), value) for name, value in result.items())
     return {match[1]: f"{value:.1%}" for match, value in found if match}
-
-
-def _settings(settings: Json) -> Json:
-    """The settings of a benchmark that its figures depend on."""
-    return {
-        "prompts": settings["prompts"],
-        "new tokens": settings["max_new_tokens"],
-        "rounds": settings.get("rounds"),
-        "batch size": settings.get("batch_size"),
-        "temperature": settings["temperature"],
-        "acceptance": settings["acceptance"],
-        "nodes": settings.get("nodes"),
-        "backbone": without_folders(settings["backbone"]),
-        "heads": without_folders(settings["heads"]),
-        "on": (settings.get("date") or "")[:10] or None,
-    }
 
 
 def _machine(machine: Json) -> str:

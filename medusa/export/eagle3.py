@@ -1,48 +1,60 @@
-"""Write EAGLE-3's format (`medusa.checkpoints.eagle3`), which vLLM and SGLang load."""
+"""EAGLE-3's format (`medusa.checkpoints.eagle3`) for SGLang and vLLM, from gated heads of kind `eagle`."""
 
 from __future__ import annotations
 
 import torch
 
-from medusa.checkpoints.eagle3 import NAMES, PAIR_PARTS
-from medusa.checkpoints.stored import save_tensors
+from medusa.checkpoints.eagle3 import to_eagle3
+from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import GATED, GATED_EPS, MedusaConfig
 from medusa.errors import RequestError
-from medusa.export.base import Export
-from medusa.files import Json, write_json
+from medusa.export.base import Export, Written, quoted
+from medusa.files import write_json
 from medusa.heads.rope import BASE, attention_heads
 from medusa.loading import load_config
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MODEL_WEIGHTS = "model.safetensors"
+
+
+def write_sglang(export: Export) -> Written:
+    """Write an EAGLE-3 layer and the command by which SGLang serves it."""
+    config = export.heads.config
+    if config.kind != "eagle":
+        raise RequestError(
+            "sglang has no Medusa heads; train kind eagle with "
+            f"heads.kind=eagle heads.block={GATED} heads.lm_head=shared, or export to vllm"
+        )
+    write_eagle3(export, "sglang")
+    steps = config.num_heads
+    return Written(
+        serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {quoted(export.place)} --speculative-num-steps {steps} "
+        f"--speculative-eagle-topk 4 --speculative-num-draft-tokens {4 * steps}",
+        lost="no tree of your own: SGLang grows one from --speculative-eagle-topk and --speculative-num-draft-tokens",
+        heads=export.heads,
+    )
 
 
 def write_eagle3(export: Export, name: str) -> None:
-    """Write the files; raise RequestError if the heads are no layer of EAGLE-3, or not of this backbone."""
+    """Write `config.json` and `model.safetensors` for the server `name`.
+
+    Raises:
+        RequestError: the heads are not an EAGLE-3 layer, or belong to a backbone of other sizes.
+    """
     heads, config = export.heads, export.heads.config
-    require_gated(config, name)
+    _require_gated(config, name)
     backbone = load_config(export.backbone).get_text_config(decoder=True)
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
         raise RequestError(f"these heads are not of {export.backbone}, which has other sizes; name their own backbone")
-    state, size = heads.tensors, config.hidden_size
-    tensors = {theirs: state[ours] for ours, theirs in NAMES.items()}
-    # A pair is [hidden state ; token] here and [token ; hidden state] there.
-    for theirs, part in zip(PAIR_PARTS, state["pair.weight"].split(size), strict=True):
-        tensors[theirs] = part.roll(size, dims=1)
+    tensors = to_eagle3(heads)
     if config.vocabulary is not None:
-        tokens = state["vocabulary"]
+        tokens = heads.tensors["vocabulary"]
         tensors["lm_head.weight"] = export.lm_head()[tokens].to(heads.dtype)
         tensors["d2t"] = tokens - torch.arange(len(tokens))
         tensors["t2d"] = torch.zeros(backbone.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
-    save_tensors(tensors, export.folder / WEIGHTS)
-    context = getattr(backbone, "max_position_embeddings", None) or 2048
-    about = eagle3_config(config, heads.dtype, backbone.vocab_size, context)
-    write_json(export.folder / CONFIG, about)
-
-
-def eagle3_config(config: MedusaConfig, dtype: torch.dtype, vocab_size: int, context: int) -> Json:
-    """The config of a Llama of one layer, as both servers read it."""
+    save_tensors(tensors, export.folder / MODEL_WEIGHTS)
     count = attention_heads(config.hidden_size)
-    return {
+    layer = {  # a Llama of one layer, as both servers read it
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -55,22 +67,23 @@ def eagle3_config(config: MedusaConfig, dtype: torch.dtype, vocab_size: int, con
         "rms_norm_eps": GATED_EPS,
         "rope_theta": BASE,
         "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
-        "max_position_embeddings": context,
-        "vocab_size": vocab_size,
+        "max_position_embeddings": getattr(backbone, "max_position_embeddings", None) or 2048,
+        "vocab_size": backbone.vocab_size,
         "draft_vocab_size": config.vocabulary,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
         "norm_before_residual": False,
         "eagle_config": {"use_aux_hidden_state": False},
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(heads.dtype).removeprefix("torch."),
         "medusa_num_heads": config.num_heads,
         "base_model_name_or_path": config.base_model_name_or_path,
     }
+    write_json(export.folder / CONFIG, layer)
 
 
-def require_gated(config: MedusaConfig, name: str) -> None:
-    """Raise RequestError unless heads of kind eagle are a layer of EAGLE-3."""
+def _require_gated(config: MedusaConfig, name: str) -> None:
+    """Raise RequestError unless heads of kind eagle are an EAGLE-3 layer."""
     if config.servable:
         return
     wrong = [

@@ -18,10 +18,11 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import save
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, RunError, first_line
-from medusa.export.card import model_card
-from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
+from medusa.export.base import Export, Written
+from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.export.hub_code import bundle
 from medusa.files import write_text
+from medusa.loading import DEMO
 from medusa.tree_files import load_tree
 
 CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"
@@ -38,6 +39,34 @@ def why_no_code(config: MedusaConfig) -> str | None:
     if config.prefix_layers:
         return f"{config.prefix_layers} prefix layers"
     return f"a vocabulary of {config.vocabulary} tokens" if config.vocabulary is not None else None
+
+
+def write_hub(export: Export) -> Written:
+    """Write a repository for the Hub that plain transformers decodes with.
+
+    Raises:
+        RequestError: the shipped code cannot decode with heads of this kind.
+    """
+    heads, facts = export.heads, export.facts
+    unknown = why_no_code(heads.config)
+    if unknown is not None:
+        raise RequestError(
+            f"--to hub: the code that it ships knows independent and cascaded heads, not heads with {unknown}; "
+            "publish them without it by heads.push_to_hub, for use with this package"
+        )
+    if Path(export.backbone) == DEMO.resolve():  # a folder of this installation
+        heads = replace(heads, config=replace(heads.config, base_model_name_or_path="demo"))
+    written = write_repository(heads, export.folder, facts)
+    where = facts.repo_id or str(export.place)
+    return Written(
+        serve=f'model.generate(**inputs, custom_generate="{where}", trust_remote_code=True, max_new_tokens=256)',
+        lost="trees are static, rows of a batch are decoded one after the other, and steps are not compiled",
+        heads=written,
+        notes=[f"to publish it: hf upload {facts.repo_id or 'ORG/NAME'} {export.place}"]
+        + ([] if heads.config.tree else ["these heads came without a tree; config.json now holds `eight`"])
+        + ([] if facts.benchmark else ["the card says nothing about speed: measure it (--benchmark)"])
+        + ([] if facts.license else ["the card names no licence (--license)"]),
+    )
 
 
 def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoint:

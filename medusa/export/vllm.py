@@ -1,10 +1,10 @@
-"""vLLM: Medusa heads up to version 0.32, by vLLM's own names of the tensors; heads of kind `eagle` in any version.
+"""vLLM's formats: Medusa heads up to version 0.32 by vLLM's names of the tensors, and EAGLE-3's layer in any version.
 
     blocks.{h}.layers.{l}.weight [H, H]   blocks.{h}.layers.{l}.bias [H]   lm_heads.{h}.weight [V, H]
 
 or one `lm_head.weight` for all heads that share the backbone's LM head. vLLM does not use the backbone's, so a copy is
-written. vLLM ignores tensors that it does not know, and drops biases unless `medusa_fc_bias` is set: wrong names would
-show only in guesses that are never right. If several config keys contain "num" and "heads", vLLM takes the last one.
+written. vLLM ignores unknown tensors, and drops biases unless `medusa_fc_bias` is set: with wrong names, guesses would
+only be never right. If several config keys contain "num" and "heads", vLLM takes the last one.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from __future__ import annotations
 import json
 
 from medusa.checkpoints.published import SHARED, VLLM, to_published
-from medusa.checkpoints.stored import save_tensors
-from medusa.export.base import Export, Written, quoted, require_square
-from medusa.export.eagle3 import CONFIG, WEIGHTS, write_eagle3
-from medusa.export.lm_head import with_own_lm_heads
+from medusa.checkpoints.stored import CONFIG, save_tensors
+from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
+from medusa.export.eagle3 import MODEL_WEIGHTS, write_eagle3
 from medusa.files import write_json
 
-NAME = "vllm"
 
-
-def write(export: Export) -> Written:
+def write_vllm(export: Export) -> Written:
+    """Write the heads and the command by which vLLM serves them."""
     if export.heads.config.kind == "eagle":
-        write_eagle3(export, NAME)
+        write_eagle3(export, "vllm")
         return Written(
-            serve=serving_command(export, "eagle3"),
+            serve=_serving_command(export, "eagle3"),
             lost="one chain of best guesses instead of a tree",
             heads=export.heads,
         )
-    require_square(export.heads.config, NAME, "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
+    require_square(export.heads.config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
     heads = with_own_lm_heads(export)
     config = heads.config
     tensors = {VLLM.called(name): tensor for name, tensor in to_published(heads).items()}
@@ -37,7 +35,7 @@ def write(export: Export) -> Written:
     if shared:
         of_heads = [tensors.pop(VLLM.lm_head.format(h=head)) for head in range(config.num_heads)]
         tensors[SHARED] = of_heads[0]
-    save_tensors(tensors, export.folder / WEIGHTS)
+    save_tensors(tensors, export.folder / MODEL_WEIGHTS)
     write_json(
         export.folder / CONFIG,
         {
@@ -55,13 +53,13 @@ def write(export: Export) -> Written:
         },
     )
     return Written(
-        serve=serving_command(export, "medusa"),
+        serve=_serving_command(export, "medusa"),
         lost="one chain of best guesses instead of a tree; vLLM 0.33 and later have no Medusa heads",
         heads=heads,
         notes=["vllm==0.32.0 is the last version that loads these"],
     )
 
 
-def serving_command(export: Export, method: str) -> str:
+def _serving_command(export: Export, method: str) -> str:
     asked = {"method": method, "model": str(export.place), "num_speculative_tokens": export.heads.config.num_heads}
     return f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"

@@ -1,7 +1,7 @@
-"""Medusa decoding for plain transformers: the parts of the one file that a Hub repository holds.
+"""Medusa decoding for plain transformers: the parts of `custom_generate/generate.py` in a Hub repository.
 
-`custom_generate/generate.py` is one file, because transformers before 5.21 cannot load a second one from the Hub on
-Windows. `bundle` joins the parts into it. They import torch, transformers, safetensors, and each other.
+`bundle` joins the parts into one file, because transformers before 5.21 cannot load a second file from the Hub on
+Windows. The parts import torch, transformers, safetensors and each other.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = [HERE / f"{name}.py" for name in ("generate", "decoding", "heads", "tree_check", "support")]
+PARTS = [HERE / f"{name}.py" for name in ("generate", "decoding", "heads")]
 PARTS.append(HERE.parents[1] / "tree_support.py")
 
 
 def bundle() -> str:
-    """The parts as one module: the first one's docstring, all imports from outside, then the code of each part."""
+    """Join the parts into one module: the docstring of `generate`, all outside imports, then the code of each part."""
     texts = [part.read_text(encoding="utf-8") for part in PARTS]
     modules: set[str] = set()
     names: defaultdict[str, set[str]] = defaultdict(set)
@@ -32,5 +32,12 @@ def bundle() -> str:
         bodies.append(f"# --- {part.stem} {'-' * (113 - len(part.stem))}\n\n{code}")
     outside = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
     docstring = ast.get_docstring(ast.parse(texts[0]), clean=False)
-    head = [f'"""{docstring}"""', "", outside[0], "", *sorted(modules), *outside[1:]]  # the first one is __future__
+    head = [
+        f'"""{docstring}"""',
+        "",
+        outside[0],
+        "",
+        *sorted(modules),
+        *outside[1:],
+    ]  # outside[0] imports from __future__
     return "\n\n\n".join(["\n".join(head), *bodies]) + "\n"

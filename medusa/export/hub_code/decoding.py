@@ -1,8 +1,9 @@
-"""The decoding loop: propose a tree, verify it in one forward, accept a path of it, compact the cache."""
+"""The decoding loop (propose a tree, verify it in one forward, accept a path, compact the cache) and a model check."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from medusa.tree_support import longrope_boundary, text_config
+from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
-from .heads import CandidateTree, Heads
-from .support import require
+from .heads import CandidateTree, Heads, require
 
 
 class Continuation:
-    """The text so far, and how `generate` would go on with each token's logits, one token at a time."""
+    """The text so far, which grows token by token through the processors and criteria of `generate`."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Continuation:
         boundary = longrope_boundary(model)
         require(
             boundary is None or not prompt.shape[1] <= boundary < self.limit,
-            f"longrope turns all of a text otherwise once it passes {boundary} tokens, and a tree cannot; end before "
-            "that (max_new_tokens), or decode this text without heads",
+            f"longrope rotates a text differently once it passes {boundary} tokens, and a tree cannot; end before that "
+            "(max_new_tokens), or decode this text without heads",
         )
         require(
             context is None or prompt.shape[1] <= context,
@@ -45,7 +45,7 @@ class Continuation:
         self.finished = prompt.shape[1] >= self.limit
 
     def write(self, logits: Tensor) -> int:
-        """logits [V] after the text -> the token that the model decides on, which is then part of the text."""
+        """Append the token that the model chooses from its logits [V] after the text; return the token."""
         scores = self.processors(self.ids, logits[None].to(self.ids.device, torch.float32, copy=True))  # type: ignore[arg-type]
         token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
         self.ids = torch.cat([self.ids, token], dim=1)
@@ -55,10 +55,10 @@ class Continuation:
 
 
 def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Continuation) -> Iterator[list[int]]:
-    """Write until the end, and yield the tokens of every step; a step is one forward over the tree.
+    """Decode until the text ends, and yield the tokens of every step: of one forward over the tree.
 
-    A step begins with its root: the token that was decided before and that the model has not read yet. A last root that
-    needs no forward is a step of its own.
+    A step begins with its root: the token that was chosen before and that the model has not read yet. If the text ends
+    with a root, that token needs no forward and is yielded alone.
     """
     if text.finished:
         return
@@ -107,7 +107,10 @@ def tree_forward(
     length: int,
     limit: int | None = None,
 ) -> Tensor:
-    """Logits [N, V] of `nodes` after the `length` tokens in the cache, which then also holds the nodes."""
+    """Run the model on the tree `nodes` after the `length` tokens in the cache; return logits [N, V].
+
+    The nodes are added to the cache.
+    """
     position = length + torch.tensor(tree.depth, device=model.device)
     # Nodes from `limit` on are never accepted; they must not ask for a position there.
     asked = position if limit is None else position.clamp(max=limit - 1)
@@ -121,10 +124,10 @@ def tree_forward(
 
 
 def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-    """Masks [1, 1, N, T + N] of the text, its ancestors and itself for each node, one for each kind of layers.
+    """Masks [1, 1, N, T + N] in which each node sees the text, its ancestors and itself; one for each kind of layers.
 
-    They are added to the scores, since eager attention would add a boolean mask as 0 and 1. Windows count positions:
-    nodes of one depth stand in different slots of the cache at the same position.
+    They are added to the attention scores, since eager attention would add a boolean mask as 0 and 1. Windows count
+    positions: nodes of one depth stand in different slots of the cache at the same position.
     """
     config = text_config(model)
     text = torch.ones(len(tree.depth), length, dtype=torch.bool, device=model.device)
@@ -149,10 +152,10 @@ def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Keep the nodes of `path` after the first `length` slots of the cache, and drop the others."""
+    """Keep the nodes of `path` after the first `length` slots of the cache, and drop all other nodes."""
     layers: list[Any] = cache.layers
     for layer in layers:
-        if not layer.is_initialized:  # it uses another layer's keys and values
+        if not layer.is_initialized:  # the layer uses another layer's keys and values
             continue
         for name in ("keys", "values"):
             states = getattr(layer, name)  # [1, ., T, .]
@@ -170,3 +173,45 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
+
+
+# The reason why each living model cannot hold a tree, or None.
+_REASONS: weakref.WeakKeyDictionary[PreTrainedModel, dict[object, str | None]] = weakref.WeakKeyDictionary()
+
+
+def require_tree_support(model: PreTrainedModel) -> None:
+    """Raise ValueError if a forward over a tree gives other logits than plain forwards; tested once a model."""
+    known = _REASONS.setdefault(model, {})
+    key = (model.dtype, model.device, model.training, getattr(text_config(model), "_attn_implementation", None))
+    if key not in known:
+        known[key] = _reason(model)
+    require(known[key] is None, f"{type(model).__name__} cannot hold a tree: {known[key]}")
+
+
+def _reason(model: PreTrainedModel) -> str | None:
+    """The reason why the model cannot hold a tree, by its config, else by the logits of a small tree."""
+    if (reason := why_no_tree(model)) is not None:
+        return reason
+    if model.training:
+        return "it is in train mode; call model.eval()"
+    error = _tree_error(model)
+    # Rounding errs by less; a wrong mask or position errs by 0.1 to 1.
+    tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(model.dtype, 4e-2)
+    return f"its attention does not follow our masks (error {error:.2g})" if not error <= tolerance else None
+
+
+@torch.no_grad()
+def _tree_error(model: PreTrainedModel) -> float:
+    """The difference between a small tree's logits and those of plain forwards, relative to the largest logit."""
+    vocab_size = text_config(model).vocab_size
+    tree = CandidateTree([[0], [1], [0, 0], [1, 0]], model.device)
+    *prompt, a, b, c, d, e = [(7919 * i + 11) % vocab_size for i in range(1, 14)]  # any ids will do
+    lines = [[a], [a, b], [a, c], [a, b, d], [a, c, e]]
+    cache = DynamicCache()
+    model(input_ids=torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
+    got = tree_forward(model, cache, [a, b, c, d, e], tree, len(prompt))
+    plain = [model(input_ids=torch.tensor([prompt + line], device=model.device), use_cache=False) for line in lines]
+    right = torch.stack([out.logits[0, -1] for out in plain]).double()
+    errors = (got.double() - right).abs().amax(-1) / right.abs().max()  # [N]
+    # In half precision, rounding sometimes sends a token to another expert; a wrong mask spares two of five nodes.
+    return float(errors.max() if model.dtype in (torch.float32, torch.float64) else errors.median())

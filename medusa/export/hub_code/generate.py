@@ -2,24 +2,24 @@
 
     model.generate(**inputs, custom_generate="org/heads", trust_remote_code=True, max_new_tokens=256)
 
-`org/heads`, on the Hub or a local folder, holds this file as `custom_generate/generate.py`, with `config.json` and
-`medusa_lm_head.safetensors`. The model is the one that the heads were trained for, loaded as always.
+`org/heads`, a Hub id or a local folder, holds this file as `custom_generate/generate.py`, with `config.json` and
+`medusa_lm_head.safetensors`. The model is the one that the heads were trained for, loaded as usual.
 
 How it works (Cai et al. 2024, https://arxiv.org/abs/2401.10774). The heads guess the tokens after the next one from
 the last hidden state. Their best guesses form a tree, and one forward of the model reads the whole tree: every node
-sees the text, its ancestors and itself. Then the model writes token by token as always, through the same logits
-processors and stopping criteria. If a node of the tree holds the token that the model decided on, the logits after
-that token are known already and cost no forward. So nothing is approximate: greedy text is the model's greedy text, a
-sample is a sample of the model's distribution, and for one prompt a seed gives the same text as `generate` without
-this file. (In bfloat16 and float16 a forward over many tokens rounds differently than one over a single token, so
-near-ties may fall the other way.)
+sees the text, its ancestors and itself. Then the model chooses token by token as usual, through the same logits
+processors and stopping criteria. If a node of the tree holds the token that the model chose, the logits after that
+token are already known and cost no forward. Nothing is approximate: greedy text is the model's greedy text, a sample
+is a sample of the model's distribution, and for one prompt a seed gives the same text as `generate` without this file.
+(In bfloat16 and float16, a forward over many tokens rounds differently than a forward over one token, so that
+near-ties can be decided differently.)
 
-Rows of a batch are decoded one after the other, each by itself. Options besides those of `generate`:
+The rows of a batch are decoded one after the other. Options in addition to those of `generate`:
 
-    medusa_heads           a folder or a Hub id of heads; by default the one given as `custom_generate`
+    medusa_heads           a folder or a Hub id of heads; by default the value of `custom_generate`
     medusa_tree            paths such as [[0], [1], [0, 0]]: the rank of each head's guess; by default the tree in
                            `config.json`
-    medusa_step_lengths    a list, to which the number of tokens of each forward is appended
+    medusa_step_lengths    a list to which the number of tokens of each forward is appended
 
 Shapes: N nodes of the tree with its root, K heads, H hidden size, V vocabulary, T tokens of text in the cache.
 """
@@ -42,11 +42,10 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .decoding import Continuation, decode
-from .heads import CandidateTree, Heads, heads_for
-from .support import require, require_supported
-from .tree_check import require_tree_support
+from .decoding import Continuation, decode, require_tree_support
+from .heads import CandidateTree, Heads, heads_for, require
 
+MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies")
 
 
@@ -66,8 +65,8 @@ def generate(
     """Return what `model.generate` returns for prompts [B, T], padded on the left with an `attention_mask` [B, T].
 
     Raises:
-        ValueError: in one line: no heads there, heads for another model, a model that cannot hold a tree, or an option
-            that cannot be combined with heads.
+        ValueError: no heads were found, they belong to another model, the model cannot hold a tree, or an option
+            cannot be combined with heads.
     """
     where = medusa_heads or _named_in_generate()
     heads = heads_for(model, where, {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs})
@@ -86,13 +85,13 @@ def generate(
     require(streamer is None or len(rows) == 1, "a streamer takes one prompt at a time")
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and len(rows) > 1:
-            raise ValueError(f"{name} is of a whole batch, and its rows are decoded alone; give one prompt at a time")
+            raise ValueError(f"{name} belongs to a batch, and rows are decoded one by one; give one prompt at a time")
 
     decoder = RowDecoder(model, heads, tree, streamer, medusa_step_lengths)
     new = []
     for row in rows:
         prompt, own = prompts[row : row + 1], dict(kwargs)
-        if attention_mask is not None:  # without one nothing is padding, whatever the ids are
+        if attention_mask is not None:  # without a mask nothing is padding, whatever the ids are
             prompt = prompt[:, attention_mask[row].bool()]
         if prefix_allowed_tokens_fn is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids, of=prefix_allowed_tokens_fn, row=row: of(row, ids)
@@ -118,12 +117,12 @@ class RowDecoder:
     """The config as `generate` prepared it for the last row."""
 
     def continued(self, prompt: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """prompt [1, T] -> its new ids."""
+        """Decode after the prompt [1, T]; return the new ids."""
         require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
         kwargs |= {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
         if self.streamer is not None:
             self.streamer.put(prompt.cpu())
-        stock: Any = type(self.model)  # the class's method: `model.generate` may be this very function
+        stock: Any = type(self.model)  # the class's method: `model.generate` can be this function
         new_ids: Tensor = stock.generate(self.model, prompt, custom_generate=self.decoding_method, **kwargs)
         if self.streamer is not None:
             self.streamer.end()
@@ -138,9 +137,9 @@ class RowDecoder:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:
-        """The method that transformers' `generate` calls with everything it prepared for a row."""
+        """Decode one row: transformers' `generate` calls this method with everything that it prepared."""
         self.config = generation_config
-        require_supported(generation_config, model_kwargs)
+        _require_supported(generation_config, model_kwargs)
         text = Continuation(model, input_ids, logits_processor, stopping_criteria, generation_config)
         for step in decode(model, self.heads, self.tree, text):
             if self.streamer is not None:
@@ -150,11 +149,26 @@ class RowDecoder:
         return text.ids[0, input_ids.shape[1] :]
 
 
-def _named_in_generate() -> str:
-    """The `custom_generate` that transformers' `generate` was called with.
+def _require_supported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if an option or input that `generate` prepared cannot be combined with heads."""
+    mode = config.get_generation_mode().value
+    require(mode in ("greedy_search", "sample"), f"{mode.replace('_', ' ')} cannot be combined with heads")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        require(not getattr(config, name, None), f"{name} is not available with heads; leave it out")
+    cache = model_kwargs.get("past_key_values")
+    require(cache is None or cache.get_seq_length() == 0, "past_key_values hold text already; give it as input_ids")
+    for name, value in model_kwargs.items():
+        require(
+            not isinstance(value, Tensor) or name in MODEL_INPUTS,
+            f"the model input {name} is not supported with heads; only text can be continued",
+        )
 
-    `generate` passes on everything but that, and runs this file as a copy in a cache, far from the heads. So the name
-    is read from the frame of the `generate` that called us.
+
+def _named_in_generate() -> str:
+    """The value of `custom_generate` in the call of transformers' `generate`.
+
+    `generate` does not pass this argument on, and runs a copy of this file in a cache, far from the heads. So the name
+    is read from the frame of the calling `generate`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -162,11 +176,11 @@ def _named_in_generate() -> str:
         if frame.f_globals.get("__name__") == "transformers.generation.utils" and isinstance(name, str):
             return name
         frame = frame.f_back
-    raise ValueError("whose heads? pass medusa_heads=, a folder or a Hub id")
+    raise ValueError("no heads are named; pass medusa_heads=, a folder or a Hub id")
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn `stop_strings` and `tokenizer` into a criterion: transformers keeps the tokenizer from decoding methods."""
+    """Turn `stop_strings` and `tokenizer` into a criterion: transformers passes no tokenizer to decoding methods."""
     stops = kwargs.pop("stop_strings", None) or _setting(model, kwargs, "stop_strings")
     tokenizer = kwargs.pop("tokenizer", None)
     if not stops:

@@ -1,4 +1,4 @@
-"""The heads, from `config.json` and `medusa_lm_head.safetensors`, and the tree of their guesses."""
+"""Heads loaded from `config.json` and `medusa_lm_head.safetensors`, and the tree of their guesses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from transformers.utils import cached_file
 
 from medusa.tree_support import text_config
 
-from .support import require
-
 CONFIG, WEIGHTS = "config.json", "medusa_lm_head.safetensors"
 KINDS = ("medusa", "cascade")
 
 
-class Heads:
-    """K heads: from one hidden state to guesses for the tokens at distance 2, 3, ... K + 1.
+def require(holds: object, otherwise: str) -> None:
+    """Raise ValueError with the message `otherwise` unless the condition holds."""
+    if not holds:
+        raise ValueError(otherwise)
 
-    A head is a few residual blocks and an LM head, its own or the model's. Blocks are the paper's x + SiLU(W x + b), or
-    x + D SiLU(U x + b) + c. Heads of kind `medusa` all start from the hidden state; those of kind `cascade` start from
-    the blocks' output of the head before.
+
+class Heads:
+    """K heads that guess the tokens at distance 2, 3, ... K + 1 from one hidden state.
+
+    A head is a few residual blocks and an LM head, which heads can share with the model. Blocks are the paper's
+    x + SiLU(W x + b), or x + D SiLU(U x + b) + c. All heads of kind `medusa` start from the hidden state; heads of kind
+    `cascade` start from the blocks' output of the head before.
     """
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
@@ -45,14 +49,14 @@ class Heads:
             stacked = tensors.get("lm_heads")  # [K, H, V]
             own = [tensors[f"{head}.{layers}.weight"] for head in range(heads)] if stacked is None else list(stacked.mT)
             self.lm_heads = own
-        self.like = next(iter(tensors.values()))  # of the heads' device and dtype
+        self.like = next(iter(tensors.values()))  # has the heads' device and dtype
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def guesses(self, hidden: Tensor, count: int, top: int) -> Tensor:
         """hidden [H] -> the `top` best tokens of each of the first `count` heads [count, top], best first."""
-        start = hidden.to(self.like)  # a model may lie on several devices, its LM head in another dtype
+        start = hidden.to(self.like)  # a model can be spread over devices, and its LM head can have another dtype
         logits, x = [], start
         for head in range(count):
             x = start if self.kind == "medusa" else x
@@ -68,7 +72,7 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
-    """One block on x [H]."""
+    """Apply one residual block to x [H]."""
     if "linear.weight" in block:
         return x + F.silu(F.linear(x, block["linear.weight"], block["linear.bias"]))
     inner = F.silu(F.linear(x, block["up.weight"], block["up.bias"]))
@@ -76,9 +80,9 @@ def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
 
 
 class CandidateTree:
-    """Nodes from paths of ranks: [0, 2] is the third best guess of head 2 under the best guess of head 1.
+    """A tree of guesses, made from paths of ranks: [0, 2] is head 2's third best guess under head 1's best guess.
 
-    Node 0 is the root; parents come before their children.
+    Node 0 is the root: the token that is already chosen. Parents come before their children.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -93,7 +97,7 @@ class CandidateTree:
             ancestors[node, [index[path[:depth]] for depth in range(len(path) + 1)]] = True
             if path:
                 self.children[index[path[:-1]]].append(node)
-        self.ancestors = ancestors.to(device)  # [N, N] a node and the nodes above it
+        self.ancestors = ancestors.to(device)  # [N, N] True for a node itself and the nodes above it
         self.max_depth, self.max_rank = max(self.depth), max(self.rank)
 
 
@@ -103,7 +107,7 @@ _LOADED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Heads]] = weak
 
 def heads_for(model: PreTrainedModel, where: str, hub_options: dict[str, Any]) -> Heads:
     """The heads in the folder or Hub repository `where`, in the model's dtype next to its LM head; loaded once."""
-    # On the Hub, code and weights are of one commit: this copy of the code lies in a folder with its name.
+    # On the Hub, code and weights have one commit: the folder of this copy of the code is named after it.
     commit = next((part for part in Path(__file__).parts if re.fullmatch("[0-9a-f]{40}", part)), None)
     if commit is not None and not Path(where).is_dir():
         hub_options.setdefault("revision", commit)
@@ -133,7 +137,7 @@ def _require_fit(config: dict[str, Any], model: PreTrainedModel, where: str) -> 
     supported = config.get("kind", "medusa") in KINDS
     require(
         supported and not config.get("prefix_layers") and not config.get("vocabulary"),
-        f"the heads at {where} are of a kind that this file does not know; use the package that they come from",
+        f"the heads at {where} are of a kind that this file cannot decode with; use the package medusa-heads",
     )
     text, of = text_config(model), config.get("base_model_name_or_path") or "another model"
     for name in ("hidden_size", "vocab_size"):

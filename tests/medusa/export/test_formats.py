@@ -22,8 +22,8 @@ from medusa.__main__ import main
 from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
-from medusa.export.formats import FORMATS
-from medusa.export.lm_head import read_lm_head
+from medusa.export import FORMATS
+from medusa.export.base import read_lm_head
 from medusa.files import read_json
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, tiny_model
@@ -865,7 +865,7 @@ def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
     def transposed(tensors: dict[str, Tensor], path: Path) -> None:
         original({name: t.T if "linear.weight" in name else t for name, t in tensors.items()}, path)
 
-    monkeypatch.setattr("medusa.export.tgi.save_tensors", transposed)
+    monkeypatch.setattr("medusa.export.published.save_tensors", transposed)
     words = ["--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone)]
     assert main(["export", "--to", "tgi", *words]) == 1
     assert "other weights" in capsys.readouterr().err
@@ -899,7 +899,7 @@ def test_the_lm_head_is_read_without_the_backbone(
     """Under its own name, or the embedding's where they are one."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
-    monkeypatch.setattr("medusa.export.lm_head.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))
+    monkeypatch.setattr("medusa.export.base.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))
     assert torch.equal(read_lm_head(str(tmp_path)), model.get_output_embeddings().weight)
 
 

@@ -25,8 +25,7 @@ from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
 from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
-from medusa.export.card import model_card
-from medusa.export.facts import Facts, is_hub_id, read_benchmark, without_folders
+from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.export.hub_code import bundle
 from medusa.export.hub_code.decoding import keep, tree_forward
 from medusa.export.hub_code.heads import CandidateTree
