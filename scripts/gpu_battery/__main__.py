@@ -26,10 +26,9 @@ import torch
 from decode.bench.machine import commit, machine
 from medusa.errors import RequestError
 from script_tools import run_script, script_parser
-from scripts.gpu_battery.processes import run_stage
 from scripts.gpu_battery.report import write_report
 from scripts.gpu_battery.run import append
-from scripts.gpu_battery.stages import STAGES
+from scripts.gpu_battery.stages import STAGES, run_stage
 
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
 
@@ -59,11 +58,9 @@ def run_stages(args: argparse.Namespace) -> int:
     if not toy and not torch.cuda.is_available():
         raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
     names = args.stage or [name for name, stage in STAGES.items() if args.call in (None, stage.call)]
-    about = asdict(machine()) | {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-    }
-    append(args.output, {"stage": "machine", "event": "start", "toy": toy} | about)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = {"stage": "machine", "event": "start", "toy": toy, "date": date, "commit": commit()}
+    append(args.output, about | asdict(machine()))
     factor = REHEARSAL_FACTOR if toy else 1
     end, finished = time.monotonic(), True
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -50,7 +51,9 @@ def curves(run: Run) -> None:
                 method(prompts)
                 about["first_seconds"] = round(time.monotonic() - start, 1)
                 run.keep(**about, ms=step_ms(method, prompts), **profile_steps(run, method, prompts))
-            free_memory(run, model)
+            Regions.of(random_model(run, model)).clear()  # compiled steps keep caches on the model
+            if run.on_gpu:
+                torch.cuda.empty_cache()
 
 
 def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Method:
@@ -62,25 +65,15 @@ def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Metho
     return medusa_method(model, random_heads(run), settings, tree=tree_of(nodes))
 
 
-_MODELS: dict[str, LlamaForCausalLM] = {}
-
-
+@functools.cache
 def random_model(run: Run, name: str) -> LlamaForCausalLM:
-    """Return the random Llama with this name's number of KV heads. Each model is made once."""
-    if name not in _MODELS:
-        shape = run.scale.curve_shape | {"num_key_value_heads": run.scale.kv_heads[name]}
-        config = LlamaConfig(**shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None)
-        with torch.device(run.device):
-            _MODELS[name] = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
-        run.keep(model=name, parameters=_MODELS[name].num_parameters(), dtype=str(run.dtype))
-    return _MODELS[name]
-
-
-def free_memory(run: Run, model_name: str) -> None:
-    """Give back the caches that compiled steps keep on the model."""
-    Regions.of(random_model(run, model_name)).clear()
-    if run.on_gpu:
-        torch.cuda.empty_cache()
+    """Make the random Llama with this name's number of KV heads, once."""
+    shape = run.scale.curve_shape | {"num_key_value_heads": run.scale.kv_heads[name]}
+    config = LlamaConfig(**shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None)
+    with torch.device(run.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
+    run.keep(model=name, parameters=model.num_parameters(), dtype=run.dtype_name)
+    return model
 
 
 def random_heads(run: Run) -> MedusaHeads:
@@ -124,14 +117,12 @@ def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) ->
     if next(steps) <= SKIPPED + PROFILED:
         return {}  # the text ended before enough steps
     events = profiler.key_averages()
-    launches = [event for event in events if event.key in LAUNCHES or (not run.on_gpu and "aten::" in event.key)]
-    kernels = [event for event in events if any(part in event.key.lower() for part in ATTENTION)]
-    busiest = max(kernels, key=lambda event: (event.self_device_time_total, event.self_cpu_time_total), default=None)
-    return {
-        "launches": sum(event.count for event in launches) / PROFILED,
-        "waits": sum(event.count for event in events if event.key in WAITS) / PROFILED,
-        "attention": busiest.key[:60] if busiest else None,
-    }
+    launches = sum(e.count for e in events if e.key in LAUNCHES or (not run.on_gpu and "aten::" in e.key))
+    waits = sum(e.count for e in events if e.key in WAITS)
+    kernels = [e for e in events if any(part in e.key.lower() for part in ATTENTION)]
+    longest = max(kernels, key=lambda e: (e.self_device_time_total, e.self_cpu_time_total), default=None)
+    attention = longest.key[:60] if longest else None
+    return {"launches": launches / PROFILED, "waits": waits / PROFILED, "attention": attention}
 
 
 def losses(run: Run) -> None:

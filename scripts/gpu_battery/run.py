@@ -6,9 +6,9 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -51,13 +51,11 @@ class GpuMonitor:
         command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits", "-lms", "200"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or ():
-                values = [cell.strip() for cell in line.split(",")]
-                self.latest = {
-                    name: float(value) for name, value in zip(CLOCKS, values, strict=False) if value[:1].isdigit()
-                }
+                values = zip(CLOCKS, line.replace(" ", "").split(","), strict=False)
+                self.latest = {name: float(value) for name, value in values if value[:1].isdigit()}
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One run of one stage."""
 
@@ -67,29 +65,18 @@ class Run:
     device: str
     seconds: float
     """How long the stage may take."""
-    start: float = field(default_factory=time.monotonic)
-    monitor: GpuMonitor = field(default_factory=GpuMonitor)
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.startswith("cuda")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of models and heads."""
-        return torch.bfloat16 if self.on_gpu else torch.float32
+    def __post_init__(self) -> None:
+        self.end = time.monotonic() + self.seconds
+        self.monitor = GpuMonitor()
+        self.on_gpu = self.device.startswith("cuda")
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
+        self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
 
     @property
     def seconds_left(self) -> float:
-        return self.start + self.seconds - time.monotonic()
-
-    @property
-    def backbone(self) -> Path:
-        return self.output / "backbone"
-
-    @property
-    def prompts(self) -> Path:
-        return self.output / "prompts.jsonl"
+        return self.end - time.monotonic()
 
     def heads(self, kind: str) -> Path:
         """The folder of the trained heads of this kind."""
@@ -127,15 +114,3 @@ class Run:
         if status:
             raise RuntimeError(f"medusa {argv[0]} ended with status {status}; see the log")
         return {}
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a call, run in a separate process."""
-
-    run: Callable[[Run], None]
-    call: int
-    seconds: int
-    """The stage's share of the call. Time that earlier stages leave over is added."""
-    needs: tuple[str, ...] = ()
-    """Stages without which this one cannot run."""

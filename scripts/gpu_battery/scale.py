@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from medusa.config import KINDS
-
 Shape = dict[str, int]
 Options = dict[str, object]
 
@@ -35,7 +33,6 @@ class Scale:
     first_heads: Options
     """Training of the first heads, which most stages use."""
     other_heads: Options
-    kinds: tuple[str, ...]
     prompt_tokens: int
     prompts: int
     new_tokens: int
@@ -65,7 +62,6 @@ FULL = Scale(
     texts=2000,
     first_heads={"max_minutes": 0.75, "per_device_train_batch_size": 16},
     other_heads={"max_minutes": 0.3, "per_device_train_batch_size": 16},
-    kinds=tuple(KINDS),
     prompt_tokens=64,
     prompts=6,
     new_tokens=128,
@@ -93,7 +89,6 @@ TOY = Scale(
     texts=12,
     first_heads={"max_steps": 10, "per_device_train_batch_size": 4},
     other_heads={"max_steps": 3, "per_device_train_batch_size": 4},
-    kinds=tuple(KINDS),
     prompt_tokens=12,
     prompts=2,
     new_tokens=12,

@@ -9,23 +9,24 @@ import time
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
 from decode.results import tau
 from decode.settings import Settings
+from medusa.config import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from scripts.gpu_battery.run import Figure, Run
 
 Texts = list[list[int]]
+FIRST_KIND = next(iter(KINDS))  # whose heads most stages use
 
 
 def benchmark(run: Run) -> None:
     """Measure tau and tokens per second with the first heads, and of plain decoding and `generate`."""
     bench = Bench(run)
-    first = run.scale.kinds[0]
     for compile in (True, False):
         settings = bench.settings(compile)
         how = "compiled" if compile else "eager"
         bench.measure(f"plain, {how}", plain_method(bench.model, settings))
         for name in run.scale.trees:
-            bench.measure_heads(f"{first}, {name}, {how}", first, name, settings)
+            bench.measure_heads(f"{FIRST_KIND}, {name}, {how}", FIRST_KIND, name, settings)
     eager = bench.settings(False)
     static = {"cache_implementation": "static"}
     for name, options in {"compiled": static, "eager": {}, "static cache": static | {"disable_compile": True}}.items():
@@ -38,7 +39,7 @@ def kinds(run: Run) -> None:
     settings = bench.settings(True)
     bench.measure("plain, compiled", plain_method(bench.model, settings))
     for tree in run.scale.trees:
-        for kind in run.scale.kinds:
+        for kind in KINDS:
             bench.measure_heads(f"{kind}, {tree}, compiled", kind, tree, settings)
 
 
@@ -46,9 +47,8 @@ class Bench:
     """Decodes the same prompts by one method after another."""
 
     def __init__(self, run: Run) -> None:
-        dtype = str(run.dtype).removeprefix("torch.")
         self.run = run
-        self.model = load_backbone(str(run.backbone), LoadOptions(dtype, run.device)).model
+        self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
         lines = run.prompts.read_text(encoding="utf-8").splitlines()
         self.prompts: Texts = [json.loads(line)["input_ids"] for line in lines]
         self.plain: tuple[float, Texts] | None = None
@@ -61,8 +61,7 @@ class Bench:
         """Measure heads of this kind on one of the scale's trees."""
         with self.run.attempt(method=name):
             heads = MedusaHeads.from_pretrained(self.run.heads(kind)).to(self.run.device, self.model.dtype)
-            chosen = self.run.scale.trees[tree]
-            self.measure(name, medusa_method(self.model, heads, settings, tree=chosen))
+            self.measure(name, medusa_method(self.model, heads, settings, tree=self.run.scale.trees[tree]))
 
     def measure(self, name: str, method: Method) -> None:
         """Decode all prompts in several rounds, after one prompt that warms up, and keep the figures."""
@@ -87,7 +86,7 @@ def verify(run: Run) -> None:
     """Collect evidence for equality in float32 and bfloat16: greedy texts, and draws against the backbone."""
     passed = []
     for dtype in ("float32", "bfloat16"):
-        argv = ["--backbone", run.backbone, "--heads", run.heads(run.scale.kinds[0]), "--prompts", run.prompts]
+        argv = ["--backbone", run.backbone, "--heads", run.heads(FIRST_KIND), "--prompts", run.prompts]
         argv += ["--tree", next(iter(run.scale.trees.values())), "--max-new-tokens", run.scale.new_tokens]
         argv += ["--draws", run.scale.draws, "--sampled-prompts", 2, "--dtype", dtype, "--device", run.device]
         argv += ["--report", run.output / f"verify_{dtype}.html", "--overwrite", "--quiet"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import make_backbone
+from medusa.config import KINDS
 from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import write_jsonl
 from scripts.gpu_battery.run import Run
@@ -68,13 +69,13 @@ def python_sources(limit: int) -> list[str]:
 def heads(run: Run) -> None:
     """Let the backbone write its own text, then train heads of each kind on that text."""
     own = run.output / "own.jsonl"
-    where = ["--device", run.device, "--dtype", str(run.dtype).removeprefix("torch."), "--quiet", "--overwrite"]
+    where = ["--device", run.device, "--dtype", run.dtype_name, "--quiet", "--overwrite"]
     argv = ["--backbone", run.backbone, "--prompts", run.output / "openings.jsonl", "--output", own, *where]
     argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 128, "--temperature", 0.3, "--ignore-eos"]
     start = time.monotonic()
     run.medusa("distill", *argv)
     run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
-    for number, kind in enumerate(run.scale.kinds):
+    for number, kind in enumerate(KINDS):
         training = run.scale.other_heads if number else run.scale.first_heads
         config = {
             "backbone": str(run.backbone),

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
-from scripts.gpu_battery import curves, processes, report, run
-from scripts.gpu_battery.run import Run, Stage
+from scripts.gpu_battery import curves, report, run
+from scripts.gpu_battery.run import Run
 from scripts.gpu_battery.scale import FULL, TOY
-from scripts.gpu_battery.stages import CALL_SECONDS, STAGES
+from scripts.gpu_battery.stages import CALL_SECONDS, STAGES, Stage, run_stage
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -45,7 +46,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert all(figure["equal_texts"] == "2 of 2" for figure in methods.values())
     assert methods["medusa, 7 nodes, compiled"]["tau"] > 1
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
-    for kind in TOY.kinds:
+    for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
 
     told = (tmp_path / report.REPORT).read_text()
@@ -78,7 +79,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, function: object, needs: tuple[str, 
 
 
 def run_toy(tmp_path: Path, seconds: float = 60) -> run.Figure:
-    return processes.run_stage("curves", tmp_path, True, "cpu", seconds)
+    return run_stage("curves", tmp_path, True, "cpu", seconds)
 
 
 def sleeping(stage: Run) -> None:

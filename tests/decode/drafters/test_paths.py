@@ -18,7 +18,7 @@ from decode.drafters.paths import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Acceptor
 from decode.ops.draws import SharedDraws
-from decode.request import prepare
+from decode.request import prepare, with_generators
 from decode.session import Session
 from decode.settings import Settings
 from decode.target import Target
@@ -136,7 +136,8 @@ def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
 def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str, copies: bool) -> None:
     """q of every inner node, and draws that follow it: each node's first child in 4000 rows of one context."""
     heads, tree, rows = heads_for(llama, kind, scale=2.0), Tree.top_k([2, 2, 1]), 4000
-    requests = prepare(llama, [[1, 2]] * rows, list(range(rows)), max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
+    prepared = prepare(llama, [[1, 2]], [0], max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
+    requests = with_generators(llama, rows * prepared, range(rows))  # preparing each row would take most of the time
     one = frontier(llama, 1)
     start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
     drafter = PathDrafter(heads, Backbone(llama), tree, Target(requests))

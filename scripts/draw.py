@@ -1,0 +1,195 @@
+"""Draw the pictures of the documentation.
+
+    python scripts/draw.py kinds docs/images/kinds         what each kind of head reads, one picture a kind
+    python scripts/draw.py exactness docs/images           accepted and residual mass; draws on the demo backbone
+    medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --json b.json
+    python scripts/draw.py benchmark b.json docs/images/benchmark.png
+
+The picture of a benchmark shows speed by method, the depth of accepted guesses, and where the time of a step goes.
+`medusa benchmark --report` makes a page of the same pictures and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from decode.bench.figures import BenchmarkResult
+from decode.bench.losslessness.cases import RULES
+from decode.bench.losslessness.experiment import Experiment
+from decode.bench.report import plots
+from decode.bench.report.page import token_name
+from decode.bench.report.plots import INK
+from decode.drafters.layouts import resolve_tree
+from decode.drafters.trained_heads import TrainedHeads
+from decode.settings import Settings
+from medusa.files import ASSETS, read_json
+from medusa.heads.independent import MedusaHeads
+from medusa.loading import load_backbone
+from script_tools import run_script, script_parser
+
+HEADS = (1, 2, 3)
+TOKENS = ("root", "guess 1", "guess 2")  # the tokens before those that the heads guess
+LABELS = {"h": "hidden\nstate", "text": "text\nbefore", "layer": "own\nlayer"}
+COLORS = {"h": "blue", "text": "plain", "layer": "violet"} | dict.fromkeys(TOKENS, "amber")
+BOX = (0.62, 0.36)  # width and height
+KINDS = {  # arrows from box to box, where a number is a head; the caption
+    "medusa": ("h>1, h>2, h>3", "all heads start from the same hidden state"),
+    "cascade": ("h>1, 1>2, 2>3", "a head takes the output vector of the one before"),
+    "hydra": (
+        "h>1, h>2, h>3, root>1, root>2, root>3, guess 1>2, guess 1>3, guess 2>3",
+        "a head reads h and all tokens on the path before its own",
+    ),
+    "recurrent": (
+        "h>1, 1>2, 2>3, root>1, guess 1>2, guess 2>3",
+        "a head takes the one before's output and the token before its own",
+    ),
+    "eagle": (
+        "h>1, 1>2, 2>3, root>1, guess 1>2, guess 2>3, text>1, text>2, text>3",
+        "one layer for all steps, which looks back at the text and at its own path",
+    ),
+    "prefix": (
+        "text>layer, h>layer, layer>1, layer>2, layer>3",
+        "a decoder layer of the heads' own, before heads of any kind",
+    ),
+}
+BENDS = {"medusa": 0.3, "hydra": -0.22, "prefix": -0.3}  # of arrows that pass a head
+
+
+def draw_kind(kind: str) -> Figure:
+    """Draw inputs below, heads in the middle, guesses above."""
+    edges, caption = KINDS[kind]
+    arrows = [tuple(arrow.split(">")) for arrow in edges.split(", ")]
+    figure = Figure(figsize=(plots.WIDTH, 2.5))
+    axes = figure.subplots()
+    shift = float(kind == "prefix")
+    places = {"h": (0.0, 1.0)}
+    places |= {str(k): (k + shift, 1.0) for k in HEADS} | {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
+    if ("root", "1") in arrows:
+        places |= {token: (float(k), 0.0) for k, token in enumerate(TOKENS, 1)}
+    if "text" in edges:
+        places["text"] = (0.0, 0.0)
+    if "layer" in edges:
+        places["layer"] = (1.0, 1.0)
+    step = "step" if kind == "eagle" else "head"
+    boxes = {name: box(axes, name, f"{step} {name}" if name.isdecimal() else name, at) for name, at in places.items()}
+    for start, end in [(str(k), f"guess {k}.") for k in HEADS] + arrows:
+        passes = start == "layer" or (start == "h" and end in ("2", "3"))
+        style = {"arrowstyle": "-|>", "mutation_scale": 10, "color": INK["faint"], "linewidth": 1.1, "shrinkA": 1}
+        style |= {"shrinkB": 1, "patchA": boxes[start], "patchB": boxes[end]}
+        style["connectionstyle"] = f"arc3,rad={BENDS.get(kind, 0.0) if passes else 0.0}"
+        axes.annotate("", xy=places[end], xytext=places[start], zorder=0, arrowprops=style)
+    lowest = min(y for _, y in places.values())
+    axes.set(xlim=(-0.5, len(HEADS) + shift + 0.5), ylim=(lowest - 0.8, 2.3))
+    axes.text(-0.4, lowest - 0.7, caption, fontsize=9, color=INK["faint"])
+    axes.set_title(kind, loc="left", fontsize=12, color=INK["ink"])
+    axes.axis("off")
+    return figure
+
+
+def box(axes: Axes, name: str, label: str, place: tuple[float, float]) -> FancyBboxPatch:
+    """Draw a labelled box. Guesses, whose names end in a dot, get a label only."""
+    (x, y), (width, height) = place, BOX
+    is_guess = name.endswith(".")
+    color = INK["paper" if is_guess else COLORS.get(name, "medusa")]
+    corner = (x - width / 2, y - height / 2)
+    patch = FancyBboxPatch(corner, width, height, "round,pad=0.04", facecolor=color, edgecolor="none")
+    axes.add_patch(patch)
+    ink, label = INK["ink"] if is_guess else "white", LABELS.get(name, label.rstrip("."))
+    axes.text(x, y, label, ha="center", va="center", fontsize=10, color=ink, linespacing=0.95, zorder=3)
+    return patch
+
+
+def draw_residual() -> Figure:
+    """Draw two distributions over eight tokens: which part of the target is accepted, and which is residual."""
+    tokens = ["the", "a", "his", "her", "one", "my", "no", "all"]
+    p = torch.tensor([0.34, 0.22, 0.14, 0.10, 0.08, 0.06, 0.04, 0.02])
+    q = torch.tensor([0.18, 0.36, 0.05, 0.20, 0.04, 0.10, 0.05, 0.02])
+    both, at = torch.minimum(p, q), range(len(tokens))
+    figure = Figure(figsize=(8, 3))
+    axes = figure.subplots()
+    axes.bar(at, both, color=INK["medusa"], label=f"min(p, q): accepted, {float(both.sum()):.2f} in all")
+    axes.bar(at, p - both, bottom=both, color=INK["violet"], label="max(0, p - q): residual, drawn after a rejection")
+    axes.bar(at, q - both, bottom=both, fill=False, edgecolor=INK["amber"], ls="--", label="q - p: drafted, rejected")
+    axes.set_xticks(list(at), tokens)
+    axes.set_ylabel("probability")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_experiment(line: int, draws: int) -> Figure:
+    """Draw the experiment of `medusa verify` for the prompt in this line of the package's prompts."""
+    loaded, heads = load_backbone("demo"), MedusaHeads.from_pretrained("demo")
+    assert loaded.tokenizer is not None
+    prompts = (ASSETS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompt = loaded.tokenizer(json.loads(prompts[line - 1])["prompt"]).input_ids
+    generator = torch.Generator().manual_seed(0)
+    source = TrainedHeads(heads, resolve_tree(None, heads))
+    experiment = Experiment(loaded.model, source, prompt, Settings(temperature=1.0), generator)
+    cases = [experiment.run(rule, 0, draws) for rule in RULES[:2]]
+    return plots.frequencies(cases, partial(token_name, loaded.tokenizer))
+
+
+def draw_benchmark(result: BenchmarkResult) -> Figure:
+    """Draw four panels, with the machine below them."""
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    panels = figure.subplots(2, 2)
+    plots.rates(panels[0, 0], result.methods)
+    plots.speedups(panels[0, 1], result.methods)
+    plots.depths(panels[1, 0], result.medusa)
+    plots.stages(panels[1, 1], {name: of.step_ms for name, of in result.methods.items() if of.step_ms})
+    machine, settings = result.machine, result.settings
+    figure.supxlabel(
+        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature "
+        f"{settings.temperature:g}, {settings.nodes} nodes; {machine.device}, {machine.threads} thread(s), "
+        f"{machine.dtype}, torch {machine.torch}",
+        fontsize=8,
+        color=INK["faint"],
+    )
+    return figure
+
+
+def save(figure: Figure, path: Path, dpi: int = 150) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi, bbox_inches="tight")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = script_parser(__doc__)
+    pictures = parser.add_subparsers(dest="picture", required=True)
+    pictures.add_parser("kinds").add_argument("folder", type=Path, help="where the PNG files go")
+    exactness = pictures.add_parser("exactness")
+    exactness.add_argument("folder", type=Path, help="where the two PNG files go")
+    line_help = "line of the package's prompts (default: %(default)s)"
+    exactness.add_argument("--prompt", type=int, choices=range(1, 25), default=2, metavar="N", help=line_help)
+    exactness.add_argument("--draws", type=int, default=1_000_000, help="default: %(default)s")
+    benchmark = pictures.add_parser("benchmark")
+    benchmark.add_argument("benchmark", type=Path, help="JSON of medusa benchmark")
+    benchmark.add_argument("file", type=Path, help="PNG to write")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    match args.picture:
+        case "kinds":
+            for kind in KINDS:
+                save(draw_kind(kind), args.folder / f"{kind}.png")
+        case "exactness":
+            save(draw_residual(), args.folder / "rejection.png")
+            save(draw_experiment(args.prompt, args.draws), args.folder / "verify.png", dpi=120)
+        case "benchmark":
+            save(draw_benchmark(BenchmarkResult.from_json(read_json(args.benchmark), str(args.benchmark))), args.file)
+
+
+if __name__ == "__main__":
+    run_script(main)
