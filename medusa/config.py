@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.heads.kinds import KINDS
+from medusa.heads import KINDS
 from medusa.tree import Tree
 
 GATED = "gated"

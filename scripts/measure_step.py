@@ -46,7 +46,7 @@ from measuring import PeakMemory, open_models
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.commands import common
-from medusa.heads.inputs import HeadInputs
+from medusa.heads.independent import HeadInputs
 from medusa.loading import DTYPES
 from script_tools import run_script, script_parser
 

@@ -17,8 +17,7 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads
-from medusa.heads.inputs import HeadInputs
+from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 

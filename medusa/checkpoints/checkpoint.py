@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.heads.kinds import class_of
+from medusa.heads import class_of
 
 Tensors = dict[str, Tensor]
 """Tensors by name."""

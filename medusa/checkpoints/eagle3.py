@@ -21,7 +21,7 @@ from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_ex
 from medusa.config import GATED, GATED_EPS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.heads.rope import BASE, attention_heads
+from medusa.heads.context_kv import BASE, attention_heads
 
 LAYER = "layers.0."
 STEPS = 5

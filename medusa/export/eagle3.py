@@ -10,7 +10,7 @@ from medusa.config import GATED, GATED_EPS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.base import Export, Written, quoted
 from medusa.files import write_json
-from medusa.heads.rope import BASE, attention_heads
+from medusa.heads.context_kv import BASE, attention_heads
 from medusa.loading import load_config
 
 MODEL_WEIGHTS = "model.safetensors"

@@ -1,28 +1,30 @@
-"""Residual blocks of heads. All are the identity at the start, so that training begins at the backbone's own guess.
+"""Residual blocks of heads. All are the identity at the start, so that training begins at the backbone's guess.
 
 Blocks of independent heads are stacked: all heads cost a few batched matrix products instead of a Python loop. Heads
-that run one after the other have a `Stack` of blocks each.
+that run one after the other have a `Stack` of layers each.
 
 Shapes: K heads, M positions, ... any positions, H hidden size, E width of an MLP, I input size.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import MedusaConfig
+from medusa.config import GATED_EPS, MedusaConfig
 
 
 class SquareBlock(nn.Module):
     """The paper's residual block for each of K heads: x + SiLU(x W + b), with W = b = 0 at first (section 2.1.1)."""
 
-    def __init__(self, num_heads: int, hidden_size: int, inner_size: int) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        del inner_size  # the square block is as wide as the hidden state
-        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))  # [K, in, out]
-        self.bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+        heads, size = config.num_heads, config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(heads, size, size))  # [K, in, out]
+        self.bias = nn.Parameter(torch.zeros(heads, 1, size))
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
@@ -32,14 +34,15 @@ class SquareBlock(nn.Module):
 class MLPBlock(nn.Module):
     """A residual MLP for each of K heads: x + SiLU(x U + b) D + c. Only D and c start at zero, so all weights learn."""
 
-    def __init__(self, num_heads: int, hidden_size: int, inner_size: int) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(num_heads, hidden_size, inner_size))  # [K, H, E]
-        self.up_bias = nn.Parameter(torch.zeros(num_heads, 1, inner_size))
-        self.down = nn.Parameter(torch.zeros(num_heads, inner_size, hidden_size))  # [K, E, H]
-        self.down_bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+        heads, size, inner = config.num_heads, config.hidden_size, config.inner_size
+        self.up = nn.Parameter(torch.empty(heads, size, inner))  # [K, H, E]
+        self.up_bias = nn.Parameter(torch.zeros(heads, 1, inner))
+        self.down = nn.Parameter(torch.zeros(heads, inner, size))  # [K, E, H]
+        self.down_bias = nn.Parameter(torch.zeros(heads, 1, size))
         self.dropout = nn.Dropout(0.0)
-        nn.init.uniform_(self.up, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws its weights
+        nn.init.uniform_(self.up, -(size**-0.5), size**-0.5)  # as nn.Linear draws its weights
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
         inner = F.silu(torch.baddbmm(self.up_bias[heads], x_KMH, self.up[heads]))
@@ -55,8 +58,8 @@ class Stack(nn.Module):
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
         sizes = [input_size] + [config.hidden_size] * (config.num_layers - 1)
-        block = SquareLayer if config.block == "square" else MLPLayer
-        self.layers = nn.ModuleList(block(size, config.hidden_size, config.inner_size) for size in sizes)
+        layer = square_layer if config.block == "square" else mlp_layer
+        self.layers = nn.ModuleList(layer(config, size) for size in sizes)
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
@@ -65,31 +68,64 @@ class Stack(nn.Module):
         return x
 
 
-class SquareLayer(nn.Module):
+def square_layer(config: MedusaConfig, input_size: int) -> nn.Module:
     """SiLU(z W + b), with W = b = 0 at the start (Hydra's block, and for I = H the paper's)."""
-
-    def __init__(self, input_size: int, hidden_size: int, inner_size: int) -> None:
-        super().__init__()
-        del inner_size
-        self.linear = _zeros(nn.Linear(input_size, hidden_size))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return F.silu(self.linear(z))
+    linear = _zeros(nn.Linear(input_size, config.hidden_size))
+    return nn.Sequential(OrderedDict(linear=linear, act=nn.SiLU()))
 
 
-class MLPLayer(nn.Module):
+def mlp_layer(config: MedusaConfig, input_size: int) -> nn.Module:
     """SiLU(z U + b) D + c, with D = c = 0 at the start."""
-
-    def __init__(self, input_size: int, hidden_size: int, inner_size: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(input_size, inner_size)
-        self.down = _zeros(nn.Linear(inner_size, hidden_size))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(z)))
+    up, down = nn.Linear(input_size, config.inner_size), _zeros(nn.Linear(config.inner_size, config.hidden_size))
+    return nn.Sequential(OrderedDict(up=up, act=nn.SiLU(), down=down))
 
 
 def _zeros(linear: nn.Linear) -> nn.Linear:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
+
+
+class GatedStack(nn.Module):
+    """A Llama's gated MLP with its norm: x + D (SiLU(G n) * U n) with n = norm(x), and D = 0 at the start."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.inner_size
+        self.norm = nn.RMSNorm(size, GATED_EPS)
+        self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, size, bias=False)
+        nn.init.zeros_(self.down.weight)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        del z  # only attention reads the token
+        inner = self.norm(x)
+        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
+
+
+class OriginalHydraStack(nn.Module):
+    """The blocks of one head in the original Hydra. The hidden state is a part of z [..., I], so x is not read."""
+
+    def __init__(self, config: MedusaConfig, input_size: int) -> None:
+        super().__init__()
+        sizes = [input_size] + [config.hidden_size] * (config.num_layers - 1)
+        self.layers = nn.ModuleList(OriginalHydraBlock(size, config.hidden_size) for size in sizes)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        del x
+        for layer in self.layers:
+            z = layer(z)
+        return z
+
+
+class OriginalHydraBlock(nn.Module):
+    """z R + c + SiLU(z W + b); z + SiLU(z W + b) if z already has the hidden state's size."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(input_size, hidden_size)
+        self.res_connection = nn.Identity() if input_size == hidden_size else nn.Linear(input_size, hidden_size)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.res_connection(z) + F.silu(self.linear(z))

@@ -1,8 +1,8 @@
-"""Keys and values of the text before, to which heads attend together with the keys of their own path.
+"""Attention of heads to the text before and to their path, with rotary positions (Su et al. 2021, arXiv 2104.09864).
 
 A path's own keys are few and differ from node to node. The text's keys are many and the same for all nodes. One
-attention covers both, without a copy of the text's keys for each node. The score s_j of own key j is computed before
-and put into an extra dimension j, where own key j is 1 and all other keys are 0:
+attention covers both, without a copy of the text's keys for each node. The score s_j of own key j is computed first and
+put into an extra dimension j, where own key j is 1 and all other keys are 0:
 
     query   [q ; s_0 ... s_j]        keys   [k_i ; 0]  i in the text      values   [v_i ; 0]
                                             [0 ; e_j]  own                         [0 ; e_j]
@@ -19,10 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa.heads.rope import rope_angles
+from medusa.errors import RequestError
 
+BASE = 10_000.0
+"""The base of rotary positions."""
+HEAD_SIZE = 64
+"""The usual size of attention heads."""
 NOTHING = -1e4
-"""The score of an own key that does not exist yet. Its weight is 0. It is finite, as text keys multiply it by 0."""
+"""The score of an own key that does not exist yet: its weight is 0. It is finite, as text keys multiply it by 0."""
 
 
 class ContextKV:
@@ -65,9 +69,9 @@ class ContextKV:
         steps: int,
         place: Tensor | None = None,
     ) -> ContextKV:
-        """For queries at the positions of whole texts: each sees the earlier positions of its own document.
+        """Keys and values for queries at the positions of whole texts, each of which sees its document's earlier pairs.
 
-        The pair at its own position is the path's first.
+        The pair at a query's position is the first pair of its path.
 
         Args:
             keys, values: [B, A, T, D].
@@ -106,15 +110,47 @@ class ContextKV:
 
 
 def _extended(states: Tensor, unit: Tensor) -> Tensor:
-    """[B, A, S, D] and J further ones [J, D + J] -> [B, A, S + J, D + J]."""
+    """Append J states `unit` [J, D + J] to states [B, A, S, D]: [B, A, S + J, D + J]."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :] = unit
     return out
 
 
 def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """[B or 1, T, T] True where a position sees another: at least `before` earlier, in the same document."""
+    """A mask [B or 1, T, T]: True where a position sees another, at least `before` earlier and in the same document."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
     return seen
+
+
+def attention_heads(hidden_size: int) -> int:
+    """The number of attention heads of one even size, as near to 64 as `hidden_size` allows.
+
+    Raises:
+        RequestError: the hidden size is odd.
+    """
+    if hidden_size % 2:
+        raise RequestError(
+            f"attention in heads needs an even hidden size, not {hidden_size}; take heads.kind=recurrent instead of "
+            "eagle, and heads.prefix_layers=0"
+        )
+    count = max(hidden_size // HEAD_SIZE, 1)
+    while hidden_size % (2 * count):
+        count -= 1
+    return count
+
+
+def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
+    """positions [...] -> cosines and sines [..., D] of their rotations; both halves are equal, as in Llama."""
+    powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
+    angles = position_ids[..., None].float() * base**-powers
+    both = torch.cat([angles, angles], dim=-1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x [..., D] by `rope_angles`, so that inner products depend on the distance of positions alone."""
+    cos, sin = angles
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -4,15 +4,15 @@
     f' = f + attention(z)           over the pairs (f, token) of the text before, and those of the path so far
     f' = f' + blocks([f' ; e(token)])
 
-Each head's output is the next one's f, and the input of the LM head. A pair's key depends on the pair alone, so that
+Each head's output is the next head's f, and the input of the LM head. A pair's key depends on the pair alone, so that
 the accepted pairs of the text are kept without running the layer over them.
 
-With `block: gated` it is exactly the layer of EAGLE-3 (arXiv 2503.01840) as servers run it on the last hidden state. It
+With `block: gated` it is exactly the layer of EAGLE-3 (arXiv 2503.01840) as servers run it on the last hidden state: it
 has norms with weights, a Llama's gated MLP that does not read the token, and a norm before the LM head:
 
     f' = f + attention(norm z)    f' = f' + D (SiLU(G norm f') * U norm f')    the LM head reads norm f'
 
-Shapes: ... any positions or nodes, H hidden size, A attention heads, D their size.
+Shapes: ... any positions or nodes, H hidden size, A attention heads, D their size, k number of the head.
 """
 
 from __future__ import annotations
@@ -21,33 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED, GATED_EPS, MedusaConfig
-from medusa.heads.blocks import Stack
-from medusa.heads.context_kv import ContextKV
-from medusa.heads.rope import apply_rope, attention_heads, rope_angles
+from medusa.config import GATED, GATED_EPS
+from medusa.heads.blocks import GatedStack, Stack
+from medusa.heads.context_kv import ContextKV, apply_rope, attention_heads, rope_angles
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
-class GatedStack(nn.Module):
-    """A Llama's gated MLP with its norm: x + D (SiLU(G n) * U n) with n = norm(x), and D = 0 at the start."""
-
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        self.norm = nn.RMSNorm(size, GATED_EPS)
-        self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, size, bias=False)
-        nn.init.zeros_(self.down.weight)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        del z  # only attention reads the token
-        inner = self.norm(x)
-        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
-
-
 class EagleHeads(SequentialHeads):
-    """EAGLE heads. The state is the output [..., H], and the key and value [..., 2 H] of each pair of the path."""
+    """EAGLE heads, whose state is the output [..., H], and the key and value [..., 2 H] of each pair of the path."""
 
     follows_path = uses_context = True
 
@@ -65,7 +46,7 @@ class EagleHeads(SequentialHeads):
             self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, GATED_EPS) for _ in range(3))
 
     def sides(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden state and the token of a pair, normalised for attention."""
+        """The hidden state [..., H] and the token [..., H] of a pair, normalised for attention."""
         if self.gated:
             return self.feature_norm(feature), self.token_norm(token)
         return normalised(feature), normalised(token)

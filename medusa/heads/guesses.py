@@ -1,4 +1,4 @@
-"""How good guesses are: the rank of the right token, and how deep a tree reaches with guesses of these ranks.
+"""The quality of guesses: the rank of the right token, and the depth that a tree reaches with such ranks.
 
 Shapes: P positions, K heads, R guesses of a head, N nodes.
 """
@@ -21,7 +21,7 @@ def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
 
 
 def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor:
-    """How many drafted tokens a step from each position would accept [P].
+    """The number of drafted tokens that a step from each position would accept [P].
 
     Args:
         tree: the nodes that can be drafted.
@@ -29,7 +29,7 @@ def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor
         drafted: [P, N] indices of the nodes that are drafted at each position; all nodes by default.
     """
     nodes, beyond = tree.num_nodes, tree.max_rank + 1
-    # The child of each node by its rank. Column `beyond` and the last row have no children: there a walk ends.
+    # The child of each node by its rank. Column `beyond` and the last row hold no children, so that walks end there.
     child = torch.full((nodes + 1, beyond + 1), -1)
     child[tree.parent[1:], tree.rank[1:]] = torch.arange(1, nodes)
     is_drafted = torch.ones(len(ranks), nodes + 1, dtype=torch.bool)

@@ -9,7 +9,7 @@ Shapes: K heads, H hidden size, V vocabulary, N tokens that heads guess among, B
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.blocks import STACKED_BLOCKS
 from medusa.heads.context_kv import ContextKV, visible
-from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.heads.pretrained import PretrainedHeads
 
 if TYPE_CHECKING:
@@ -26,6 +25,29 @@ if TYPE_CHECKING:
 
 LMHead = Callable[[Tensor], Tensor]
 """hidden [..., H] -> logits [..., V]."""
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of heads at some positions of some texts, in training, evaluation, calibration and decoding.
+
+    `MedusaHeads.inputs` builds them from whole texts; decoding builds them from its caches.
+    """
+
+    hidden: Tensor
+    """[..., H] hidden states of the backbone, or the output of the heads' prefix layers."""
+    following: Tensor | None = None
+    """[..., K, H] embeddings of the K tokens after each position, for kinds that follow the path."""
+    context_kv: ContextKV | None = None
+    """Keys and values of the text before each position, for kinds that look back."""
+
+
+def following_ids(input_ids: Tensor, count: int) -> Tensor:
+    """ids [B, T] -> the `count` tokens after each position [B, T, count]; after a row's end, its last token repeats.
+
+    No head learns at a position where one of these tokens belongs to another document, as its label would, too.
+    """
+    last = input_ids[:, -1:].expand(-1, count)
+    return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
 
 
 class MedusaHeads(PretrainedHeads):
@@ -62,24 +84,22 @@ class MedusaHeads(PretrainedHeads):
     def make_blocks(self) -> None:
         """Make the modules between the hidden state and the LM head."""
         block, config = STACKED_BLOCKS[self.config.block], self.config
-        self.blocks = nn.ModuleList(
-            block(config.num_heads, config.hidden_size, config.inner_size) for _ in range(config.num_layers)
-        )
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
 
     def start_from(self, lm_head_weight_VH: Tensor) -> None:
-        """Copy the backbone's LM head into the heads' own, so that heads begin at its guess (without its bias)."""
+        """Copy the backbone's LM head [V, H], without its bias, into each head's, so that heads begin at its guess."""
         if self.lm_heads is not None:
             with torch.no_grad():
                 rows = slice(None) if self.vocabulary is None else self.vocabulary.to(lm_head_weight_VH.device)
                 self.lm_heads.copy_(lm_head_weight_VH[rows].T)
 
     def set_dropout(self, rate: float) -> None:
-        """Set the share of each block's output that training drops (Vaswani et al. 2017, section 5.4).
+        """Set the share of each block's output that training drops before it is added to the residual stream.
 
-        It is dropped before it is added to the residual stream. Prefix layers drop nothing.
+        Prefix layers drop nothing (Vaswani et al. 2017, section 5.4).
 
         Raises:
-            RequestError: a kind of heads without such blocks.
+            RequestError: heads of this kind have no blocks with dropout.
         """
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
@@ -90,24 +110,20 @@ class MedusaHeads(PretrainedHeads):
             module.p = rate
 
     def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """The backbone's hidden states [B, T, H] of whole texts -> the hidden states that the heads read [B, T, H].
+        """Run prefix layers, if there are any, on the backbone's hidden states [B, T, H] of whole texts: [B, T, H].
 
-        They are the same, unless the heads have prefix layers, which attend to the same document (`document_ids`
-        [B, T]) alone.
+        Positions attend to positions before them in the same document only (`document_ids` [B, T]).
         """
         if self.prefix is None:
             return hidden
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and embeddings of the tokens after them -> keys and values, for kinds that look back.
+        """Keys and values [B, A, T, D] of the text, for kinds that look back, with A attention heads of size D.
 
         Args:
-            hidden, token: [B, T, H].
+            hidden, token: [B, T, H] hidden states, and embeddings of the tokens after them.
             position_ids: [B, T].
-
-        Returns:
-            [B, A, T, D] each, for A attention heads of size D.
         """
         raise NotImplementedError(f"heads of kind {self.config.kind} do not look back at the text")
 
@@ -121,11 +137,11 @@ class MedusaHeads(PretrainedHeads):
         place: Tensor | None = None,
         num_heads: int | None = None,
     ) -> HeadInputs:
-        """The inputs of the heads at positions of whole texts, for training, evaluation and calibration alike.
+        """The inputs of the heads at positions of whole texts.
 
         Args:
             hidden: [B, T, H] the backbone's hidden states.
-            input_ids: [B, T or more] the texts. Tokens after the last hidden state are seen as what follows it.
+            input_ids: [B, T or more] the texts. Tokens after the last hidden state count as the tokens that follow it.
             embed: the backbone's input embeddings (`Backbone.embed`).
             position_ids, document_ids: [B, T]; by default each row is one document that starts at position 0.
             place: [R] indices of the wanted positions among all B x T; by default all of them, as [B, T].
@@ -151,9 +167,9 @@ class MedusaHeads(PretrainedHeads):
         return HeadInputs(read, following, context_kv)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
-        """Inputs at positions [...] -> the heads' outputs [k, ..., H], to which an LM head is applied.
+        """Run the first k = `num_heads` heads (all by default) at positions [...]: outputs [k, ..., H] for LM heads.
 
-        Only the first k = `num_heads` heads run (all by default). Independent heads read the hidden states alone.
+        Independent heads read the hidden states alone.
         """
         heads, hidden = slice(num_heads), inputs.hidden
         count = len(range(self.config.num_heads)[heads])

@@ -1,8 +1,8 @@
-"""Prefix attention: decoder layers of the heads' own over the backbone's hidden states (Hydra++, arXiv 2402.05109).
+"""Prefix attention: decoder layers of the heads over the backbone's hidden states (Hydra++, arXiv 2402.05109).
 
 A hidden state was made to predict one token. With attention to all earlier states, heads predict more tokens ahead. The
-layers are transformers' Llama layers and the identity at the start. In decoding they keep a KV cache of their own,
-which grows by the accepted tokens only.
+layers are transformers' Llama layers and the identity at the start. In decoding they keep their own KV cache, which
+grows by the accepted tokens only.
 
 Shapes: B rows, T tokens, S slots of the cache, H hidden size.
 """
@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from medusa.config import MedusaConfig, PrefixSizes
-from medusa.heads.rope import BASE, attention_heads, rope_angles
+from medusa.heads.context_kv import BASE, attention_heads, rope_angles
 
 EXPANSION = 4
 EPS = 1e-6
@@ -27,17 +27,20 @@ class Prefix(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        sizes = config.prefix or default_sizes(size)
+        heads = config.prefix["heads"] if config.prefix else attention_heads(size)
+        sizes = config.prefix or PrefixSizes(
+            heads=heads, key_value_heads=heads, width=EXPANSION * size, eps=EPS, base=BASE, norm=False
+        )
         self.config = LlamaConfig(
             hidden_size=size,
             intermediate_size=sizes["width"],
             num_hidden_layers=config.prefix_layers,
-            num_attention_heads=sizes["heads"],
+            num_attention_heads=heads,
             num_key_value_heads=sizes["key_value_heads"],
             rms_norm_eps=sizes["eps"],
         )
         self.config._attn_implementation = "sdpa"
-        self.head_size, self.base = size // sizes["heads"], sizes["base"]
+        self.head_size, self.base = size // heads, sizes["base"]
         self.norm = LlamaRMSNorm(size, sizes["eps"]) if sizes["norm"] else nn.Identity()
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(config.prefix_layers))
         for name, parameter in self.layers.named_parameters():
@@ -57,16 +60,3 @@ class Prefix(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, past_key_values=cache)
         return self.norm(hidden)
-
-
-def default_sizes(hidden_size: int) -> PrefixSizes:
-    """The sizes of prefix layers that are trained here."""
-    heads = attention_heads(hidden_size)
-    return {
-        "heads": heads,
-        "key_value_heads": heads,
-        "width": EXPANSION * hidden_size,
-        "eps": EPS,
-        "base": BASE,
-        "norm": False,
-    }

@@ -11,7 +11,7 @@ from torch import nn
 
 from medusa.config import MedusaConfig
 from medusa.files import Json
-from medusa.heads.kinds import class_of
+from medusa.heads import class_of
 
 if TYPE_CHECKING:
     from medusa.checkpoints.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PretrainedHeads(nn.Module):
-    """The part of heads that makes, loads, saves and publishes them."""
+    """Makes, loads, saves and publishes heads; the base class of all kinds."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class PretrainedHeads(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Make heads with the tensors of a checkpoint, which are not copied."""
+        """Make heads from a checkpoint, whose tensors are not copied."""
         with torch.device("meta"):
             heads = cls.from_config(checkpoint.config)
         heads.load_state_dict(checkpoint.tensors, assign=True)
@@ -45,7 +45,7 @@ class PretrainedHeads(nn.Module):
         return heads.eval()
 
     def checkpoint(self) -> Checkpoint:
-        """Config, tensors and provenance of these heads; nothing is copied."""
+        """The config, tensors and provenance of these heads, not copied."""
         from medusa.checkpoints.checkpoint import Checkpoint
 
         return Checkpoint(self.config, self.state_dict(), self.provenance)
@@ -62,8 +62,8 @@ class PretrainedHeads(nn.Module):
         """Load heads from `demo`, a local folder or a Hub id, in any format of docs/formats.md.
 
         Args:
-            name_or_path: which heads.
-            dtype, device: where the heads are kept; by default the dtype of the file, on the CPU.
+            name_or_path: the name, folder or id.
+            dtype, device: by default the dtype of the file, on the CPU.
             hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
 
         Raises:
@@ -79,10 +79,10 @@ class PretrainedHeads(nn.Module):
         Args:
             folder: made if it does not exist.
             provenance: the content of `provenance.json`; by default that of these heads.
-            overwrite: replace heads that lie there.
+            overwrite: replace heads in the folder.
 
         Raises:
-            RequestError: heads lie there and `overwrite` is off.
+            RequestError: the folder holds heads and `overwrite` is off.
         """
         from medusa.checkpoints.folder import save
 
@@ -90,7 +90,7 @@ class PretrainedHeads(nn.Module):
         save(checkpoint if provenance is None else replace(checkpoint, provenance=provenance), Path(folder), overwrite)
 
     def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
-        """Publish the heads with a model card and code for plain transformers (`medusa.export.repository.push`).
+        """Publish the heads with a model card and code for plain transformers (`medusa.export.repository`).
 
         Args:
             repo_id: the repository's Hub id.

@@ -28,10 +28,9 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.errors import RequestError
+from medusa.heads import KINDS
 from medusa.heads.guesses import MISSED
-from medusa.heads.independent import MedusaHeads
-from medusa.heads.inputs import HeadInputs
-from medusa.heads.kinds import KINDS
+from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train.architecture import BackboneSizes, vocabulary_gain

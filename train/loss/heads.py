@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from medusa.heads.independent import MedusaHeads
-from medusa.heads.inputs import HeadInputs
+from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.vocabulary import places_of, rows_for
 from train.loss.chunked import ChunkedLoss
 from train.loss.targets import IGNORE, BackboneTeacher

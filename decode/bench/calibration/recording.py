@@ -18,8 +18,7 @@ from decode.results import prompt_seeds
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
-from medusa.heads.independent import MedusaHeads
-from medusa.heads.inputs import HeadInputs
+from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 

@@ -40,7 +40,7 @@ from decode.target import Target
 from decode.topology import Topology
 from medusa import Tree
 from medusa.errors import RequestError
-from medusa.heads.kinds import KINDS
+from medusa.heads import KINDS
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
 
 FALSE_ALARM = 1e-5

@@ -18,9 +18,8 @@ from decode.generation import heads_drafter
 from decode.settings import DecodingOptions, Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads
-from medusa.heads.inputs import HeadInputs
-from medusa.heads.kinds import KINDS
+from medusa.heads import KINDS
+from medusa.heads.independent import HeadInputs, MedusaHeads
 from tests.helpers import left_padded, plain, random_heads, random_ids
 
 NODES, HEADS = 14, 3

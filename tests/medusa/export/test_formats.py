@@ -25,7 +25,7 @@ from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, s
 from medusa.export import FORMATS
 from medusa.export.base import read_lm_head
 from medusa.files import read_json
-from medusa.heads.inputs import HeadInputs
+from medusa.heads.independent import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, tiny_model
 
 H, V, K = HIDDEN, VOCAB, 3

@@ -15,8 +15,8 @@ from medusa import MedusaHeads
 from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.inputs import HeadInputs
-from medusa.heads.kinds import KINDS
+from medusa.heads import KINDS
+from medusa.heads.independent import HeadInputs
 from medusa.heads.sequential import SequentialHeads, normalised
 
 H, V, K = 6, 11, 3
