@@ -6,11 +6,13 @@ Routes are /v1/completions, /v1/chat/completions, /v1/models and /health.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,14 +23,122 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from decode.request import require_fitting
-from decode.serve.answers import ApiAnswer, reader_left
 from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, parse
-from decode.serve.worker import BatchRow, BatchWorker
+from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 
 MAX_BODY = 2**24  # bytes of a request
+
+
+class ApiAnswer:
+    """The texts of one request, as one JSON object or as a stream of events."""
+
+    def __init__(self, model: str, is_chat: bool, prompt_tokens: int) -> None:
+        """`prompt_tokens`: of all prompts."""
+        self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
+        number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.head = {"id": number, "created": int(time.time()), "model": model}
+        self.rows: list[BatchRow] = []
+        """One for each choice, in order."""
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
+
+    def listener(self, index: int) -> Callable[[RowEvent], None]:
+        """A function that receives the events of a row from the worker's thread."""
+
+        def put(event: RowEvent) -> None:
+            self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+
+        return put
+
+    async def whole(self, request: HttpRequest) -> dict[str, object]:
+        """The complete answer to `request`, whose body must have been read.
+
+        Raises:
+            ApiError: a row failed, or the reader has left."""
+        texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
+        left = asyncio.ensure_future(_reader_left(request))
+        try:
+            async for index, event in self._until_all_ended(left):
+                texts[index] += event.text
+                reasons[index] = event.finish_reason or ""
+        finally:
+            left.cancel()
+            self._leave()
+        choices = []
+        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            choices.append(_choice(index, reason, said))
+        return self._object("chat.completion", choices, usage=self._usage())
+
+    async def chunks(self, usage: bool) -> AsyncIterator[str]:
+        """The answer as server-sent events; with `usage`, the last event before the end holds the usage.
+
+        Starlette ends this iteration when the reader has left."""
+        chunk = partial(self._object, "chat.completion.chunk")
+        try:
+            for index in range(len(self.rows) if self.is_chat else 0):
+                yield _line(chunk([_choice(index, None, {"delta": {"role": "assistant", "content": ""}})]))
+            async for index, event in self._until_all_ended():
+                delta = {"content": event.text} if event.text else {}
+                said = {"delta": delta} if self.is_chat else {"text": event.text}
+                yield _line(chunk([_choice(index, event.finish_reason, said)]))
+            if usage:
+                yield _line(chunk([], usage=self._usage()))
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # the status was sent with the first chunk
+            yield _line(error.to_json())
+        finally:
+            self._leave()
+
+    def _object(self, chat_kind: str, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
+        kind = chat_kind if self.is_chat else "text_completion"
+        return self.head | {"object": kind, "choices": choices} | more
+
+    async def _until_all_ended(self, left: asyncio.Future[None] | None = None) -> AsyncIterator[tuple[int, RowEvent]]:
+        """The events of all rows until all have ended, or until the reader has `left`.
+
+        Raises:
+            ApiError: a row failed, or the reader has left."""
+        running = len(self.rows)
+        while running:
+            following = asyncio.ensure_future(self.events.get())
+            await asyncio.wait({following} | ({left} if left else set()), return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                following.cancel()
+                raise ApiError("the reader has left", 499)
+            index, event = following.result()
+            if isinstance(event.error, RequestError):
+                raise ApiError(str(event.error))
+            if event.error is not None:
+                raise ApiError(f"decoding failed: {type(event.error).__name__}: {event.error}", 500)
+            running -= event.finish_reason is not None
+            yield index, event
+
+    def _leave(self) -> None:
+        """End the rows that are still running."""
+        for row in self.rows:
+            row.reader.left.set()
+
+    def _usage(self) -> dict[str, int]:
+        given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
+        return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+
+
+def _choice(index: int, reason: str | None, said: Mapping[str, object]) -> dict[str, object]:
+    return {"index": index, "finish_reason": reason, "logprobs": None, **said}
+
+
+def _line(content: dict[str, object]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def _reader_left(request: HttpRequest) -> None:
+    """Return when the reader has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class CompletionApi:
@@ -39,10 +149,12 @@ class CompletionApi:
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)
-        self.started, self.answered = int(time.time()), 0
+        self.answered = 0
+        about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
+        self.about = about | {"max_model_len": self.backbone.context}
 
     def app(self, allowed_hosts: Sequence[str]) -> Starlette:
-        """The web application. It ends the worker when it ends."""
+        """The web application. It stops the worker when it ends."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -53,8 +165,8 @@ class CompletionApi:
             routes=[
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chats, methods=["POST"]),
+                Route("/v1/completions", partial(self.texts, kind=CompletionRequest), methods=["POST"]),
+                Route("/v1/chat/completions", partial(self.texts, kind=ChatRequest), methods=["POST"]),
                 Route("/health", self.health),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))],
@@ -69,34 +181,29 @@ class CompletionApi:
 
     async def models(self, request: HttpRequest) -> Response:
         """The only model, as a list."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self.about]})
 
     async def model(self, request: HttpRequest) -> Response:
         """The only model."""
         self._require_model(request.path_params["name"])
-        return JSONResponse(self._model())
-
-    def _model(self) -> dict[str, object]:
-        about = {"id": self.name, "object": "model", "created": self.started, "owned_by": "medusa"}
-        return about | {"max_model_len": self.backbone.context}
+        return JSONResponse(self.about)
 
     def _require_model(self, name: str) -> None:
         if name != self.name:
             raise ApiError(f"model is {name!r}; this server has {self.name!r}", 404, "model")
 
-    async def completions(self, request: HttpRequest) -> Response:
-        """Continue texts."""
-        return await self._respond(request, parse(await _body(request), CompletionRequest))
-
-    async def chats(self, request: HttpRequest) -> Response:
-        """Answer a conversation."""
-        return await self._respond(request, parse(await _body(request), ChatRequest))
-
-    async def _respond(self, request: HttpRequest, asked: CompletionRequest | ChatRequest) -> Response:
+    async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
+        """Continue texts or answer a conversation, for a request of this kind."""
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BODY:
+                raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
+        asked = parse(bytes(content), kind)
         answer = self.begin(asked)
         if asked.stream:
             return StreamingResponse(answer.chunks(asked.wants_usage), media_type="text/event-stream")
-        return JSONResponse(await answer.whole(asyncio.ensure_future(reader_left(request))))
+        return JSONResponse(await answer.whole(request))
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
         """Give the texts of a request to the worker.
@@ -115,8 +222,7 @@ class CompletionApi:
             raise ApiError(f"{count} texts were asked for; a request has at most {MAX_CHOICES}")
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
-        prompt_tokens, is_chat = sum(map(len, prompts)), isinstance(asked, ChatRequest)
-        answer = ApiAnswer(self.name, is_chat, uuid.uuid4().hex, int(time.time()), prompt_tokens)
+        answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), sum(map(len, prompts)))
         for index in range(count):
             number, copy = divmod(index, asked.copies)
             # If the request has a seed, equal prompts get equal texts; otherwise all texts differ.
@@ -127,30 +233,19 @@ class CompletionApi:
         return answer
 
 
-async def _body(request: HttpRequest) -> bytes:
-    content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > MAX_BODY:
-            raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
-    return bytes(content)
-
-
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.to_json(), error.status)
 
 
 async def _no_such_route(request: HttpRequest, error: Exception) -> Response:
+    routes = "there are /v1/models, /v1/completions, /v1/chat/completions"
     status = int(getattr(error, "status_code", 404))
-    refusal = ApiError(
-        f"{request.method} {request.url.path}: there are /v1/models, /v1/completions, /v1/chat/completions"
-    )
-    return JSONResponse(refusal.to_json(), status)
+    return await _refuse(request, ApiError(f"{request.method} {request.url.path}: {routes}", status))
 
 
 class _AnnouncedServer(uvicorn.Server):
-    """A server that says when it listens."""
+    """A server that calls a function when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
 """The page of `medusa chat --web`: plain decoding and a drafter side by side, with accepted guesses marked.
 
-NiceGUI serves the page with its scripts and fonts, so nothing comes from other servers. Every page that is opened has
+NiceGUI serves the page with its scripts and fonts, so the page loads nothing from other servers. Every opened page has
 its own conversation. All pages share the model, and one thread writes their texts one after the other.
 """
 
@@ -19,10 +19,9 @@ from nicegui.server import Server
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from decode.results import prompt_seeds
-from decode.serve.chat_worker import ChatWorker
 from decode.serve.conversation import Conversation, Turn
-from decode.serve.race import Side, Snapshot, verdict
-from decode.serve.text_stream import TextPiece, TextStream, joined
+from decode.serve.race import ChatWorker, Side, Snapshot, verdict
+from decode.serve.texts import TextPiece, TextStream, joined
 from decode.settings import Settings
 from medusa.errors import RequestError
 
@@ -34,18 +33,18 @@ OPENINGS = {  # for backbones with a chat template, and without
     False: ["Once upon a time", "One sunny day, a girl named Mia", "The old boat"],
 }
 WELCOME = (
-    "The same model writes both texts. For the second one, a drafter guesses several tokens ahead: guesses that the "
-    "model accepted are <mark>marked</mark>, every other token cost one forward."
+    "The same model writes both texts. For the second text, a drafter guesses several tokens ahead. Guesses that the "
+    "model accepted are <mark>marked</mark>; every other token took one forward of its own."
 )
 NO_TEMPLATE = (
-    "This model has no chat template, so it is not an assistant: it continues your text. Send an empty message to let "
-    "it go on."
+    "This model has no chat template, so it is not an assistant: it continues your text. Send an empty message to "
+    "continue the text as it is."
 )
 
 
 @dataclass(frozen=True)
 class PageConfig:
-    """What all pages have in common."""
+    """The values that all pages share."""
 
     worker: ChatWorker
     settings: Settings
@@ -53,6 +52,12 @@ class PageConfig:
     drafter: str
     system: str | None
     seed: int
+
+    @property
+    def num_nodes(self) -> int:
+        source = self.worker.generator.source
+        assert source is not None, "a page without a drafter has nothing to compare"
+        return source.num_nodes
 
 
 def serve(
@@ -86,9 +91,9 @@ def marked(pieces: Sequence[TextPiece]) -> str:
     html = ""
     for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
         text = joined(list(group))
-        words = text.strip()
-        before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-        html += f"{before}<mark>{escape(words)}</mark>{after}" if drafted and words else escape(text)
+        guessed = text.strip() if drafted else ""
+        before, _, after = text.partition(guessed) if guessed else (text, "", "")
+        html += escape(before) + (f"<mark>{escape(guessed)}</mark>" if guessed else "") + escape(after)
     return html
 
 
@@ -106,10 +111,8 @@ class Card:
                 ui.label(subtitle).classes("subtitle")
             self.text = ui.html("", sanitize=False).classes("text")
             with ui.element("footer"):
-                self.speed = self._figure("tokens/s")
-                self.tau = self._figure("tokens a step")
-                self.count = self._figure("tokens")
-                self.seconds = self._figure("seconds")
+                units = ("tokens/s", "tokens per step", "tokens", "seconds")
+                self.figures = [self._figure(unit) for unit in units]
 
     @staticmethod
     def _figure(unit: str) -> ui.label:
@@ -123,10 +126,9 @@ class Card:
         cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
         self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space
-        self.speed.text = f"{now.tokens_per_second:.0f}"
-        self.tau.text = f"{now.tau:.2f}"
-        self.count.text = str(now.tokens)
-        self.seconds.text = f"{now.seconds:.2f}"
+        shown = (f"{now.tokens_per_second:.0f}", f"{now.tau:.2f}", str(now.tokens), f"{now.seconds:.2f}")
+        for label, figure in zip(self.figures, shown, strict=True):
+            label.text = figure
 
 
 class ChatPage:
@@ -146,20 +148,20 @@ class ChatPage:
         ui.colors(primary=ACCENT)
         ui.add_css((STATIC / "chat.css").read_text(encoding="utf-8"))
         ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")
-        ui.context.client.on_delete(self._leave)
+        ui.context.client.on_delete(self._forget)
         dark = ui.dark_mode(None)
+        about = f"{self.config.drafter}, {self.config.num_nodes} nodes · {self.settings.rule.name}"
         with ui.header().classes("top"):
             ui.html(ICON, sanitize=False).classes("logo")
             with ui.element("div").classes("names"):
                 ui.label(self.config.backbone.rstrip("/").rsplit("/", 1)[-1]).classes("backbone")
-                ui.label(self._about()).classes("about")
+                ui.label(about).classes("about")
             ui.space()
             self.both = ui.switch("side by side", value=True).props("dense")
             with ui.button(icon="tune").props("flat round dense aria-label=Options"):
                 self._options()
-            ui.button(icon="contrast", on_click=lambda: self._turn_light(dark)).props(
-                "flat round dense aria-label='Light or dark'"
-            )
+            light = ui.button(icon="contrast", on_click=lambda: dark.set_value(dark.value is None or not dark.value))
+            light.props("flat round dense aria-label='Light or dark'")
             ui.button(icon="restart_alt", on_click=self._reset).props("flat round dense aria-label='Start again'")
         with ui.element("main").props("role=log aria-live=polite"):
             self.log = ui.element("div").classes("log")
@@ -171,24 +173,15 @@ class ChatPage:
             self.button.props("aria-label=Send")
         self._welcome()
 
-    def _about(self) -> str:
-        source = self.generator.source
-        assert source is not None, "a page without a drafter has nothing to compare"
-        return f"{self.config.drafter}, {source.num_nodes} nodes · {self.settings.rule.name}"
-
-    @staticmethod
-    def _turn_light(dark: ui.dark_mode) -> None:
-        dark.set_value(not dark.value if dark.value is not None else True)
-
     def _options(self) -> None:
         with ui.menu().props("anchor='bottom right' self='top right'"), ui.element("div").classes("options"):
-            warmth = ui.label()
+            label = ui.label()
             temperature = ui.slider(min=0, max=1.5, step=0.1, value=self.settings.temperature)
             temperature.props("aria-label=Temperature")
-            warmth.bind_text_from(temperature, "value", _temperature_label)
-            ui.label("Tokens at most")
+            label.bind_text_from(temperature, "value", _temperature_label)
+            ui.label("Maximum of new tokens")
             length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
-            length.props("dense outlined aria-label='Tokens at most'")
+            length.props("dense outlined aria-label='Maximum of new tokens'")
         if self.settings.compile:
             temperature.disable()  # the compiled steps are for this temperature
         temperature.on("change", lambda: self._change(lambda now: replace(now, temperature=float(temperature.value))))
@@ -196,42 +189,35 @@ class ChatPage:
 
     def _change(self, change: Callable[[Settings], Settings]) -> None:
         try:
-            changed = change(self.settings)
+            self.settings = change(self.settings)
         except RequestError as error:
             ui.notify(str(error), type="negative")
-        else:
-            self.settings = changed
 
     def _welcome(self) -> None:
         with self.log, ui.element("div").classes("welcome") as self.welcome:
             ui.html(ICON, sanitize=False).classes("emblem")
             ui.label("The same text, faster").classes("hello")
-            ui.html(f"<p>{WELCOME}</p>", sanitize=False)
-            if not self.templated:
-                ui.html(f"<p>{NO_TEMPLATE}</p>", sanitize=False)
+            for paragraph in [WELCOME] if self.templated else [WELCOME, NO_TEMPLATE]:
+                ui.html(f"<p>{paragraph}</p>", sanitize=False)
             with ui.element("div").classes("openings"):
                 for opening in OPENINGS[self.templated]:
                     button = ui.button(opening, on_click=lambda text=opening: self._answer(text))
                     button.props("outline no-caps rounded")
 
-    def _reset(self) -> None:
-        self._stop()
+    def _forget(self) -> None:
+        """Stop the answer and begin a new conversation."""
+        if self.stopped is not None:
+            self.stopped.set()
         self.conversation = Conversation(self.generator.tokenizer, self.config.system)
+
+    def _reset(self) -> None:
+        self._forget()
         self.log.clear()
         self._welcome()
 
-    def _leave(self) -> None:
-        """End the answer: the page was closed."""
-        self._stop()
-        self.conversation = Conversation(self.generator.tokenizer, self.config.system)
-
-    def _stop(self) -> None:
-        if self.stopped is not None:
-            self.stopped.set()
-
     async def _ask_or_stop(self) -> None:
         if self.stopped is not None:
-            self._stop()
+            self.stopped.set()
         else:
             await self._ask()
 
@@ -263,18 +249,18 @@ class ChatPage:
             self.button.props("icon=arrow_upward aria-label=Send")
 
     async def _write(self, turn: Turn, stopped: threading.Event) -> list[Side]:
-        """Show a message, and the answer as it grows; plain decoding comes first if it takes part."""
-        both, settings, conversation = bool(self.both.value), self.settings, self.conversation
+        """Show a message, and the answer as it grows. Plain decoding comes first if it takes part."""
+        settings, conversation, worker = self.settings, self.conversation, self.config.worker
+        ways = [True, False] if self.both.value else [False]
         with self.log, ui.element("article"):
             if turn.message:
                 ui.label(turn.message).classes("message")
-            state = ui.label("").classes("state")
-            with ui.element("div").classes("sides" if both else "sides alone"):
-                cards = [Card("Plain decoding", "a token a step", "plain")] if both else []
-                cards.append(Card(f"With {self.config.drafter}", self._guesses(), "drafted"))
+            state = ui.label(f"{worker.waiting} before you" if worker.waiting else "").classes("state")
+            with ui.element("div").classes("sides" if len(ways) > 1 else "sides alone"):
+                cards = [Card("Plain decoding", "one token per step", "plain")] if len(ways) > 1 else []
+                guesses = f"up to {self.config.num_nodes - 1} guesses per step"
+                cards.append(Card(f"With {self.config.drafter}", guesses, "drafted"))
             result = ui.element("div").classes("verdict")
-        if self.config.worker.waiting:
-            state.text = f"{self.config.worker.waiting} before you"
 
         def show(snapshots: list[Snapshot]) -> None:
             if self.conversation is conversation:  # otherwise the reader has started again, or left
@@ -284,7 +270,13 @@ class ChatPage:
 
         seed = prompt_seeds(self.config.seed, [self.answers])[0]
         self.answers += 1
-        sides = await self.config.worker.write(lambda: self._begin(turn, settings, seed, both), show, stopped)
+        before = () if self.templated else turn.prompt
+
+        def side(plain: bool) -> Side:
+            stream = TextStream(self.generator.tokenizer, settings.stop, before)
+            return Side(self.generator.run(turn.prompt, settings, seed, plain), stream)
+
+        sides = await worker.write(lambda: list(map(side, ways)), show, stopped)
         if sides:
             show([Snapshot.at(side) for side in sides])
         if len(sides) == 2 and self.conversation is conversation:
@@ -294,17 +286,3 @@ class ChatPage:
                 ui.label("as fast").classes("than")
                 ui.label(same).classes("same")
         return sides
-
-    def _guesses(self) -> str:
-        assert self.generator.source is not None
-        return f"up to {self.generator.source.num_nodes - 1} guesses a step"
-
-    def _begin(self, turn: Turn, settings: Settings, seed: int, both: bool) -> list[Side]:
-        before = () if self.templated else turn.prompt
-        return [
-            Side(
-                self.generator.run(turn.prompt, settings, seed, plain),
-                TextStream(self.generator.tokenizer, settings.stop, before),
-            )
-            for plain in ([True, False] if both else [False])
-        ]

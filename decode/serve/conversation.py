@@ -13,12 +13,10 @@ from medusa.errors import RequestError
 from medusa.records.prompts import continuation_ids, prompt_ids
 from medusa.records.record import Record
 
-SOURCE = "this conversation"  # the source of messages in errors
-
 
 @dataclass
 class Turn:
-    """A message with the prompt that answers it, and the answer."""
+    """A message with the prompt that it makes, and the answer."""
 
     message: str
     prompt: list[int]
@@ -28,7 +26,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """All turns so far. Without a chat template there are no turns of two speakers: one text is continued."""
+    """All turns so far. Without a chat template, the messages and answers are one text, which is continued."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
@@ -45,16 +43,16 @@ class Conversation:
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
         """The turn for a message. `keep` adds the turn to the conversation when it is answered.
 
-        Without a template an empty message continues the text.
+        Without a template, an empty message continues the text.
 
         Args:
-            models: those whose contexts must have room for the answer.
+            models: the models whose contexts must have room for the answer.
 
         Raises:
-            RequestError: an empty message, one that the template refuses, or a context that is full."""
+            RequestError: the message is empty, the template refuses the message, or a context is full."""
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
-        prompt = self._prompt(message)
+        prompt = self._templated(message) if self.has_template else self._continued(message)
         for backbone in map(Backbone, models):
             require_fitting([prompt], backbone)
             if backbone.context is not None and len(prompt) >= backbone.context:
@@ -70,23 +68,17 @@ class Conversation:
         """Forget all turns."""
         self.turns.clear()
 
-    def _prompt(self, message: str) -> list[int]:
-        if not self.has_template:
-            return self._continued(message)
+    def _templated(self, message: str) -> list[int]:
         messages: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             messages += [{"role": "user", "content": turn.message}, {"role": "assistant", "content": turn.text}]
         messages.append({"role": "user", "content": message})
-        return prompt_ids(Record(SOURCE, messages=messages), self.tokenizer)
+        return prompt_ids(Record("this conversation", messages=messages), self.tokenizer)
 
     def _continued(self, message: str) -> list[int]:
-        last = self.turns[-1].result if self.turns else None
-        if last is None or last.finish_reason == "eos":  # the text has ended: the message begins another
+        last = self.turns[-1] if self.turns else None
+        if last is None or last.result is None or last.result.finish_reason == "eos":  # the message begins a new text
             return prompt_ids(Record("the text", text=message, is_prompt=True), self.tokenizer)
-        ids = last.input_ids + last.new_ids
-        return [*ids, *continuation_ids(ids, self._space + message, self.tokenizer)] if message else ids
-
-    @property
-    def _space(self) -> str:
-        """What separates the text so far from a message that continues it."""
-        return "" if not self.turns or self.turns[-1].text[-1:].isspace() else " "
+        ids = last.result.input_ids + last.result.new_ids
+        space = "" if last.text[-1:].isspace() else " "
+        return [*ids, *continuation_ids(ids, space + message, self.tokenizer)] if message else ids

@@ -1,6 +1,6 @@
 """Requests of the OpenAI API, read from JSON and checked (https://platform.openai.com/docs/api-reference).
 
-A parameter that this server does not support is refused by name, unless its value asks for nothing.
+A parameter that this server does not support is refused by name, unless its value requests nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from reprlib import repr as short
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from decode.settings import Settings
@@ -18,7 +18,7 @@ from medusa.records.prompts import prompt_ids
 from medusa.records.record import Record
 
 MAX_CHOICES = 128  # texts of one request
-UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values that ask for nothing
+UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values that request nothing
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values tha
     "functions": [],
     "response_format": {"type": "text"},
 }
-IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier"}  # not meant for the model
+IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier"}  # no effect on the text
 
 
 class ApiError(Exception):
@@ -50,7 +50,7 @@ class ApiError(Exception):
 
 
 class StrictModel(BaseModel):
-    """A model that converts no types: a text is no number."""
+    """A model that converts no types: a string is not accepted for a number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -84,10 +84,20 @@ Number = Annotated[float | None, Field(allow_inf_nan=False, description="a numbe
 Flag = Annotated[bool | None, Field(description="true or false")]
 
 
+def _require_temperature(value: float | None) -> float | None:
+    if value is not None and 0 < value < 1e-3:  # scores would overflow, and break later batches on a GPU
+        raise ValueError("too small")
+    return value
+
+
+def _as_strings(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
 class GenerationRequest(StrictModel):
     """The parameters that completions and chats share; null means the server's default.
 
-    A field's description says what its value may be: refusals quote it. `Settings` checks the ranges.
+    Error messages quote the field's description. `Settings` checks the ranges.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -95,13 +105,17 @@ class GenerationRequest(StrictModel):
     model: str | None = Field(None, description="the name of the model")
     max_tokens: WholeNumber = None
     max_completion_tokens: WholeNumber = None
-    temperature: Number = Field(None, description="a number, 0 or at least 0.001")
+    temperature: Annotated[Number, AfterValidator(_require_temperature)] = Field(
+        None, description="a number, 0 or at least 0.001"
+    )
     top_p: Number = None
     top_k: WholeNumber = None
     min_p: Number = None
     repetition_penalty: Number = Field(None, ge=0.01, description="a number of at least 0.01")
     ignore_eos: Flag = None
-    stop: str | list[str] | None = Field(None, description="a string or a list of strings")
+    stop: Annotated[list[str] | None, BeforeValidator(_as_strings)] = Field(
+        None, description="a string or a list of strings"
+    )
     seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
     stream: Flag = None
@@ -112,17 +126,10 @@ class GenerationRequest(StrictModel):
     def _drop_what_asks_for_nothing(cls, body: dict[str, object]) -> dict[str, object]:
         for name, neutral in UNSUPPORTED.items():
             value = body.get(name)
-            # `logprobs: 0` asks for something, although 0 == False.
+            # `logprobs: 0` is a request, although 0 == False.
             if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
                 raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
         return {name: value for name, value in body.items() if name not in UNSUPPORTED and name not in IGNORED}
-
-    @field_validator("temperature")
-    @classmethod
-    def _require_temperature(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < 1e-3:  # scores would overflow, on a GPU for every later batch too
-            raise ValueError("too small")
-        return value
 
     @property
     def copies(self) -> int:
@@ -139,12 +146,10 @@ class GenerationRequest(StrictModel):
 
         Raises:
             RequestError: a value out of range, or values that cannot be combined."""
-        asked = {
-            "max_new_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
-        }
         same_names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
-        asked |= {name: getattr(self, name) for name in same_names}
+        asked: dict[str, object] = {name: getattr(self, name) for name in same_names}
+        asked["max_new_tokens"] = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        asked["stop"] = None if self.stop is None else tuple(self.stop)
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
 
 
@@ -186,31 +191,31 @@ class ChatRequest(GenerationRequest):
             ApiError: there is no chat template, or nothing to answer.
             RequestError: messages that the template refuses."""
         if tokenizer.chat_template is None:
-            raise ApiError("this model has no chat template; /v1/completions continues a text", param="messages")
+            raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":
-            raise ApiError("the last message is the assistant's; end with the user's", param="messages")
+            raise ApiError("the last message is the assistant's; end with the user's message", param="messages")
         plain = [{"role": message.role, "content": message.text} for message in self.messages]
         return [prompt_ids(Record("messages", messages=plain), tokenizer)]
 
 
-Request = TypeVar("Request", CompletionRequest, ChatRequest)
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
-def parse(content: bytes, kind: type[Request]) -> Request:
+def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
     """Read and check the body of a request.
 
     Raises:
-        ApiError: no JSON object, an unknown or unsupported parameter, or a value of a wrong type."""
+        ApiError: the body is not a JSON object, a parameter is unknown or unsupported, or a value has a wrong type."""
     try:
         body = json.loads(content)
     except ValueError as error:
-        raise ApiError(f"the request is no JSON ({error})") from None
+        raise ApiError(f"the request is not JSON ({error})") from None
     if not isinstance(body, dict):
         raise ApiError("the request must be a JSON object")
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ApiError(f"the request holds half a character ({error.object[error.start : error.end]!a})") from None
+        raise ApiError(f"the request contains half a character ({error.object[error.start : error.end]!a})") from None
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -218,7 +223,7 @@ def parse(content: bytes, kind: type[Request]) -> Request:
 
 
 def _refusal(kind: type[GenerationRequest], body: dict[str, object], error: ValidationError) -> ApiError:
-    """The first error in one line; a parameter that does not exist comes before all others."""
+    """The first error in one line. Unknown parameters come before all other errors."""
     names = {found["type"]: str(found["loc"][0]) for found in reversed(error.errors())}
     if unknown := names.get("extra_forbidden"):
         known = ", ".join(sorted({*kind.model_fields, *UNSUPPORTED, *IGNORED}))

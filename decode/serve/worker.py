@@ -1,7 +1,7 @@
-"""The thread that decodes: waiting texts are put into batches, and each batch is decoded to its end.
+"""The thread that decodes for the server: waiting texts are put into batches, and each batch is decoded to its end.
 
-The text that has waited longest is put into the next batch, together with those that are sampled in the same way and
-have prompts of similar length. Rows that have ended, or whose reader has left, leave the batch.
+The text that has waited longest goes into the next batch, together with texts that are sampled in the same way and have
+prompts of similar length. Rows that have ended, or whose reader has left, leave the batch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from decode.generation import decoding
 from decode.request import prepare
+from decode.results import DecodingRun
 from decode.sequences import Request
-from decode.serve.generator import TextGenerator
-from decode.serve.text_stream import TextStream, joined
+from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
 from medusa.backbone import Backbone
 
 
 class RowEvent(NamedTuple):
-    """Something that happened to a row: new text, its end, or an error."""
+    """New text of a row, its end, or an error."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -42,7 +43,7 @@ class ReaderLeft(StoppingCriteria):
 
 
 class StopInNewText(StoppingCriteria):
-    """Ends a row whose new text holds a stop string. As in OpenAI's API, the prompt does not count."""
+    """Ends a row whose new text contains a stop string. As in OpenAI's API, the prompt does not count."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_length: int) -> None:
         self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
@@ -50,17 +51,15 @@ class StopInNewText(StoppingCriteria):
         self.window = 4 * max(map(len, stop)) + 4
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
-        texts = [
-            str(self.tokenizer.decode(ids[-self.window :], skip_special_tokens=True))
-            for ids in input_ids[:, self.prompt_length :].tolist()
-        ]
+        rows = input_ids[:, self.prompt_length :].tolist()
+        texts = [str(self.tokenizer.decode(ids[-self.window :], skip_special_tokens=True)) for ids in rows]
         found = [any(string in text for string in self.stop) for text in texts]
         return torch.tensor(found, device=input_ids.device)
 
 
 @dataclass
 class BatchRow:
-    """One text that was asked for, from its prompt to the function that tells its reader."""
+    """One requested text, from its prompt to the function that informs its reader."""
 
     prompt: list[int]
     settings: Settings
@@ -79,7 +78,7 @@ class BatchRow:
         """Prepare the row for decoding.
 
         Raises:
-            RequestError: the model cannot do it."""
+            RequestError: as `decode.request.prepare`."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         ends = StoppingCriteriaList([self.reader])
         if self.settings.stop:
@@ -112,11 +111,14 @@ class BatchWorker:
         def run() -> None:
             try:
                 warm_up()
-            except Exception as error:  # any error is raised in the thread that has called `start`
+            except Exception as error:  # raised again in the thread that called `start`
                 ready.put(error)
                 return
             ready.put(None)
-            self._run()
+            while (batch := self.next_batch()) is not None:
+                self.running = batch
+                if batch:
+                    self.decode(batch)
 
         self.thread = threading.Thread(target=run, name="batches", daemon=True)
         self.thread.start()
@@ -135,12 +137,6 @@ class BatchWorker:
         if self.thread is not None:
             self.thread.join(timeout=10)
 
-    def _run(self) -> None:
-        while (batch := self.next_batch()) is not None:
-            self.running = batch
-            if batch:
-                self.decode(batch)
-
     def next_batch(self) -> list[BatchRow] | None:
         """The row that has waited longest, and the rows with its key whose prompts are nearest in length.
 
@@ -155,7 +151,7 @@ class BatchWorker:
             return []
         first = self.waiting[0]
         alike = [row for row in self.waiting if row.batch_key == first.batch_key]
-        alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # stable: itself, then by arrival
+        alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # stable: `first`, then by arrival
         batch = alike[: self.batch_size]
         self.waiting = [row for row in self.waiting if not any(row is taken for taken in batch)]
         return batch
@@ -178,9 +174,8 @@ class BatchWorker:
 
     def _decode(self, rows: list[BatchRow], requests: list[Request]) -> None:
         streams = [TextStream(self.generator.tokenizer, row.settings.stop) for row in rows]
-        run = self.generator.run_all(requests, rows[0].settings)
-        reasons = run.session.sequences.finish_reason
-        ended: set[int] = set()
+        run = DecodingRun(decoding(self.generator.model, self.generator.source, requests, rows[0].settings))
+        reasons, ended = run.session.sequences.finish_reason, set()
         for step in run:
             for index, ids in step.ids.items():
                 rows[index].new_tokens += len(ids)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from decode.results import Result
     from decode.serve.conversation import Conversation, Turn
-    from decode.serve.generator import TextGenerator
-    from decode.serve.text_stream import TextPiece
+    from decode.serve.texts import TextGenerator, TextPiece
     from decode.settings import Settings
 
 PORT = 8765
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_models(args, *([] if plan is None else [plan]))
 
     from decode.serve.conversation import Conversation
-    from decode.serve.generator import TextGenerator
+    from decode.serve.texts import TextGenerator
 
     loaded, tokenizer = common.open_for_text(args, plan, "a chat is text")
     Conversation(tokenizer, args.system)  # refused now, if at all
@@ -93,7 +92,7 @@ def _check_place(args: argparse.Namespace) -> None:
 
 def _serve_page(args: argparse.Namespace, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:
     from decode.serve.chat_page import PageConfig, serve
-    from decode.serve.chat_worker import ChatWorker
+    from decode.serve.race import ChatWorker
 
     worker = ChatWorker(generator)
     with common.warming_up(args):
@@ -169,7 +168,7 @@ class _Terminal:
 
     def _answer(self, turn: Turn) -> None:
         from decode.results import prompt_seeds, tau
-        from decode.serve.text_stream import TextStream
+        from decode.serve.texts import TextStream
 
         tokenizer, templated = self.generator.tokenizer, self.conversation.has_template
         seed = prompt_seeds(self.args.seed, [len(self.results)])[0]
@@ -205,7 +204,7 @@ class _Printer:
     def __call__(self, pieces: list[TextPiece]) -> str:
         from rich.text import Text
 
-        from decode.serve.text_stream import joined
+        from decode.serve.texts import joined
 
         text = joined(pieces)
         if self.console.is_terminal:

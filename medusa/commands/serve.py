@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_models(args, *([] if plan is None else [plan]))
 
     from decode.serve.app import CompletionApi, serve
-    from decode.serve.generator import TextGenerator
+    from decode.serve.texts import TextGenerator
     from decode.serve.worker import BatchWorker
 
     loaded, tokenizer = common.open_for_text(args, plan, "the API is of texts")

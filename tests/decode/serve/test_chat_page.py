@@ -27,11 +27,9 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import Result
 from decode.serve.chat_page import ChatPage, PageConfig, marked
-from decode.serve.chat_worker import ChatWorker
 from decode.serve.conversation import Conversation
-from decode.serve.generator import TextGenerator
-from decode.serve.race import Side, Snapshot, verdict
-from decode.serve.text_stream import TextPiece, TextStream
+from decode.serve.race import ChatWorker, Side, Snapshot, verdict
+from decode.serve.texts import TextGenerator, TextPiece, TextStream
 from decode.settings import Settings
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -71,7 +69,7 @@ def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
             side([1, 2], 1.0),
             side([1, 3], 1.0),
             SHORT,
-            ("1.00×", "the texts part at token 2: a near-tie, rounded otherwise"),
+            ("1.00×", "the texts diverge at token 2: two tokens are nearly tied, and rounding decides"),
         ),
         (
             side([1], 1.0),
@@ -83,7 +81,7 @@ def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
             side([1], 1.0),
             side([3], 1.0),
             Settings(acceptance="topk:2"),
-            ("1.00×", "another text: acceptance topk:2 is lossy"),
+            ("1.00×", "different texts: acceptance topk:2 is lossy"),
         ),
     ],
 )

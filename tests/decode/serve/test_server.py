@@ -24,8 +24,8 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import text_of
 from decode.serve.app import CompletionApi
-from decode.serve.generator import TextGenerator
 from decode.serve.schema import ApiError, ChatRequest
+from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from medusa.__main__ import main
@@ -167,7 +167,7 @@ def test_models_and_health(url: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
-        ("/v1/completions", b"{", 400, "the request is no JSON"),
+        ("/v1/completions", b"{", 400, "the request is not JSON"),
         ("/v1/completions", [1], 400, "must be a JSON object"),
         ("/v1/completions", {}, 400, "prompt is missing; it must be a text or a list of ids"),
         ("/v1/completions", {"prompt": []}, 400, "prompt is []; it must be a text or a list of ids"),
@@ -242,7 +242,7 @@ def test_without_a_template_a_chat_is_refused(
     generator: TextGenerator, api: CompletionApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator.tokenizer, "chat_template", None)
-    with pytest.raises(ApiError, match="no chat template; /v1/completions continues a text"):
+    with pytest.raises(ApiError, match="no chat template; use /v1/completions"):
         ChatRequest(messages=[{"role": "user", "content": "a"}]).prompts(generator.tokenizer)
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.results import text_of
-from decode.serve.text_stream import TextPiece, TextStream
+from decode.serve.texts import TextPiece, TextStream
 from medusa.loading import load_tokenizer
 
 TEXT = "Häuser, 猫 and 👩‍👩‍👧: a story. The end? No! The end. 🐙"

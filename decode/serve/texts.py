@@ -1,15 +1,59 @@
-"""Text while it is written: token ids go in step by step, pieces of text come out that never change again."""
+"""Texts while they are written: generators start them, and streams turn their token ids into pieces of text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.drafters.base import DrafterFactory
+from decode.generation import decoding
+from decode.request import prepare
+from decode.results import DecodingRun
+from decode.settings import Settings
+from decode.tree_check import require_tree_forward
+
+WARM_UP_STEPS = 5
 INCOMPLETE = "\ufffd"
 """The character that a tokenizer writes for bytes that are not (yet) a character."""
-KEPT_BEFORE = 8  # ids of the text before that the first new ones are decoded with
+KEPT_BEFORE = 8  # ids of the text before that the first new ids are decoded with
+
+
+@dataclass
+class TextGenerator:
+    """A backbone with its tokenizer, and a drafter if there is one."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: DrafterFactory | None
+
+    def __post_init__(self) -> None:
+        if self.source is not None:
+            require_tree_forward(self.model)  # checked once per model, and here so that the first answer does not wait
+
+    def models(self, settings: Settings) -> list[PreTrainedModel]:
+        """The models whose contexts a text must fit into."""
+        return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
+
+    def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
+        """Begin to write after `prompt`; `plain`: without the drafter.
+
+        Raises:
+            RequestError: as `decode.request.prepare`."""
+        start = perf_counter()
+        requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
+        begun = decoding(self.model, None if plain else self.source, requests, settings)
+        return DecodingRun(begun, perf_counter() - start)
+
+    def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:
+        """Write a few tokens with the drafter and without, so that the first answer is as fast as later ones."""
+        for plain in [True] if self.source is None else [True, False]:
+            for count, _ in enumerate(self.run(prompt, settings, plain=plain), 1):
+                if count == WARM_UP_STEPS:
+                    break
 
 
 class TextPiece(NamedTuple):
@@ -17,7 +61,7 @@ class TextPiece(NamedTuple):
 
     text: str
     drafted: bool
-    """Whether they were drafted and accepted; otherwise they are a root, decided by the backbone."""
+    """Whether the characters were drafted and accepted; otherwise they are a root, decided by the backbone."""
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
@@ -26,10 +70,10 @@ def joined(pieces: Sequence[TextPiece]) -> str:
 
 
 class TextStream:
-    """The text of one row, piece by piece. Together the pieces are `decode.results.text_of` all ids.
+    """The text of one row, in pieces that never change again. Joined, they are `decode.results.text_of` all ids.
 
     A token that ends within a character waits for the rest of the character. Text that may be the beginning of a stop
-    string waits until that is decided.
+    string waits until later text decides.
     """
 
     def __init__(
@@ -59,7 +103,7 @@ class TextStream:
         return self._release(0)
 
     def _new_text(self) -> str:
-        """The text of the ids after `done`. Ids before them are decoded too, because the first of a text may differ."""
+        """The text of the ids after `done`. Earlier ids are decoded too, since the first token of a text may differ."""
         known = self._decode(self.ids[self.start : self.done])
         return self._decode(self.ids[self.start :])[len(known) :]
 
@@ -72,8 +116,7 @@ class TextStream:
             return
         self.waiting.append(TextPiece(text, drafted))
         waiting = joined(self.waiting)
-        cuts = [waiting.index(string) for string in self.stop if string in waiting]
-        if cuts:
+        if cuts := [waiting.index(string) for string in self.stop if string in waiting]:
             self.ended = True
             self.waiting, _ = _split(self.waiting, min(cuts))
 
@@ -81,26 +124,21 @@ class TextStream:
         """How many of the waiting characters may be the beginning of a stop string."""
         if self.ended or not self.stop:
             return 0
-        waiting = joined(self.waiting)
-        longest = max(map(len, self.stop)) - 1
+        waiting, longest = joined(self.waiting), max(map(len, self.stop)) - 1
         lengths = range(min(longest, len(waiting)), 0, -1)
         return next((n for n in lengths if any(string.startswith(waiting[-n:]) for string in self.stop)), 0)
 
     def _release(self, kept: int) -> list[TextPiece]:
-        """All waiting characters but the last `kept`."""
+        """All waiting characters except the last `kept`."""
         given, self.waiting = _split(self.waiting, len(joined(self.waiting)) - kept)
         return given
 
 
 def _split(pieces: Sequence[TextPiece], count: int) -> tuple[list[TextPiece], list[TextPiece]]:
     """The first `count` characters, and the others."""
-    first: list[TextPiece] = []
-    rest: list[TextPiece] = []
+    first, rest = [], []
     for piece in pieces:
-        count = max(count, 0)
-        if count:
-            first.append(piece._replace(text=piece.text[:count]))
-        if len(piece.text) > count:
-            rest.append(piece._replace(text=piece.text[count:]))
-        count -= len(piece.text)
-    return first, rest
+        first.append(piece._replace(text=piece.text[:count]))
+        rest.append(piece._replace(text=piece.text[count:]))
+        count = max(count - len(piece.text), 0)
+    return [piece for piece in first if piece.text], [piece for piece in rest if piece.text]
