@@ -31,7 +31,7 @@ from decode.bench.benchmark import Contender
 from decode.bench.calibration.stored import files_for, situation, stored
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
-from decode.compiled import regions
+from decode.compiled import region
 from decode.drafters.trained_heads import heads_drafter
 from decode.request import prepare
 from decode.results import tau
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             methods[f"{name} {asked}"] = medusa_method(loaded.model, heads, settings, tree=tree)
             about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
             rows[f"{name} {asked}"] = about | costs(loaded, heads, tree, text)
-    regions.KEPT = max(regions.KEPT, len(methods))  # taking turns, all of them are needed again and again
+    region.KEPT = max(region.KEPT, len(methods))  # taking turns, all of them are needed again and again
     contenders = take_turns(args, loaded, methods, [[prompt] for prompt in prompts], args.rounds)
     for key, row in rows.items():
         row |= speeds(contenders[key], contenders["plain"])

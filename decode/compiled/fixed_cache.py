@@ -1,6 +1,6 @@
-"""A KV cache of fixed shape at fixed addresses, for compiled steps.
+"""Caches of fixed shape at fixed addresses, for compiled steps: the backbone's, and those of heads that look back.
 
-Shapes: B rows, S slots (the capacity), N nodes, C columns of a path, T tokens.
+Shapes: B rows, S slots (the capacity), N nodes, C columns of a path, T tokens, D the tree's depth, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.cache import TreeCache
+from decode.cache import TreeCache, TreeLayer
+from decode.heads_cache import HeadsCache
+from decode.masks import additive, visible_slots
+from decode.topology import Topology
+from medusa.heads.context_kv import ContextKV
+from medusa.tree import Tree
 
 
 class FixedLayer(CacheLayerMixin):
@@ -44,45 +49,38 @@ class FixedLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         return self.owner.capacity
 
-    def get_max_length(self) -> int:
-        return self.owner.capacity
+    get_max_length = get_max_cache_shape
 
 
 class FixedCache(Cache):
     """A KV cache whose shape never changes; `lengths` [B], on the device, says how many slots hold text."""
 
-    fixed_layers: list[FixedLayer]
-
     def __init__(self, like: TreeCache | FixedCache, capacity: int) -> None:
         """An empty cache with the layers of `like`, a cache that was filled."""
         self.capacity = capacity
-        layers = []
-        for layer in like.tree_layers if isinstance(like, TreeCache) else like.fixed_layers:
-            buffers = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in (layer.keys, layer.values)]
-            layers.append(FixedLayer(self, *(static(buffer) for buffer in buffers)))
-        self.rows = len(layers[0].keys)
-        self.lengths = static(torch.zeros(self.rows, dtype=torch.long, device=layers[0].keys.device))
+        self.fixed_layers: list[FixedLayer] = []
+        for layer in _layers(like):
+            keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in (layer.keys, layer.values))
+            self.fixed_layers.append(FixedLayer(self, static(keys), static(values)))
+        self.rows = len(keys)
+        self.lengths = static(torch.zeros(self.rows, dtype=torch.long, device=keys.device))
         self.slots = self.lengths[:, None]
-        self.fixed_layers = layers
-        super().__init__(layers=list(layers))
+        super().__init__(layers=list(self.fixed_layers))
 
-    def load(self, cache: TreeCache) -> None:
-        """Copy the committed text of `cache`."""
-        count = cache.longest
-        for layer, source in zip(self.fixed_layers, cache.tree_layers, strict=True):
-            _fill(layer.keys, source.keys[:, :, :count])
-            _fill(layer.values, source.values[:, :, :count])
-        self.lengths.copy_(torch.tensor(cache.lengths))
-
-    def take(self, other: FixedCache) -> None:
-        """Copy everything from a smaller cache."""
-        for layer, source in zip(self.fixed_layers, other.fixed_layers, strict=True):
-            _fill(layer.keys, source.keys)
-            _fill(layer.values, source.values)
-        self.lengths.copy_(other.lengths)
+    def load(self, other: TreeCache | FixedCache) -> None:
+        """Copy the text of `other`, and free the memory of a `TreeCache`."""
+        count = other.longest if isinstance(other, TreeCache) else other.capacity
+        for layer, source in zip(self.fixed_layers, _layers(other), strict=True):
+            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
+                # No earlier text may remain after these slots: a masked NaN would still reach the output, as 0 x NaN.
+                buffer[:, :, :count] = states[:, :, :count]
+                buffer[:, :, count:] = 0
+        self.lengths.copy_(torch.as_tensor(other.lengths))
+        if isinstance(other, TreeCache):
+            other.release()
 
     def append_next(self, count: int) -> Tensor:
-        """Let the next `count` states go after the text; returns their positions in a chain [B, count]."""
+        """Reserve the next `count` slots after the text for a forward; returns their positions [B, count]."""
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
         self.slots = positions.clamp_max(self.capacity - 1)
         return positions
@@ -97,6 +95,10 @@ class FixedCache(Cache):
                 _write(buffer, target.clamp_max(self.capacity - 1), buffer.gather(2, index))
 
 
+def _layers(cache: TreeCache | FixedCache) -> list[TreeLayer] | list[FixedLayer]:
+    return cache.tree_layers if isinstance(cache, TreeCache) else cache.fixed_layers
+
+
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """Write states [B, heads, N, size] into the slots [B, N] of buffer [B, heads, S, size]."""
     if len(slots) == 1:
@@ -106,16 +108,61 @@ def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
         buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
 
 
-def _fill(buffer: Tensor, states: Tensor) -> None:
-    """Copy states [B, heads, T, size] into the first slots of buffer [B, heads, S, size], and zeros into the others.
-
-    An earlier text must not remain there: a masked NaN would still reach the output, as 0 x NaN."""
-    count = states.shape[2]
-    buffer[:, :, :count] = states
-    buffer[:, :, count:] = 0
-
-
 def static(tensor: Tensor) -> Tensor:
     """Mark a tensor that CUDA graphs may write to, because its address never changes."""
     torch._dynamo.mark_static_address(tensor)
     return tensor
+
+
+class FixedHeadsCache:
+    """What heads that look back keep of the text (`decode.heads_cache`), in fixed shapes."""
+
+    def __init__(self, like: HeadsCache | FixedHeadsCache, capacity: int, max_depth: int) -> None:
+        """An empty cache for the heads of `like`; `max_depth` is that of the tree whose paths are read."""
+        self.heads, self.backbone = like.heads, like.backbone
+        self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
+        self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in _caches(like))
+
+    def load(self, other: HeadsCache | FixedHeadsCache) -> None:
+        """Copy what the heads keep of the text in `other`."""
+        for cache, source in zip((self.prefix, self.pairs), _caches(other), strict=True):
+            if cache is not None and source is not None:
+                cache.load(source)
+
+    def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
+        """Append accepted paths; returns what the heads read at their ends [B, H].
+
+        Args:
+            before: [B, H] what the heads read before the root.
+            hidden, ids: [B, D + 1, H] and [B, D + 1] of the paths' nodes, padded with any values.
+            end: [B] where each path ends.
+            counts: [B] by how many nodes each row grows.
+        """
+        if self.prefix is not None:
+            assert self.heads.prefix is not None
+            cache = self.prefix
+            positions = cache.append_next(hidden.shape[1])
+            allowed = visible_slots(self.chain, cache.lengths, cache.capacity)[:, None]
+            hidden = self.heads.prefix(hidden, positions, additive(allowed, hidden.dtype), cache)
+            cache.lengths.add_(counts)
+        if self.pairs is not None:
+            cache = self.pairs
+            positions = cache.append_next(hidden.shape[1])
+            pairs = torch.cat([before[:, None], hidden[:, :-1]], dim=1)
+            cache.update(*self.heads.project_kv(pairs, self.backbone.embed(ids).to(hidden), positions), 0)
+            cache.lengths.add_(counts)
+        return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
+
+    def context_kv(self) -> ContextKV | None:
+        """The keys and values that the next draft looks back at; `None` for kinds that do not look back."""
+        if self.pairs is None:
+            return None
+        layer, lengths = self.pairs.fixed_layers[0], self.pairs.lengths[:, None]
+        seen = torch.arange(self.pairs.capacity, device=lengths.device) < lengths
+        return ContextKV(layer.keys, layer.values, seen[:, None], lengths, self.heads.config.num_heads)
+
+
+def _caches(like: HeadsCache | FixedHeadsCache) -> list[TreeCache | FixedCache | None]:
+    """The cache of the prefix layers and that of the pairs."""
+    parts = (like.prefix, like.pairs)
+    return [part if part is None or isinstance(part, FixedCache) else part.cache for part in parts]

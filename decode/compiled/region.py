@@ -1,4 +1,4 @@
-"""One compiled step with its state on the device.
+"""One compiled step with its state on the device, and the compiled steps that a model keeps.
 
 Shapes: B rows, N nodes, D the depth, H hidden size.
 """
@@ -7,23 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from threading import Lock
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from decode.accept import Acceptance
-from decode.compiled.fixed_cache import FixedCache, static
-from decode.compiled.fixed_heads_cache import FixedHeadsCache
+from decode.cache import TreeCache
+from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Draft, Drafter, Frontier
+from decode.heads_cache import HeadsCache
 from decode.loop import at_end, pack
 from decode.masks import LayerKind, LayerKinds, Mask, additive, visible_slots
 from decode.ops.grouped_attention import grouped
-from decode.session import Session
 from decode.topology import Topology
 from medusa.backbone import Backbone
+
+KEPT = 8
+"""Regions that a model keeps, each with its cache; the least recently used one is dropped first."""
+COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
+Key = tuple[object, ...]
+"""What a region is compiled for."""
 
 
 class Region:
@@ -93,24 +102,21 @@ class Region:
 
         return self.layers.masks(of_kind)
 
-    def load(self, session: Session, frontier: Frontier) -> None:
-        """Start after prompts that were read; the session's own caches are freed."""
-        self.cache.load(session.verifier.cache)
-        session.verifier.cache.release()
-        if self.heads_cache is not None and session.heads_cache is not None:
-            self.heads_cache.load(session.heads_cache)
-        self.root.copy_(frontier.root)
-        self.hidden.copy_(frontier.hidden)
-        self.alive.fill_(1)
-
-    def take(self, other: Region) -> None:
-        """Continue from a region with a smaller cache."""
-        self.cache.take(other.cache)
-        if self.heads_cache is not None and other.heads_cache is not None:
-            self.heads_cache.take(other.heads_cache)
-        self.root.copy_(other.root)
-        self.hidden.copy_(other.hidden)
-        self.alive.copy_(other.alive)
+    def load(
+        self,
+        cache: TreeCache | FixedCache,
+        heads_cache: HeadsCache | FixedHeadsCache | None,
+        root: Tensor,
+        hidden: Tensor,
+        alive: Sequence[bool],
+    ) -> None:
+        """Continue after the texts that these caches hold, with roots [B] and hidden states [B, H]."""
+        self.cache.load(cache)
+        if self.heads_cache is not None and heads_cache is not None:
+            self.heads_cache.load(heads_cache)
+        self.root.copy_(root)
+        self.hidden.copy_(hidden)
+        self.end_rows(alive)
 
     def end_rows(self, alive: Sequence[bool]) -> None:
         """End the rows that are not `alive`; they stay in the batch, whose shape is fixed, and do nothing."""
@@ -121,7 +127,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     """Compile a bound method whole, and for its object alone: no other object tries the compiled code.
 
     Only the guards on tensors stay. Everything else that a region depends on is in its key. Checking a thousand modules
-    in every step would take longer than a small model's step; once per session it does not matter (`regions.state`).
+    in every step would take longer than a small model's step; once per session it does not matter (`modules_key`).
     """
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
@@ -136,3 +142,80 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
         options["triton.cudagraphs"] = True
     bound = MethodType(own, method.__self__)
     return torch.compile(bound, fullgraph=True, dynamic=False, options=options)  # type: ignore[arg-type]
+
+
+class Regions(list[tuple[Key, Region]]):
+    """The regions of a model that are not in use, with their keys, the most recently used one last.
+
+    They live as long as the model. A copy of the model starts without any.
+    """
+
+    ATTRIBUTE = "_medusa_regions"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Regions:
+        """The regions of this model."""
+        return vars(model).setdefault(cls.ATTRIBUTE, cls())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Regions:
+        return Regions()
+
+    def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
+        return Regions, ()
+
+    def take(self, key: Key, make: Callable[[], Region]) -> Region:
+        """Take a region for this key, which then is the caller's alone; make one if there is none."""
+        with self.lock:
+            for place, (held, region) in enumerate(self):
+                if held == key:
+                    del self[place]
+                    return region
+        return make()
+
+    def put_back(self, key: Key, region: Region) -> None:
+        """Return a region after use."""
+        with self.lock:
+            self.append((key, region))
+            del self[:-KEPT]
+
+
+def surroundings_key(backbone: Backbone) -> Key:
+    """What compiled code depends on outside the modules: attention, autocast, threads."""
+    kind = backbone.device.type
+    precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return backbone.config._attn_implementation, precision, torch.get_num_threads()
+
+
+def modules_key(module: nn.Module) -> Key:
+    """What guards on modules would check in every step, to be checked once per session.
+
+    For every submodule: its hooks, its parameters (tied ones are one input of the region), and all settings, such as
+    train mode, active adapters, or a replaced `forward`. The values of parameters may change.
+    """
+    return tuple(
+        (
+            type(part),
+            *((id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None),
+            *part._forward_pre_hooks.values(),
+            *part._forward_hooks.values(),
+            *((name, _plain(value)) for name, value in vars(part).items() if name not in COMMON_ATTRIBUTES),
+        )
+        for part in module.modules()
+    )
+
+
+def _plain(value: object) -> object:
+    """A number, string or function, or a container of these; tensors, modules and caches become `None`."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, dict) and type(value) is dict:
+        value = list(value.items())
+    elif isinstance(value, set) and type(value) is set:
+        value = sorted(value, key=repr)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return tuple(part for part in map(_plain, value) if part not in (None, ()))
+    return None

@@ -21,7 +21,7 @@ from medusa.errors import RequestError
 
 
 class FixedSampler:
-    """Decides on tokens inside a compiled step."""
+    """Decides which nodes to accept inside a compiled step."""
 
     def __init__(self, target: Target, acceptor: Acceptor) -> None:
         self.acceptor, self.truncation, self.do_sample = acceptor, target.truncation, target.do_sample
@@ -29,7 +29,7 @@ class FixedSampler:
 
     @staticmethod
     def key(target: Target, acceptor: Acceptor) -> tuple[object, ...]:
-        """What a region is compiled for, as far as the sampler determines it.
+        """The sampler's part of a region's key.
 
         Raises:
             RequestError: a processor reads the text, rows differ in their options, scores are recorded, or drafts are
@@ -38,20 +38,26 @@ class FixedSampler:
             others = [type(p).__name__ for p in processors if not isinstance(p, WARPERS)]
             if others:
                 raise RequestError(
-                    f"--compile takes temperature, top-k, top-p, min-p and the like only, no {others[0]}, which reads "
-                    "the text; leave one of them out"
+                    f"--compile cannot be combined with {others[0]}, which reads the text; use only temperature, "
+                    "top-k, top-p, min-p and the like, or leave out --compile"
                 )
         kinds = [[(type(p), _values(p)) for p in row] for row in target.processors]
         if any(kind != kinds[0] for kind in kinds):
-            raise RequestError("--compile takes one set of sampling options for all rows of a batch")
+            raise RequestError("--compile needs the same sampling options in all rows of a batch")
         if target.kept_scores is not None or target.kept_logits is not None:
             raise RequestError("a compiled step gives no output_scores or output_logits; leave out --compile")
         if acceptor.draft == "sample":
-            raise RequestError("--compile verifies drafts that were chosen, not drawn; use draft topk")
+            raise RequestError("--compile cannot be combined with draft sample; use draft topk")
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
-        """Decide which nodes stay, from logits [B, N, V], numbers u [B, D + 1] and the greatest depths [B]."""
+        """Decide which nodes to accept.
+
+        Args:
+            logits: [B, N, V] the backbone's.
+            u: [B, D + 1] uniform numbers, one per depth.
+            room: [B] the greatest depth that may be accepted.
+        """
         if not self.do_sample and not self.processors:
             return accept_greedy(draft, most_probable(logits), room)
         if self.acceptor.rule == "typical":
@@ -59,7 +65,7 @@ class FixedSampler:
         return self._walk(draft, logits, u, room)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """The target's scores [X, V] of logits [X, V]; these processors do not read ids."""
+        """The target's scores [X, V] from logits [X, V]; these processors do not read ids."""
         ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
         processed = self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float()))
         scores = cast(Tensor, processed)
@@ -68,7 +74,7 @@ class FixedSampler:
         return scores
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
-        """`accept_walk` in which all rows go on to the greatest depth; rows that have ended stay where they are."""
+        """`accept_walk` with a fixed number of steps: rows that have ended stay at their node."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from decode.cache import TreeCache
-from decode.compiled.fixed_cache import FixedCache
-from decode.compiled.fixed_heads_cache import FixedHeadsCache
-from decode.compiled.region import Region
-from decode.compiled.regions import Key, Regions, state, surroundings
+from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache
+from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter
 from decode.drafters.dynamic_tree import DynamicTree
@@ -33,7 +30,7 @@ class CompiledStepper:
     """Decodes a session in compiled regions (`decode.loop.Stepper`)."""
 
     ahead = 1024
-    """New tokens for which the first cache has room, at most."""
+    """The most new tokens for which the first cache has room."""
 
     def __init__(
         self,
@@ -55,41 +52,47 @@ class CompiledStepper:
         self.session, self.acceptor, self.tree, self.make_drafter = session, acceptor, tree, make_drafter
         self.regions = Regions.of(session.backbone.model)
         self.taken: list[tuple[Key, Region]] = []
-        # The heads themselves are part of the key, so that no others take the place of heads that were freed.
+        # The key holds the heads themselves, so that their identity cannot be reused by other heads.
         self.key = (
             len(session.sequences),
             heads,
-            _content(tree),
+            _tree_key(tree),
             *FixedSampler.key(session.target, acceptor),
-            *surroundings(session.backbone),
-            state(session.backbone.model),
-            state(heads) if heads is not None else (),
+            *surroundings_key(session.backbone),
+            modules_key(session.backbone.model),
+            modules_key(heads) if heads is not None else (),
         )
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
 
     def start(self) -> tuple[list[int], list[int]]:
-        session, sequences, nodes = self.session, self.session.sequences, self.tree.num_nodes
-        frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
-        first = max(self.lengths) + min(max(sequences.limits), self.ahead) + nodes
-        with self._refusing():
-            self.region = self._take(first, session.verifier.cache, session.heads_cache, frontier.hidden)
-        self.region.load(session, frontier)
-        device = session.backbone.device
-        self.u = torch.zeros(len(sequences), self.tree.max_depth + 1, dtype=torch.float64, device=device)
-        self.rows = frontier.rows
-        return frontier.rows, frontier.root.tolist()
+        session, sequences = self.session, self.session.sequences
+        root, hidden, self.rows, _ = session.prefill(most_probable_first=self.acceptor.rule == "typical")
+        first = max(self.lengths) + min(max(sequences.limits), self.ahead) + self.tree.num_nodes
+        self.region = self._region(first, session.verifier.cache, session.heads_cache, root, hidden)
+        self.u = torch.zeros(len(sequences), self.tree.max_depth + 1, dtype=torch.float64, device=root.device)
+        return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Run one region; all of the time counts as `verify`."""
+        """Run one region; all of the time counts as `verify`.
+
+        Raises:
+            RequestError: torch.compile fails on this model; its region is dropped."""
         region, target = self.region, self.session.target
         if max(self.lengths[row] for row in self.rows) + self.tree.num_nodes > region.cache.capacity:
-            region = self._take(2 * region.cache.capacity, region.cache, region.heads_cache, region.hidden)
-            region.take(self.region)
+            capacity = 2 * region.cache.capacity
+            region = self._region(capacity, region.cache, region.heads_cache, region.root, region.hidden)
             self.region = region
         if target.do_sample:
             self.u = target.draws.block(self.tree.max_depth + 1, self.u.device)
-        with self._refusing():
+        try:
             packed = region(self.u)
+        except TorchDynamoException as error:
+            del self.taken[-1:]
+            name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
+            reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
+            raise RequestError(
+                f"--compile is not possible: torch.compile fails on {name} ({reason}); leave it out"
+            ) from error
         timer.lap("verify")
         outcome = unpack([packed[row] for row in self.rows])
         for row, length in zip(self.rows, outcome.lengths, strict=True):
@@ -98,7 +101,7 @@ class CompiledStepper:
 
     def keep(self, left: list[int]) -> None:
         self.rows = [self.rows[place] for place in left]
-        self.region.end_rows([row in self.rows for row in range(len(self.lengths))])
+        self.region.end_rows(self._alive())
 
     def close(self) -> None:
         """Give all regions back to the model."""
@@ -106,14 +109,18 @@ class CompiledStepper:
             self.regions.put_back(key, region)
         self.taken.clear()
 
-    def _take(
+    def _alive(self) -> list[bool]:
+        return [row in self.rows for row in range(len(self.lengths))]
+
+    def _region(
         self,
         capacity: int,
         cache: TreeCache | FixedCache,
         heads_cache: HeadsCache | FixedHeadsCache | None,
+        root: Tensor,
         hidden: Tensor,
     ) -> Region:
-        """A region with at least `capacity` slots, for what these caches hold."""
+        """A region with at least `capacity` slots, which continues from the other arguments (`Region.load`)."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:
@@ -122,22 +129,10 @@ class CompiledStepper:
             return Region(backbone, FixedCache(cache, slots), fixed, self.make_drafter(), sampler, hidden)
 
         key = (slots, *self.key)
-        self.taken.append((key, self.regions.take(key, make)))
-        return self.taken[-1][1]
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Raises:
-        RequestError: torch.compile fails on this model; its region is dropped."""
-        try:
-            yield
-        except TorchDynamoException as error:
-            del self.taken[-1:]
-            name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
-            reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
-            raise RequestError(
-                f"--compile is not possible: torch.compile fails on {name} ({reason}); leave it out"
-            ) from error
+        region = self.regions.take(key, make)
+        self.taken.append((key, region))
+        region.load(cache, heads_cache, root, hidden, self._alive())
+        return region
 
 
 def require_compilable(session: Session) -> None:
@@ -166,7 +161,7 @@ def _has_compiler() -> bool:
         return False
 
 
-def _content(tree: Layout) -> Key:
-    """What two trees have in common that draft the same."""
+def _tree_key(tree: Layout) -> Key:
+    """What determines the drafts that are laid out on a tree."""
     nodes = (*tree.candidates.parent.tolist(), *tree.candidates.rank.tolist())
     return (tree.num_nodes, tree.temperatures, *nodes) if isinstance(tree, DynamicTree) else nodes

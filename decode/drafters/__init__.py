@@ -1,17 +1,16 @@
-"""Drafters: everything that can guess ahead. One file each, and one line in `DRAFTERS`."""
+"""The drafters by name. A new drafter is one file and one line in `DRAFTERS`."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from importlib import import_module
-from typing import Any
 
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, DrafterLike, require_no_tree
 from medusa.errors import RequestError
 
 DRAFTERS = {
     "heads": "decode.drafters.trained_heads:HeadsDrafterConfig",  # Medusa heads of any kind, on a tree
-    "blockwise": "decode.drafters.blockwise:BlockwiseConfig",  # heads on a chain
+    "blockwise": "decode.drafters.trained_heads:BlockwiseConfig",  # heads on a chain
     "model": "decode.drafters.model:DraftModelConfig",  # a small language model
     "ngram": "decode.drafters.ngram:NgramConfig",  # what followed the last n-gram earlier in the text
     "rest": "decode.drafters.retrieval.rest:RestConfig",  # what followed it in a datastore of other texts
@@ -25,18 +24,18 @@ def parse(spec: str) -> DrafterConfig:
 
     Raises:
         RequestError: there is no such drafter or option, or a value is invalid."""
-    name, _, rest = spec.partition(":")
+    name, _, options = spec.partition(":")
     if name not in DRAFTERS:
         raise RequestError(f"there is no drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
     module, _, kind = DRAFTERS[name].partition(":")
     config: type[DrafterConfig] = getattr(import_module(module), kind)
-    return config(**_options(name, config, rest))
+    return config(**_options(name, config, options))
 
 
-def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, Any]:
+def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str | int | float]:
     known = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
     allowed = ", ".join(f"{option}=" for option in known) or "none"
-    given: dict[str, Any] = {}
+    given: dict[str, str | int | float] = {}
     parts = text.split(",") if text else []
     for place, part in enumerate(parts):
         option, equals, value = part.partition("=")
@@ -59,10 +58,8 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, Any
 
 
 def _value(name: str, option: str, value: str, kind: type) -> str | int | float:
-    if kind is not int and kind is not float:
-        return value
     try:
-        return int(value) if kind is int else float(value)
+        return int(value) if kind is int else float(value) if kind is float else value
     except ValueError:
         what = "whole number" if kind is int else "number"
         raise RequestError(f"drafter {name}: {option} is {value!r}; it must be a {what}") from None
@@ -73,10 +70,9 @@ def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFac
 
     Raises:
         RequestError: there is no such drafter, or what it needs is missing or does not fit."""
-    if isinstance(drafter, DrafterFactory):
-        require_no_tree(context.tree, context.stop_drafting)  # a factory has its tree, or needs none
-        return drafter
-    config = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
-    if not isinstance(config, DrafterConfig):
+    made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
+    if not isinstance(made, DrafterConfig | DrafterFactory):
         raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")
-    return config.factory(context)
+    if isinstance(made, DrafterFactory) or not made.takes_tree:
+        require_no_tree(context.tree, context.stop_drafting)  # a factory already has its tree, or needs none
+    return made if isinstance(made, DrafterFactory) else made.factory(context)

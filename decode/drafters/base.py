@@ -1,4 +1,4 @@
-"""How drafters are made: a config says what was asked for, a factory holds what was loaded, a drafter drafts.
+"""How drafters are made: a config holds the options, a factory what was loaded, and a drafter drafts.
 
 DrafterConfig  --factory(context)-->  DrafterFactory  --start(session)-->  Drafter (decode.draft)
 NAME:options                          models, tables                       one batch of texts
@@ -17,39 +17,44 @@ from decode.drafters.layouts import TreeLike
 from decode.session import Session
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.memory import bytes_of
 from medusa.tree import Layout
 
 
 class DrafterFactory(ABC):
-    """Makes drafters for batches of texts; models are loaded and options are checked."""
+    """Makes drafters for batches of texts. Models are loaded and options are checked."""
 
+    num_nodes: int
+    """Nodes of the largest draft, including its root and side branches."""
+    num_bytes: int = 0
+    """Bytes of weights and tables kept in addition to the backbone, without what grows with a text."""
     heads: MedusaHeads | None = None
-    """The drafting heads; a session reads its text for them, too."""
+    """The drafting heads. A session also keeps what these heads read of the text."""
     can_draw: bool = False
-    """Whether guesses can be drawn from the drafter's own distributions (draft sample)."""
+    """Whether guesses can be drawn from the drafter's own distributions (`--draft sample`)."""
     compiles: bool = False
     """Whether whole steps can be compiled."""
     warm_up: int = 0
     """Steps that a drafter must see before its guesses are worth measuring."""
 
-    @property
-    @abstractmethod
-    def num_nodes(self) -> int:
-        """Nodes of the largest draft, with its root and side branches."""
-
     @abstractmethod
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """A drafter for the texts of `session`; with `drawn` its guesses are draws."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights and tables that are kept besides the backbone, without what grows with a text."""
-        return 0 if self.heads is None else bytes_of(self.heads)
+        """Make a drafter for the texts of `session`; with `drawn` its guesses are draws."""
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
-        """The same factory with a changed tree, where it has one."""
+        """The same factory with `change` applied to its tree, or itself if it has no tree."""
         return self
+
+
+class TextDrafterFactory(DrafterFactory):
+    """Makes drafters that read only the texts of a session."""
+
+    def __init__(
+        self, num_nodes: int, make: Callable[[Session], Drafter], num_bytes: int = 0, warm_up: int = 0
+    ) -> None:
+        self.num_nodes, self.make, self.num_bytes, self.warm_up = num_nodes, make, num_bytes, warm_up
+
+    def start(self, session: Session, drawn: bool = False) -> Drafter:
+        return self.make(session)
 
 
 class DrafterContext(NamedTuple):
@@ -59,9 +64,9 @@ class DrafterContext(NamedTuple):
     """The backbone's model."""
     heads: MedusaHeads | None = None
     tree: TreeLike = None
-    """What the heads' guesses are laid out on."""
+    """The tree for the heads' guesses."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """The backbone's tokenizer, compared with a draft model's; without it only the ids are compared."""
+    """The backbone's tokenizer, compared with a draft model's; without it only the vocabulary sizes are compared."""
     name: str = "the backbone"
     trust_remote_code: bool = False
     stop_drafting: float = 0.0
@@ -69,15 +74,13 @@ class DrafterContext(NamedTuple):
 
 
 class DrafterConfig(ABC):
-    """A drafter as a user asks for it, `NAME[:options]`, before anything is loaded.
+    """The options of a drafter, as in `NAME[:options]`, before anything is loaded.
 
-    Subclasses are dataclasses: their fields are the options, and `__post_init__` refuses invalid values.
+    Subclasses are dataclasses. Their fields are the options, and `__post_init__` rejects invalid values.
     """
 
     compiles: ClassVar[bool] = False
-    """Whether whole steps can be compiled."""
     can_draw: ClassVar[bool] = False
-    """Whether guesses can be drawn, as in `DrafterFactory`."""
     first: ClassVar[str | None] = None
     """The option whose name may be left out."""
     rest: ClassVar[str | None] = None
@@ -89,12 +92,12 @@ class DrafterConfig(ABC):
 
     @property
     def needs(self) -> str:
-        """What must exist before, in words."""
+        """What must exist before, for tables that users read."""
         return "trained heads" if self.needs_heads else "nothing"
 
     @property
     def takes_tree(self) -> bool:
-        """Whether the user chooses the tree that the guesses are laid out on."""
+        """Whether the user chooses the tree for the guesses."""
         return False
 
     def check(self, config: PretrainedConfig) -> None:
@@ -125,7 +128,7 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
     """Raises:
-    RequestError: a tree, or a probability to stop at, was given to a drafter that has its own shape."""
+    RequestError: a tree or `stop_drafting` was given for a drafter that has its own shape."""
     if stop_drafting:
         raise RequestError("stop-drafting is for dynamic trees of heads; this drafter has options of its own")
     if tree is not None:

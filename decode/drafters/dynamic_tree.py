@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode.topology import Topology, chosen_part
 from medusa.errors import RequestError
 from medusa.tree import RankPath, Tree
 
@@ -132,12 +131,11 @@ class DynamicTree:
             return log_probs.shape[1]
         return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
 
-    def choose(self, log_probs: Tensor) -> tuple[Tensor, Topology]:
-        """The nodes to draft, ascending [B, N], and how they are connected, given path log probabilities [B, S]."""
+    def most_probable(self, log_probs: Tensor) -> Tensor:
+        """The nodes to draft, root included, ascending [B, N], from path log probabilities [B, S] with the root's."""
         count = min(self.num_nodes - 1, self.num_worthwhile(log_probs[:, 1:]))
         best = log_probs[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
-        chosen = torch.cat([torch.zeros_like(log_probs[:, :1], dtype=torch.long), best.sort(dim=-1).values], dim=1)
-        return chosen, chosen_part(self.candidates, chosen)
+        return F.pad(best.sort(dim=-1).values, (1, 0))
 
 
 def bounded(confidences: Tensor) -> Tensor:

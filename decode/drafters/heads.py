@@ -13,7 +13,7 @@ from decode.drafters.dynamic_tree import DynamicTree
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target
-from decode.topology import Topology
+from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
@@ -61,9 +61,9 @@ class HeadsDrafter:
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
         log_probs = self.tree.path_log_probs(best.values.transpose(0, 1).to(root.device))
-        chosen, topology = self.tree.choose(log_probs)
+        chosen = self.tree.most_probable(log_probs)
         ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
-        return Draft(torch.cat([root[:, None], ids], dim=1), topology)
+        return Draft(torch.cat([root[:, None], ids], dim=1), chosen_part(self.tree.candidates, chosen))
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Logits [k, B, V] of the k heads that the tree reaches; over the heads' own vocabulary if it is reduced."""

@@ -1,8 +1,8 @@
-"""Trees that are grown level by level: each level costs one pass over the nodes that get children.
+"""Trees that are grown level by level, with one pass of the drafter per level, over the nodes that get children.
 
-A static tree says which nodes these are. In a dynamic tree they are the most probable nodes of a level, as many in
+A static tree says which nodes these are. In a dynamic tree they are the most probable nodes of a level, equally many in
 every step, so that shapes are fixed (unless drafting stops early, `DynamicTree.min_probability`). A drawn tree draws
-the children of each node from the node's own distribution.
+the children of each node from the node's own distribution. `PathDrafter` grows trees of heads that follow the path.
 
 Shapes: B rows, W nodes of a level that get children, R guesses considered, S size of a part of a state, V vocabulary,
 N nodes, M nodes of a level.
@@ -18,13 +18,16 @@ from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.dynamic_tree import STEEPNESS, TOP, DynamicTree, bounded
+from decode.drafters.heads import require_draftable
 from decode.ops.draws import Draws, draw_distinct
-from decode.ops.fast_topk import TopK, top_k
+from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology
+from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
-from medusa.heads.sequential import State
+from medusa.heads.sequential import SequentialHeads, State
 from medusa.tree import Layout, Tree
+from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
 class Level(NamedTuple):
@@ -131,29 +134,29 @@ class LevelwiseDrafter(ABC):
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         """Grow under the most probable nodes of each level, and keep the `num_nodes` most probable nodes of all."""
         root = frontier.root[:, None]
-        grown = _Grown.at(root)
-        state, tokens, above = self.begin(frontier), root, torch.zeros_like(root)
-        log_p_above = torch.zeros(root.shape, device=root.device)
+        zero, log_p_above = torch.zeros_like(root), torch.zeros(root.shape, device=root.device)
+        # Per level [B, M]: ids, parents among all nodes, log probabilities, depths.
+        levels, num_nodes = [(root, zero, log_p_above, zero)], 1
+        state, tokens, above = self.begin(frontier), root, zero
         for depth in range(tree.max_depth):
             logits, state = self.step(depth, state, tokens, frontier.context_kv)
             best = top_k(tree.log_confidences(logits, depth), min(TOP, tree.num_nodes - 1))  # [B, W, R]
-            log_p = bounded(best.values.to(root.device)) - STEEPNESS + log_p_above[:, :, None]
-            # [B, M], the best first
-            keep = TopK(*log_p.flatten(1).topk(min(tree.num_nodes - 1, log_p[0].numel()), dim=-1))
-            count = min(keep.values.shape[1], tree.num_worthwhile(keep.values))
-            if not count:  # no level below has more probable nodes
+            log_p = (bounded(best.values.to(root.device)) - STEEPNESS + log_p_above[:, :, None]).flatten(1)
+            log_p, indices = log_p.topk(min(tree.num_nodes - 1, log_p.shape[1]), dim=-1)  # [B, M], the best first
+            count = min(log_p.shape[1], tree.num_worthwhile(log_p))
+            if not count:  # deeper nodes are even less probable
                 break
-            keep = TopK(keep.values[:, :count], keep.indices[:, :count])
-            parent = keep.indices // best.values.shape[-1]  # [B, M] which of the W nodes
-            found = self.token_ids(best.indices).to(root.device).flatten(1).gather(1, keep.indices)
-            first = grown.num_nodes
-            grown.add(found, above.gather(1, parent), keep.values, depth + 1)
+            log_p, indices = log_p[:, :count], indices[:, :count]
+            parent = indices // best.values.shape[-1]  # [B, M] which of the W nodes
+            found = self.token_ids(best.indices).to(root.device).flatten(1).gather(1, indices)
+            levels.append((found, above.gather(1, parent), log_p, torch.full_like(found, depth + 1)))
             width = min(self.width, count)
-            tokens, log_p_above = found[:, :width], keep.values[:, :width]
-            above = torch.arange(first, first + width, device=root.device).expand(len(root), -1)
+            tokens, log_p_above = found[:, :width], log_p[:, :width]
+            above = torch.arange(num_nodes, num_nodes + width, device=root.device).expand(len(root), -1)
+            num_nodes += count
             index = parent[:, :width, None].to(state[0].device)
             state = tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)
-        return grown.most_probable(tree)
+        return _most_probable(tree, *(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Draw a tree `copies` times from each row; the children of a node come from the node's own distribution.
@@ -196,37 +199,37 @@ class LevelwiseDrafter(ABC):
         return Draft(torch.cat(ids, dim=1), self.topology, proposal)
 
 
-class _Grown:
-    """The nodes of a dynamic tree grown so far, in each row; node 0 is the root."""
+def _most_probable(tree: DynamicTree, ids: Tensor, parent: Tensor, log_probs: Tensor, depth: Tensor) -> Draft:
+    """The root and the most probable of all grown nodes, each given as [B, nodes]."""
+    chosen = tree.most_probable(log_probs)
+    nodes = chosen.shape[1]
+    place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))
+    parent = place.gather(1, parent.gather(1, chosen))
+    topology = Topology.from_parents(parent, depth.gather(1, chosen), tree.max_depth, nodes - 1)
+    return Draft(ids.gather(1, chosen), topology)
 
-    def __init__(self, ids: list[Tensor], parents: list[Tensor], log_probs: list[Tensor], depths: list[Tensor]) -> None:
-        self.ids, self.parents, self.log_probs, self.depths = ids, parents, log_probs, depths
-        self.num_nodes = 1
 
-    @classmethod
-    def at(cls, root: Tensor) -> _Grown:
-        """The roots [B, 1] alone."""
-        zero = torch.zeros_like(root)
-        return cls([root], [zero], [torch.zeros(root.shape, device=root.device)], [zero])
+class PathDrafter(LevelwiseDrafter):
+    """Drafts with heads that follow the path (`medusa.heads.sequential`), one head per level."""
 
-    def add(self, ids: Tensor, parents: Tensor, log_probs: Tensor, depth: int) -> None:
-        """Add a level of nodes, all [B, M]."""
-        self.ids.append(ids)
-        self.parents.append(parents)
-        self.log_probs.append(log_probs)
-        self.depths.append(torch.full_like(ids, depth))
-        self.num_nodes += ids.shape[1]
+    def __init__(self, heads: SequentialHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
+        """Raises:
+        RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
+        require_draftable(heads.config, backbone, tree, drawn=target is not None)
+        super().__init__(tree.to(backbone.device), target)
+        self.heads, self.backbone, self.dtype = heads, backbone, heads.dtype
+        self.lm_head = lm_head_for(heads, backbone)
 
-    def most_probable(self, tree: DynamicTree) -> Draft:
-        """The root and the most probable nodes, as many as the tree has."""
-        log_probs = torch.cat(self.log_probs, dim=1)[:, 1:]
-        root = self.ids[0]
-        nodes = 1 + min(tree.num_nodes - 1, tree.num_worthwhile(log_probs))
-        chosen = log_probs.topk(nodes - 1, dim=-1, sorted=False).indices + 1
-        chosen = torch.cat([torch.zeros_like(root), chosen.sort(dim=-1).values], dim=1)
-        place = torch.zeros(len(root), self.num_nodes, dtype=torch.long, device=root.device)
-        place.scatter_(1, chosen, torch.arange(nodes, device=root.device).expand_as(chosen))
-        parent = place.gather(1, torch.cat(self.parents, dim=1).gather(1, chosen))
-        depth = torch.cat(self.depths, dim=1).gather(1, chosen)
-        topology = Topology.from_parents(parent, depth, tree.max_depth, nodes - 1)
-        return Draft(torch.cat(self.ids, dim=1).gather(1, chosen), topology)
+    def begin(self, frontier: Frontier) -> State:
+        return self.heads.begin(frontier.hidden.to(self.heads.device, self.dtype)[:, None])
+
+    def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
+        embedded = self.backbone.embed(tokens).to(device=state[0].device, dtype=self.dtype)
+        features, state = self.heads.step(depth, state, embedded, context_kv)
+        return self.heads.logits_of(depth, features, self.lm_head), state
+
+    def token_ids(self, guesses: Tensor) -> Tensor:
+        return token_ids(self.heads, guesses)
+
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        return over_all(self.heads, logits, self.backbone.vocab_size)

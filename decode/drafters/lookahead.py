@@ -1,19 +1,19 @@
 """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the backbone's own guesses about its future, kept as n-grams.
 
-A window of made-up tokens, `window` columns wide and `n` - 1 levels deep, stands under the root and is read in the
-forward that verifies the draft (their section 4.1: lookahead and verification branch). Level 0 is a line that begins
-with the root; from each of its tokens hangs a column of the levels below, which came out of one step each:
+A window of made-up tokens, `window` columns wide and `n` - 1 levels deep, hangs under the root. The forward that
+verifies the draft also reads the window (their section 4.1: lookahead and verification branch). Level 0 is a line that
+starts with the root. A column hangs from each of its tokens; every step has filled one of the column's levels:
 
-    level 0   root ─ a1 ─ a2      the backbone answers behind c0, c1, c2 with d0, d1, d2
+    level 0   root ─ a1 ─ a2      the backbone predicts d0, d1, d2 after c0, c1, c2
                │     │    │
     level 1    b0    b1   b2      into the pool: root b0 c0 d0, a1 b1 c1 d1, a2 b2 c2 d2
                │     │    │
-    level 2    c0    c1   c2      the next window: levels b, c, d, and in b0's place the next root
+    level 2    c0    c1   c2      the next window: levels b, c, d, with the next root instead of b0
 
-That is a step of Jacobi iteration for every column. Of the pool, the n-grams that begin with the root are drafted, as
-a trie; of the window nothing is ever accepted.
+This is a step of Jacobi iteration for every column. The pool's n-grams that start with the root are drafted, as a trie.
+Tokens of the window are never accepted.
 
-Shapes: B rows, W columns, V vocabulary.
+Shapes: B rows, W columns, M nodes of the window without its root, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,54 +25,39 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Drafter, Frontier, SideBranch
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
-from decode.drafters.tries import Trie, draft_of
+from decode.draft import Draft, Frontier, SideBranch
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
+from decode.drafters.tries import TextDrafter, Trie
 from decode.ops.fast_topk import argmax
 from decode.sequences import Sequences
-from decode.session import Session
 from decode.topology import Topology
 
 
 @dataclass(frozen=True)
 class LookaheadConfig(DrafterConfig):
-    """Lookahead decoding."""
+    """Options of lookahead decoding."""
 
     window: int = 10
-    """Columns: how many n-grams a step makes, and how far ahead of the text they begin."""
+    """Columns: how many n-grams a step makes."""
     n: int = 4
-    """Tokens of an n-gram, of which the first is the text's last and the others are drafted."""
+    """Tokens of an n-gram. The first is the text's last token; the others are drafted."""
     guesses: int = 10
-    """N-grams kept for each first token, and drafted, at most: the latest ones."""
+    """The most n-grams to keep for each first token, and to draft: the latest ones."""
 
     def __post_init__(self) -> None:
         require_at_least(1, "lookahead", window=self.window, guesses=self.guesses)
-        require_at_least(3, "lookahead", n=self.n)  # with 2, the first column holds nothing but the root
+        require_at_least(3, "lookahead", n=self.n)  # with 2, the first column would hold the root alone
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        require_no_tree(context.tree, context.stop_drafting)
-        return Lookahead(self)
-
-
-class Lookahead(DrafterFactory):
-    """Starts lookahead drafters."""
-
-    warm_up = 16
-
-    def __init__(self, plan: LookaheadConfig) -> None:
-        self.plan = plan
-
-    @property
-    def num_nodes(self) -> int:
-        """All guesses, and the window, which holds the root as well."""
-        return (self.plan.guesses + self.plan.window) * (self.plan.n - 1)
-
-    def start(self, session: Session, drawn: bool = False) -> Drafter:
-        return LookaheadDrafter(self.plan, session.sequences, session.backbone.device)
+        return TextDrafterFactory(
+            num_nodes=(self.guesses + self.window) * (self.n - 1),  # all guesses, and the window with the root
+            make=lambda session: LookaheadDrafter(self, session.sequences, session.backbone.device),
+            warm_up=16,
+        )
 
 
 def window_topology(window: int, levels: int, device: torch.device) -> Topology:
-    """The root and the window under it, level by level, for all rows and steps."""
+    """The topology of the root and the window under it, level by level, for all rows and steps."""
     line, node = torch.arange(window), torch.arange(window * levels)
     column, level = node % window, node // window
     parent = torch.where(level == 0, (line - 1).clamp_min(0).repeat(levels), node - window)
@@ -81,95 +66,93 @@ def window_topology(window: int, levels: int, device: torch.device) -> Topology:
 
 
 class Pool:
-    """N-grams by their first token, the latest ones of each."""
+    """The latest n-grams by their first token."""
 
     def __init__(self, most: int) -> None:
-        """`most`: behind each first token."""
+        """`most`: how many n-grams are kept for each first token."""
         self.most = most
-        self.behind: dict[int, dict[tuple[int, ...], None]] = {}  # a dict for its order: first in, first out
+        self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Of an n-gram that is known already, remember that it came again."""
-        held, rest = self.behind.setdefault(ngram[0], {}), tuple(ngram[1:])
+        """Add an n-gram as the latest one; a known n-gram becomes the latest again."""
+        held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None
         if len(held) > self.most:
             del held[next(iter(held))]
 
     def guesses(self, token: int) -> Iterator[tuple[int, ...]]:
-        """What stood behind `token`, the latest first."""
-        return reversed(self.behind.get(token, {}))
+        """The tokens that followed `token` in each n-gram, latest first."""
+        return reversed(self.after.get(token, {}))
 
 
 class Window:
-    """The made-up tokens of a row, and the pool that they fill."""
+    """The window of one row, and the pool that it fills."""
 
-    def __init__(self, plan: LookaheadConfig, text: list[int]) -> None:
-        """At first each column holds a passage of the text: something that could be said, and the same words under
-        another vocabulary."""
-        levels, columns = range(plan.n - 1), range(plan.window)
-        starts = [column * len(text) // plan.window for column in columns]
-        self.levels = [[text[(start + level) % len(text)] for start in starts] for level in levels]
-        self.pool = Pool(plan.guesses)
+    def __init__(self, config: LookaheadConfig, text: list[int]) -> None:
+        """At first each column holds a passage of the text, so the drafts do not depend on how tokens are numbered."""
+        starts = [column * len(text) // config.window for column in range(config.window)]
+        self.levels = [[text[(start + level) % len(text)] for start in starts] for level in range(config.n - 1)]
+        self.pool = Pool(config.guesses)
         self.length = 0
-        """Of the text, when these tokens were last read."""
+        """Length of the text when the window was last read."""
 
     def tokens(self, root: int, length: int) -> list[int]:
-        """All of them without the root, which now ends a text of `length` tokens."""
+        """The window's tokens without the root, which ends a text of `length` tokens."""
         self.levels[0][0], self.length = root, length
         return [token for level in self.levels for token in level][1:]
 
     def learn(self, answers: list[int]) -> None:
-        """What the backbone said behind each column: n-grams for the pool, and a new last level.
+        """Take the backbone's predictions after each column: n-grams for the pool, and a new last level.
 
-        Columns move on by one place, however many tokens the step wrote: to keep them where they stood, and begin new
-        ones for those that the text has passed, accepts no more (docs/log.md)."""
+        Columns advance by one position, however many tokens the step wrote. Keeping their positions in the text, with
+        new columns for the passed ones, does not raise acceptance (docs/log.md)."""
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]
 
 
-class LookaheadDrafter:
-    """One window and pool a row."""
+class LookaheadDrafter(TextDrafter):
+    """Drafts from one window and pool per row."""
 
-    def __init__(self, plan: LookaheadConfig, sequences: Sequences, device: torch.device) -> None:
-        self.plan, self.sequences = plan, sequences
-        self.topology = window_topology(plan.window, plan.n - 1, device)
+    def __init__(self, config: LookaheadConfig, sequences: Sequences, device: torch.device) -> None:
+        super().__init__(sequences)
+        self.config = config
+        self.topology = window_topology(config.window, config.n - 1, device)
         self.rows: dict[int, Window] = {}
-        self.told: tuple[list[int], Tensor] | None = None
-        """Rows, and what the backbone said behind their columns [B, W]; still on its device, as nobody has asked."""
+        self.answers: tuple[list[int], Tensor] | None = None
+        """Rows, and the backbone's predictions after their columns [B, W], left on the device until the next step."""
 
     def propose(self, frontier: Frontier) -> Draft:
+        """Draft n-grams of the pools, with the windows as a side branch."""
         self._learn()
-        draft = draft_of([self._guesses(row) for row in frontier.rows], frontier.root)
+        draft = super().propose(frontier)
         if max(map(self.sequences.room, frontier.rows)) < 3:
-            return draft  # n-grams come too late: what the next step writes is decided on without being drafted
+            return draft  # no step is left that could draft the window's n-grams
         tokens = [self.rows[row].tokens(self._root(row), self.sequences.lengths[row]) for row in frontier.rows]
         ids = torch.tensor(tokens, device=frontier.root.device)
-        return draft._replace(side_branches=(SideBranch(ids, self.topology, partial(self._hear, frontier.rows)),))
+        return draft._replace(side_branches=(SideBranch(ids, self.topology, partial(self._receive, frontier.rows)),))
 
-    def _root(self, row: int) -> int:
-        return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]
-
-    def _guesses(self, row: int) -> Trie:
+    def trie(self, row: int) -> Trie:
         if row not in self.rows:
-            self.rows[row] = Window(self.plan, self.sequences.tail(row, 0))
-        # What the text has no room for is not drafted; the last token is decided on without being drafted.
-        count = min(self.plan.n, self.sequences.room(row)) - 1
-        trie = Trie(1 + self.plan.guesses * (self.plan.n - 1))
+            self.rows[row] = Window(self.config, self.sequences.tail(row, 0))
+        count, trie = self.depth(row, self.config.n - 1), Trie(1 + self.config.guesses * (self.config.n - 1))
         for guess in self.rows[row].pool.guesses(self._root(row)):
             trie.add(guess[:count])
         return trie
 
-    def _hear(self, rows: list[int], logits: Tensor) -> None:
-        """logits [B, M, V] behind the tokens of the windows; the last level's count."""
-        self.told = rows, argmax(logits[:, -self.plan.window :])
+    def _root(self, row: int) -> int:
+        return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]
+
+    def _receive(self, rows: list[int], logits: Tensor) -> None:
+        """Keep the predictions after the last level, of logits [B, M, V] after the windows' tokens."""
+        self.answers = rows, argmax(logits[:, -self.config.window :])
 
     def _learn(self) -> None:
-        if self.told is None:
+        if self.answers is None:
             return
-        for row, answers in zip(self.told[0], self.told[1].tolist(), strict=True):
-            # Whoever asks again without having written gets the same answer.
+        for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
+            # Nothing is learned where no token was written, so a repeated `propose` gives the same draft.
             if self.sequences.lengths[row] > self.rows[row].length:
                 self.rows[row].learn(answers)
-        self.told = None
+        self.answers = None

@@ -1,9 +1,9 @@
 """Several drafters at once: the union of their trees, which is verified in one forward.
 
-Nodes are the same where the ways to them from the root hold the same tokens. Of equal ones the first stays, in the
-order in which the drafters were named, so a budget takes from the last ones first.
+Nodes are equal if their paths from the root hold the same tokens. Of equal nodes the first one is kept, in the order in
+which the drafters were named. A limit on the number of nodes therefore drops nodes of the last drafters first.
 
-Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth, N nodes that stay.
+Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth, N nodes that are kept.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from transformers import PretrainedConfig
 
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters import parse
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.layouts import TreeLike
 from decode.session import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.memory import bytes_of
 from medusa.tree import Layout
 
 
 @dataclass(frozen=True)
 class MixConfig(DrafterConfig):
-    """Drafters by name, the most trusted first."""
+    """Options of a mix."""
 
     parts: str
-    """As each would be asked for alone, joined by `+`: `heads+ngram:n=2,tokens=5`. They come last."""
+    """The drafters joined by `+`, most trusted first: `heads+ngram:n=2,tokens=5`. They follow the other options."""
     nodes: int = 0
-    """Of the union at most, root included; 0: all."""
+    """The most nodes of the union, root included; 0: all."""
 
     rest = "parts"
 
@@ -47,9 +46,9 @@ class MixConfig(DrafterConfig):
         if len(names) < 2:
             raise RequestError(f"drafter mix: {self.parts!r} is one drafter; join several by +, as in mix:heads+ngram")
         if len(set(names)) < len(names):
-            raise RequestError(f"drafter mix: of {self.parts} one is given twice")
+            raise RequestError(f"drafter mix: {self.parts!r} names a drafter twice; name each once")
         if any(isinstance(plan, MixConfig) for plan in self.plans):
-            raise RequestError("drafter mix: a mix in a mix; name all drafters in one, joined by +")
+            raise RequestError("drafter mix: a mix cannot contain a mix; name all drafters in one, joined by +")
 
     @cached_property
     def plans(self) -> list[DrafterConfig]:
@@ -76,78 +75,68 @@ class MixConfig(DrafterConfig):
         return tuple(found for plan in self.plans for found in plan.layouts(heads, tree, stop_drafting))
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        if not self.takes_tree:
-            require_no_tree(context.tree, context.stop_drafting)
         without = context._replace(tree=None, stop_drafting=0.0)
         return Mix([plan.factory(context if plan.takes_tree else without) for plan in self.plans], self.nodes)
 
 
 class Mix(DrafterFactory):
-    """Sources whose drafts are joined."""
+    """Drafter factories whose drafts are joined."""
 
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
-        """`nodes`: of the union at most, root included; 0: all.
+        """`nodes`: the most nodes of the union, root included; 0: all.
 
         Raises:
-            RequestError: two different sets of heads; a session's text is read along for one."""
-        self.parts, self.budget = list(parts), nodes
+            RequestError: two different sets of heads, as a session keeps its text for one set only."""
+        self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
         if len(several) > 1:
-            raise RequestError("a mix holds two sets of heads; the text is read along for one only")
+            raise RequestError("a mix holds two sets of heads; give all its parts the same heads")
         self.heads = next(iter(several.values()), None)
         self.warm_up = max(part.warm_up for part in parts)
-
-    @property
-    def num_nodes(self) -> int:
-        everything = 1 + sum(part.num_nodes - 1 for part in self.parts)
-        return min(self.budget or everything, everything)
-
-    @property
-    def num_bytes(self) -> int:
-        own = sum(part.num_bytes for part in self.parts if part.heads is None)
-        return own + (0 if self.heads is None else bytes_of(self.heads))  # one set, whoever asks it
+        everything = 1 + sum(part.num_nodes - 1 for part in parts)
+        self.num_nodes = min(nodes or everything, everything)
+        self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         """
         Raises:
             RequestError: drafts are to be drawn."""
-        if drawn:  # siblings would come from several distributions, and p / q asks for one
-            raise RequestError("a mix of drafters is not drawn; use draft topk")
+        if drawn:  # siblings would come from several distributions, and p / q needs one
+            raise RequestError("guesses of a mix cannot be drawn; use draft topk")
         return MixDrafter([part.start(session) for part in self.parts], self.num_nodes)
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> Mix:
-        return Mix([part.reshaped(change) for part in self.parts], self.budget)
+        return Mix([part.reshaped(change) for part in self.parts], self.limit)
 
 
 class MixDrafter:
-    """Asks every part, and joins what they say."""
+    """Drafts with every part, and joins the drafts."""
 
     def __init__(self, parts: Sequence[Drafter], num_nodes: int) -> None:
         self.parts, self.num_nodes = parts, num_nodes
 
     def propose(self, frontier: Frontier) -> Draft:
+        """Draft the union. If only one part drafts and its nodes fit, its draft is used as it is."""
         drafts = [part.propose(frontier) for part in self.parts]
-        speaking = [draft for draft in drafts if draft.topology.num_nodes > 1]
-        if not speaking:
-            draft = drafts[0]
-        elif len(speaking) == 1 and speaking[0].topology.num_nodes <= self.num_nodes:
-            draft = speaking[0]
-        else:
-            draft = union(speaking, self.num_nodes)
-        side_branches = tuple(aside for part in drafts for aside in part.side_branches)
+        filled = [draft for draft in drafts if draft.topology.num_nodes > 1] or drafts[:1]
+        fits = len(filled) == 1 and filled[0].topology.num_nodes <= self.num_nodes
+        draft = filled[0] if fits else union(filled, self.num_nodes)
+        side_branches = tuple(branch for part in drafts for branch in part.side_branches)
         return draft._replace(side_branches=side_branches) if side_branches else draft
 
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:
-    """Drafts from the same roots -> one with every node of theirs once, the first `most` (root included) of them.
+    """Join drafts with the same roots: every node once, and of all nodes the first `most`, root included.
 
-    A parent stands before its children in every draft, and the first of its equals before that, so none is lost by
-    keeping the first ones. Rows with fewer nodes than others get guesses behind their last one.
+    In every draft a parent comes before its children, and so does the first node equal to it. Keeping the first nodes
+    therefore never separates a node from its parent. Rows with fewer nodes get arbitrary nodes after their last one.
     """
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1
     ids, parents, depths = [root], [torch.zeros_like(root)], [torch.zeros_like(root)]
-    words = [F.pad(root[:, :, None], (0, deepest), value=-1)]  # on the way to each node [B, M, D + 1], padded with -1
+    texts = [
+        F.pad(root[:, :, None], (0, deepest), value=-1)
+    ]  # tokens on each node's path [B, M, D + 1], padded with -1
     for draft in drafts:
         topology = draft.topology
         ids.append(draft.ids[:, 1:])
@@ -156,20 +145,20 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
         depths.append(topology.depth[:, 1:].expand(rows, -1))
         paths = topology.paths[:, 1:].expand(rows, -1, -1)
         held = draft.ids.gather(1, paths.clamp_min(0).flatten(1)).view(paths.shape).masked_fill(paths < 0, -1)
-        words.append(F.pad(held, (0, deepest - topology.max_depth), value=-1))
+        texts.append(F.pad(held, (0, deepest - topology.max_depth), value=-1))
         count += topology.num_nodes - 1
-    said, number = torch.cat(words, dim=1), torch.arange(count, device=root.device).expand(rows, -1)
-    same = (said[:, :, None] == said[:, None]).all(-1)  # [B, M, M]
-    first = same.to(torch.uint8).argmax(-1)  # [B, M] the first of each node's equals
-    place = (first == number).cumsum(-1) - 1  # of those, in the union
-    found = place[:, -1] + 1  # [B]
-    least, greatest = torch.stack(found.aminmax()).tolist()
+    text, number = torch.cat(texts, dim=1), torch.arange(count, device=root.device).expand(rows, -1)
+    same = (text[:, :, None] == text[:, None]).all(-1)  # [B, M, M]
+    first = same.to(torch.uint8).argmax(-1)  # [B, M] the first node equal to each node
+    place = (first == number).cumsum(-1) - 1  # the index of such a first node in the union
+    found = place[:, -1] + 1  # [B] nodes of each row's union
+    fewest, greatest = torch.stack(found.aminmax()).tolist()
     nodes = min(most, greatest)
     chosen = torch.zeros(rows, count + 1, dtype=torch.long, device=root.device)
     chosen = chosen.scatter_(1, torch.where(first == number, place, count), number)[:, :nodes]
     parent = place.gather(1, first.gather(1, torch.cat(parents, dim=1).gather(1, chosen)))
     depth, drafted = torch.cat(depths, dim=1).gather(1, chosen), torch.cat(ids, dim=1).gather(1, chosen)
-    missing = max(nodes - least, 0)
+    missing = max(nodes - fewest, 0)
     if missing:
         lacks, last = number[:, :nodes] >= found[:, None], (found - 1).clamp_max(nodes - 1)[:, None]
         parent = torch.where(lacks, last, parent)

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.draft import Draft, Drafter, Frontier
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.levelwise import LevelwiseDrafter
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
@@ -29,7 +29,6 @@ from decode.ops.grouped_attention import grouped
 from decode.prefill import prefill
 from decode.session import Session
 from decode.target import Target
-from decode.topology import Topology
 from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
 from medusa.backbone import Backbone, require_tree_support
@@ -43,20 +42,20 @@ from medusa.tree import Layout, Tree
 
 @dataclass(frozen=True)
 class DraftModelConfig(DrafterConfig):
-    """A draft model by name."""
+    """Options of a draft model."""
 
     model: str
     """A local folder, a Hub id, or demo: the draft model that comes with the embedded backbone."""
     tokens: int = 4
     """How many tokens to draft."""
     widths: str = ""
-    """Children of each node by depth, as in 3x2x1: a tree instead of a chain, as deep as this is long."""
+    """Children of each node by depth, as in 3x2x1: a tree instead of a chain; it replaces `tokens`."""
     nodes: int = 0
-    """Nodes of a dynamic tree, root included, which is `tokens` deep; 0: no dynamic tree."""
+    """Nodes of a dynamic tree of depth `tokens`, root included; 0: no dynamic tree."""
     topk: int = 0
-    """Where guesses are drawn, draw among the k most probable tokens only; 0: among all."""
+    """Draw guesses only among this many most probable tokens; 0: among all."""
     confidence: float = 0.0
-    """End a chain where its probability is lower than this."""
+    """End the chain where its probability falls below this; 0: never."""
 
     first = "model"
     can_draw = True
@@ -71,7 +70,7 @@ class DraftModelConfig(DrafterConfig):
             raise RequestError(f"drafter model: confidence is {self.confidence}; it must be from 0 to below 1")
         if sum(map(bool, (self.widths, self.nodes, self.confidence))) > 1:
             raise RequestError("drafter model: give one of widths, nodes and confidence; each sets the draft's shape")
-        _ = self.tree  # refuses an invalid shape
+        _ = self.tree  # raises an error if the shape is invalid
 
     @property
     def tree(self) -> Layout:
@@ -89,7 +88,6 @@ class DraftModelConfig(DrafterConfig):
         require_same_vocabulary(self.model, load_config(small_model_path(self.model)), config)
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        require_no_tree(context.tree, context.stop_drafting)
         return DraftModel(load_small_model(self.model, context), self.tree, self.topk, self.confidence)
 
 
@@ -103,20 +101,15 @@ class DraftModel(DrafterFactory):
         RequestError: a model that cannot hold a tree, or a tree wider than its vocabulary."""
         require_tree_support(model)
         require_tree_forward(model)
-        self.model, self.tree, self.topk, self.confidence = model, tree, topk, confidence
         tree.require_fit(tree.max_depth, Backbone(model).vocab_size)
-
-    @property
-    def num_bytes(self) -> int:
-        return bytes_of(self.model)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.tree.num_nodes
+        self.model, self.tree, self.topk, self.confidence = model, tree, topk, confidence
+        self.num_nodes, self.num_bytes = tree.num_nodes, bytes_of(model)
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         if drawn and (self.tree.is_dynamic or self.confidence):
-            raise RequestError("what was drawn would choose the draft's nodes; leave nodes and confidence out")
+            raise RequestError(
+                "drafter model: nodes and confidence cannot be combined with draft sample; leave them out"
+            )
         return ModelDrafter(self, session, session.target if drawn else None)
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DraftModel:
@@ -133,9 +126,9 @@ class ReadLevel(NamedTuple):
 
 
 class ModelDrafter(LevelwiseDrafter):
-    """Keeps the draft model's cache in step with the texts of a session.
+    """Drafts with a small model, whose cache follows the texts of a session.
 
-    The state of a node is the list of its ancestors' slots [B, W, A], counted from the text's end.
+    The state of a node holds the slots of its ancestors [B, W, A], counted from the text's end.
     """
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
@@ -148,27 +141,27 @@ class ModelDrafter(LevelwiseDrafter):
         self.cache = TreeCache(source.model.config, len(session.sequences), session.verifier.cache.capacity)
         self.rows = list(range(len(session.sequences)))
         self.text_lengths: list[int] = []
-        """Tokens of each row's text, root included: where the nodes of the last draft begin in the cache."""
+        """Tokens of each row's text, root included: where the nodes of the last draft start in the cache."""
         self.read: list[ReadLevel] = []
-        self.verifiers: dict[int, Verifier] = {}
 
     def propose(self, frontier: Frontier) -> Draft:
+        """Draft a chain or a tree, or the root alone once the text exceeds the model's context."""
         longest = max(self.sequences.lengths[row] for row in frontier.rows)
         if self.backbone.context is not None and longest + self.tree.max_depth > self.backbone.context:
-            return Draft(frontier.root[:, None], chain(1, frontier.root.device))  # the text outgrew the model's context
+            return Draft(frontier.root[:, None], chain(1, frontier.root.device))
         return self._chain(frontier) if self.is_chain else super().propose(frontier)
 
     # The text
 
     def _root_logits(self, rows: list[int]) -> Tensor:
-        """The logits [B, V] after the texts of `rows`, which the cache then holds."""
+        """Read the new text of `rows` into the cache; returns the logits [B, V] after the texts."""
         if self.rows != rows:
             self._select(rows)
         if not self.text_lengths:
             texts = [self.sequences.tail(row, 0) for row in rows]
             logits = prefill(self.backbone, self.cache, self._padded(texts), [len(text) for text in texts]).logits
         else:
-            self._keep_what_became_text()
+            self._keep_accepted()
             logits = self._read_new_text(rows)
         self.text_lengths, self.read = list(self.cache.lengths), []
         return logits
@@ -184,33 +177,27 @@ class ModelDrafter(LevelwiseDrafter):
         self.rows = list(rows)
 
     def _read_new_text(self, rows: list[int]) -> Tensor:
-        # A second call without new text reads the last token again, and gives the same answer.
+        # Without new text, the last token is read again and gives the same logits.
         ends = [self.sequences.lengths[row] - 1 for row in rows]
         self.cache.cut([min(held, end) for held, end in zip(self.cache.lengths, ends, strict=True)])
         news = [self.sequences.tail(row, held) for row, held in zip(rows, self.cache.lengths, strict=True)]
         counts = [len(new) for new in news]
-        width = max(counts)
-        if width not in self.verifiers:  # one per width, because each keeps the masks of its chain
-            self.verifiers[width] = Verifier(self.backbone, self.cache)
-        verifier = self.verifiers[width]
-        verifier.cache = self.cache
-        line = Topology.of(Tree.chain(width - 1).to(self.device)) if width > 1 else chain(1, self.device)
-        logits = verifier(Draft(self._padded(news), line)).logits
+        draft = Draft(self._padded(news), chain(max(counts), self.device))
+        logits = Verifier(self.backbone, self.cache)(draft).logits
         self.cache.commit_prompt(counts)
         last = torch.tensor(counts, device=logits.device) - 1
         return logits[torch.arange(len(rows), device=logits.device), last]
 
-    def _keep_what_became_text(self) -> None:
-        """Keep the drafted nodes in the cache that became text where they were drafted.
+    def _keep_accepted(self) -> None:
+        """Keep the drafted nodes in the cache that were accepted.
 
-        The text's last token is not kept: it is read again, for the logits after it.
+        The text's last token is not kept. It is read again, for the logits after it.
         """
-        starts = self.text_lengths
         if not self.read:
             return
         levels = [(level.tokens.tolist(), level.parent.tolist()) for level in self.read]
         kept: list[list[int]] = []
-        for place, (row, start) in enumerate(zip(self.rows, starts, strict=True)):
+        for place, (row, start) in enumerate(zip(self.rows, self.text_lengths, strict=True)):
             path, at, first = [0], -1, 0  # the root, which ended the text, and then the nodes
             for token, (tokens, parents) in zip(self.sequences.tail(row, start)[:-1], levels, strict=False):
                 here = zip(tokens[place], parents[place], strict=True)
@@ -221,19 +208,17 @@ class ModelDrafter(LevelwiseDrafter):
                 path.append(1 + at)
                 first += len(tokens[place])
             kept.append(path)
-        longest = max(map(len, kept))
-        self.cache.reopen([start - 1 for start in starts])
-        padded = torch.tensor([line + [0] * (longest - len(line)) for line in kept])
-        self.cache.commit(padded, [len(line) for line in kept], in_place=self.is_chain)
+        self.cache.reopen([length - 1 for length in self.text_lengths])
+        self.cache.commit(self._padded(kept), [len(path) for path in kept], in_place=self.is_chain)
 
-    def _padded(self, texts: list[list[int]]) -> Tensor:
-        width = max(map(len, texts))
-        return torch.tensor([text + [0] * (width - len(text)) for text in texts], device=self.device)
+    def _padded(self, lines: list[list[int]]) -> Tensor:
+        width = max(map(len, lines))
+        return torch.tensor([line + [0] * (width - len(line)) for line in lines], device=self.device)
 
     # The draft
 
     def _chain(self, frontier: Frontier) -> Draft:
-        """Draft the most probable token, and the most probable one after it; a single row needs no states or mask."""
+        """Draft the most probable continuation token by token, with no node states; a single row needs no mask."""
         logits, ids = self._root_logits(frontier.rows), [frontier.root]
         probability = torch.ones(len(logits), device=self.device)
         count = min(self.tree.max_depth, max(self.sequences.room(row) for row in frontier.rows) - 1)
@@ -255,7 +240,7 @@ class ModelDrafter(LevelwiseDrafter):
         return (frontier.root.new_empty(len(frontier.rows), 1, 0),)
 
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        if depth == 0:  # the root is the text's last token
+        if depth == 0:  # the root is the text's last token, which was read with the text
             return self._candidates(self._first[:, None]), state
         (above,), (rows, width) = state, tokens.shape
         offset = self.cache.lengths[0] - self.text_lengths[0]
@@ -272,18 +257,18 @@ class ModelDrafter(LevelwiseDrafter):
         return self._candidates(logits), (seen,)
 
     def _candidates(self, logits: Tensor) -> Tensor:
-        """The logits with -inf for tokens that may not be drawn; chosen guesses need no such limit."""
+        """The logits [B, W, V], with -inf for tokens outside the `topk` most probable if guesses are drawn."""
         if self.target is None or not self.source.topk or self.source.topk >= logits.shape[-1]:
             return logits
         limit = top_k(logits, self.source.topk).values[..., -1:]
         return logits.masked_fill(logits < limit, -torch.inf)
 
     def _masks(self, seen: Tensor) -> Mask | None:
-        """Masks [B, 1, W, S] for nodes that see the text and the slots `seen` [B, W, A + 1] after it."""
+        """Masks [B, 1, W, S] of nodes that see the text and the slots `seen` [B, W, A + 1]; `None` if causal."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
-        depths = [at for at, level in enumerate(self.read) for _ in level.tokens[0]]
         starts = torch.tensor(self.text_lengths, device=self.device)
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
+        depths = [depth for depth, level in enumerate(self.read) for _ in level.tokens[0]]
         of_all = torch.tensor(depths, device=self.device)
         return grown_masks(self.layers, self.backbone.dtype, starts, seen, depth, of_all)

@@ -1,9 +1,9 @@
 """Prompt lookup: draft what followed the text's last n-gram earlier (Saxena 2023; LLMA, arXiv 2304.04487).
 
-This needs no model and no training, and suits text that repeats itself or its prompt. The longest n-gram at the end of
-the text that occurred before is looked up in an index that grows with the text. The tokens after it are drafted: a
-chain, or a trie if there are several matches. A match that reaches the end of the text continues with itself, as in
-Lempel and Ziv's compression, so that a loop is predicted to any length.
+No model and no training are needed. The longest n-gram at the end of the text that occurred before is looked up in an
+index that grows with the text. The tokens after it are drafted: a chain, or a trie if there are several matches. A
+match that reaches the end of the text continues with itself, as in Lempel and Ziv's compression, so a loop is predicted
+to any length.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from decode.draft import Draft, Drafter, Frontier
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
-from decode.drafters.tries import Trie, draft_of
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
+from decode.drafters.tries import TextDrafter, Trie
 from decode.sequences import Sequences
-from decode.session import Session
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,13 @@ class NgramConfig(DrafterConfig):
         require_at_least(self.min_n, "ngram", n=self.n)
         require_at_least(0, "ngram", nodes=self.nodes)
 
-    def factory(self, context: DrafterContext) -> DrafterFactory:
-        require_no_tree(context.tree, context.stop_drafting)
-        return PromptLookup(self)
-
-
-class PromptLookup(DrafterFactory):
-    """Starts n-gram drafters."""
-
-    def __init__(self, config: NgramConfig) -> None:
-        self.config = config
-
     @property
     def num_nodes(self) -> int:
-        return self.config.nodes or 1 + self.config.tokens * self.config.matches
+        """The most nodes of a draft."""
+        return self.nodes or 1 + self.tokens * self.matches
 
-    def start(self, session: Session, drawn: bool = False) -> Drafter:
-        return NgramDrafter(self.config, session.sequences, self.num_nodes)
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        return TextDrafterFactory(self.num_nodes, lambda session: NgramDrafter(self, session.sequences))
 
 
 class NgramIndex:
@@ -95,24 +83,20 @@ class NgramIndex:
         return (period * (count // len(period) + 1))[:count] if len(period) < count else period[:count]
 
 
-class NgramDrafter:
-    """Drafts with one index per row."""
+class NgramDrafter(TextDrafter):
+    """Drafts what followed the end of each row earlier, with one index per row."""
 
-    def __init__(self, config: NgramConfig, sequences: Sequences, num_nodes: int) -> None:
-        self.config, self.sequences, self.num_nodes = config, sequences, num_nodes
+    def __init__(self, config: NgramConfig, sequences: Sequences) -> None:
+        super().__init__(sequences)
+        self.config = config
         self.rows: dict[int, NgramIndex] = {}
 
-    def propose(self, frontier: Frontier) -> Draft:
-        """Draft what followed each row's end earlier."""
-        return draft_of([self._of_row(row) for row in frontier.rows], frontier.root)
-
-    def _of_row(self, row: int) -> Trie:
+    def trie(self, row: int) -> Trie:
         if row not in self.rows:
             self.rows[row] = NgramIndex(self.config.min_n, self.config.n)
-        index, trie = self.rows[row], Trie(self.num_nodes)
+        index, trie = self.rows[row], Trie(self.config.num_nodes)
         index.extend(self.sequences.tail(row, len(index.text)))
-        # Draft no more than the text has room for; its last token is decided without being drafted.
-        count = min(self.config.tokens, self.sequences.room(row) - 1)
+        count = self.depth(row, self.config.tokens)
         for position in index.matches(self.config.matches) if count > 0 else ():
             trie.add(index.after(position, count))
         return trie

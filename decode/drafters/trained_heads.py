@@ -1,4 +1,4 @@
-"""Trained heads of any kind, as `--drafter heads`, on the tree of `--tree` or the one saved with the heads."""
+"""Trained heads of any kind as a drafter: on a tree (`--drafter heads`) or on a chain (`--drafter blockwise`)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode.draft import Drafter
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import TreeLike, resolve_tree
-from decode.drafters.paths import PathDrafter
+from decode.drafters.levelwise import PathDrafter
 from decode.session import Session
 from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.sequential import SequentialHeads
-from medusa.tree import Layout
+from medusa.memory import bytes_of
+from medusa.tree import Layout, Tree
 
 
 @dataclass(frozen=True)
 class HeadsDrafterConfig(DrafterConfig):
-    """The heads; the tree sets shape and number of nodes, so there are no options."""
+    """The heads on a tree. There are no options: the tree sets the shape and the number of nodes."""
 
     needs_heads = True
     takes_tree = True
@@ -32,12 +33,38 @@ class HeadsDrafterConfig(DrafterConfig):
         return (resolve_tree(tree, heads, stop_drafting),)
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        heads = require_heads(context)
+        heads = context.heads
+        if not isinstance(heads, MedusaHeads):
+            raise RequestError(
+                f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)"
+            )
         return TrainedHeads(heads, *self.layouts(heads, context.tree, context.stop_drafting))
 
 
+@dataclass(frozen=True)
+class BlockwiseConfig(HeadsDrafterConfig):
+    """Blockwise parallel decoding (Stern et al. 2018): a chain of the heads' best guesses.
+
+    The lossy rules of their section 5 are `acceptance topk:K` and `distance:D` (`decode.accept`).
+    """
+
+    tokens: int = 0
+    """How many tokens to draft; 0: one per head."""
+
+    takes_tree = False
+
+    def __post_init__(self) -> None:
+        require_at_least(0, "blockwise", tokens=self.tokens)
+
+    def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Tree]:
+        count = heads.config.num_heads
+        if self.tokens > count:
+            raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads")
+        return (Tree.chain(self.tokens or count),)
+
+
 class TrainedHeads(DrafterFactory):
-    """Heads, and the tree that their guesses are laid out on."""
+    """Heads and the tree for their guesses."""
 
     can_draw = True
     compiles = True
@@ -46,27 +73,13 @@ class TrainedHeads(DrafterFactory):
 
     def __init__(self, heads: MedusaHeads, tree: Layout) -> None:
         self.heads, self.tree = heads, tree
-
-    @property
-    def num_nodes(self) -> int:
-        return self.tree.num_nodes
+        self.num_nodes, self.num_bytes = tree.num_nodes, bytes_of(heads)
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         return heads_drafter(self.heads, session.backbone, self.tree, session.target if drawn else None)
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> TrainedHeads:
         return TrainedHeads(self.heads, change(self.tree))
-
-
-def require_heads(context: DrafterContext) -> MedusaHeads:
-    """The heads of `context`.
-
-    Raises:
-        RequestError: there are none."""
-    if not isinstance(context.heads, MedusaHeads):
-        given = context.heads
-        raise RequestError(f"the heads are {given!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)")
-    return context.heads
 
 
 def heads_drafter(

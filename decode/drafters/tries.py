@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.draft import Draft, Frontier
+from decode.sequences import Sequences
 from decode.topology import Topology
 
 
@@ -35,17 +37,18 @@ class Trie:
                     return
                 child = self.child[node, token] = len(self.ids)
                 self.is_chain &= child == node + 1
-                self.ids.append(token)
-                self.parent.append(node)
-                self.depth.append(self.depth[node] + 1)
+                self._append(token, node)
             node = child
 
     def fill(self, count: int) -> None:
         """Add a chain of arbitrary tokens after the last node, up to `count` nodes, so that all rows have as many."""
-        for _ in range(count - len(self.ids)):
-            self.parent.append(len(self.ids) - 1)
-            self.depth.append(self.depth[-1] + 1)
-            self.ids.append(0)
+        while len(self.ids) < count:
+            self._append(0, len(self.ids) - 1)
+
+    def _append(self, token: int, parent: int) -> None:
+        self.ids.append(token)
+        self.parent.append(parent)
+        self.depth.append(self.depth[parent] + 1)
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
@@ -57,10 +60,9 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
     ids = torch.cat([root[:, None], drafted], dim=1)
     if all(trie.is_chain for trie in tries):
         return Draft(ids, chain(count, root.device))
-    parent, depth = (torch.tensor([getattr(t, name) for t in tries]) for name in ("parent", "depth"))
+    parent, depth = torch.tensor([trie.parent for trie in tries]), torch.tensor([trie.depth for trie in tries])
     deepest = int(depth.max())
-    topology = Topology.from_parents(parent.to(root.device), depth.to(root.device), deepest, count - 1)
-    return Draft(ids, topology)
+    return Draft(ids, Topology.from_parents(parent.to(root.device), depth.to(root.device), deepest, count - 1))
 
 
 @lru_cache(maxsize=256)
@@ -68,3 +70,22 @@ def chain(count: int, device: torch.device) -> Topology:
     """The topology of a root and a chain of `count - 1` nodes."""
     line = torch.arange(count, device=device)
     return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
+
+
+class TextDrafter(ABC):
+    """Drafts one trie per row, computed on the host from the texts."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences = sequences
+
+    def propose(self, frontier: Frontier) -> Draft:
+        """Draft the trie of each row."""
+        return draft_of([self.trie(row) for row in frontier.rows], frontier.root)
+
+    @abstractmethod
+    def trie(self, row: int) -> Trie:
+        """The continuations to draft for a row."""
+
+    def depth(self, row: int, most: int) -> int:
+        """How many tokens to draft: `most`, or fewer near a row's end. Its last token is decided without a draft."""
+        return min(most, self.sequences.room(row) - 1)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmark_loss import Variant, measure
 from decode.bench.methods import Method, medusa_method, plain_method
-from decode.compiled.regions import Regions
+from decode.compiled.region import Regions
 from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads, Tree
 from medusa.tree_files import load_tree

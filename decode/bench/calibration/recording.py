@@ -108,7 +108,7 @@ class Recording:
         depth, scale = tree.max_depth, tree.temperatures[: tree.max_depth]
         log_z = self.log_z[text][:, range(depth), [TEMPERATURES.index(t) for t in scale]]
         guesses = self.best[text][:, :depth, : tree.candidates.max_rank + 1]
-        taken, _ = tree.choose(tree.path_log_probs(guesses / torch.tensor(scale)[:, None] - log_z[:, :, None]))
+        taken = tree.most_probable(tree.path_log_probs(guesses / torch.tensor(scale)[:, None] - log_z[:, :, None]))
         return accepted(tree.candidates, self.ranks[text], taken)
 
 

@@ -129,7 +129,7 @@ class Datastore:
         place = int(self.order[at])
         return self.tokens[place : place + count].tolist()
 
-    def behind(self, match: Match, count: int, most: int) -> list[list[int]]:
+    def after(self, match: Match, count: int, most: int) -> list[list[int]]:
         """Up to `count` tokens behind each place of a match, less where the document ends.
 
         Of more than `most` places, every so-manieth: they are in the order of what follows, so what follows often is

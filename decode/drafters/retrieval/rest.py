@@ -1,8 +1,8 @@
-"""Retrieval: what followed the text's last words in a datastore of other texts (REST, arXiv 2311.08252).
+"""Retrieval: what followed the text's last tokens in a datastore of other texts (REST, arXiv 2311.08252).
 
-The longest end of the text that stands in the datastore is looked up; what followed it in all those places is merged
-into a trie with counts, and its most frequent nodes are drafted (section 3.2). No model and no training, but text like
-the one to come: code for code, the backbone's own answers for its answers.
+The longest end of the text that the datastore contains is looked up. What follows its occurrences is merged into a
+trie with counts, whose most frequent nodes are drafted (section 3.2). This needs no model and no training, but a
+datastore of similar text: code to draft code, the backbone's own answers to draft answers.
 """
 
 from __future__ import annotations
@@ -14,32 +14,30 @@ from functools import cached_property
 
 from transformers import PretrainedConfig
 
-from decode.draft import Draft, Drafter, Frontier
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least, require_no_tree
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
-from decode.drafters.tries import Trie, draft_of
+from decode.drafters.tries import TextDrafter, Trie
 from decode.sequences import Sequences
-from decode.session import Session
 from medusa.errors import RequestError
 
 
 @dataclass(frozen=True)
 class RestConfig(DrafterConfig):
-    """Retrieval from a datastore."""
+    """Options of retrieval from a datastore."""
 
     datastore: str
-    """A folder that `medusa datastore build` made."""
+    """A folder made by `medusa datastore build`."""
     nodes: int = 16
-    """Drafted at most, root included."""
+    """The most nodes of a draft, root included."""
     tokens: int = 6
-    """Drafted behind a match, at most."""
+    """The most tokens to draft after a match."""
     n: int = DEPTH
-    """The longest end of the text that is looked up."""
+    """Tokens of the longest end of the text to look up."""
     min_n: int = 2
-    """The shortest one."""
+    """Tokens of the shortest end to look up."""
     matches: int = 100
-    """Places of it whose continuations are counted; of more, an even choice."""
+    """The most occurrences whose continuations are counted, spread evenly over all occurrences."""
 
     first = "datastore"
     needs = "a datastore"
@@ -51,7 +49,9 @@ class RestConfig(DrafterConfig):
         require_at_least(2, "rest", nodes=self.nodes)
         require_at_least(self.min_n, "rest", n=self.n)
         if self.n > DEPTH:
-            raise RequestError(f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens, so at most that")
+            raise RequestError(
+                f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give at most {DEPTH}"
+            )
 
     @cached_property
     def opened(self) -> Datastore:
@@ -62,59 +62,38 @@ class RestConfig(DrafterConfig):
         self.opened.require_vocabulary(text.vocab_size, config.name_or_path or "the backbone")
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        require_no_tree(context.tree, context.stop_drafting)
         self.opened.require_tokenizer(context.tokenizer, context.name)
         self.opened.require_vocabulary(context.model.config.get_text_config(decoder=True).vocab_size, context.name)
-        return Retrieval(self)
+        # The files are mapped into memory; a lookup reads only a few of their pages.
+        mapped = self.opened.tokens.nbytes + self.opened.order.nbytes
+        return TextDrafterFactory(self.nodes, lambda session: RestDrafter(self, session.sequences), mapped)
 
 
-class Retrieval(DrafterFactory):
-    """Starts drafters over an open datastore."""
+class RestDrafter(TextDrafter):
+    """Looks up the end of every row in each step; nothing is kept between steps."""
 
-    def __init__(self, plan: RestConfig) -> None:
-        self.plan = plan
+    def __init__(self, config: RestConfig, sequences: Sequences) -> None:
+        super().__init__(sequences)
+        self.config = config
 
-    @property
-    def num_nodes(self) -> int:
-        return self.plan.nodes
-
-    @property
-    def num_bytes(self) -> int:
-        """On disk, mapped into memory; of that a text's lookups read a few pages."""
-        return self.plan.opened.tokens.nbytes + self.plan.opened.order.nbytes
-
-    def start(self, session: Session, drawn: bool = False) -> Drafter:
-        return RestDrafter(self.plan, session.sequences)
-
-
-class RestDrafter:
-    """Looks the end of every row up anew: nothing is kept between steps."""
-
-    def __init__(self, plan: RestConfig, sequences: Sequences) -> None:
-        self.plan, self.sequences = plan, sequences
-
-    def propose(self, frontier: Frontier) -> Draft:
-        return draft_of([self._of_row(row) for row in frontier.rows], frontier.root)
-
-    def _of_row(self, row: int) -> Trie:
-        # What the text has no room for is not drafted; the last token is decided on without being drafted.
-        count = min(self.plan.tokens, self.sequences.room(row) - 1)
+    def trie(self, row: int) -> Trie:
+        count = self.depth(row, self.config.tokens)
         if count < 1:
             return Trie(1)
-        end = self.sequences.tail(row, max(0, self.sequences.lengths[row] - self.plan.n))
-        return looked_up(self.plan, end, count)
+        end = self.sequences.tail(row, max(0, self.sequences.lengths[row] - self.config.n))
+        return looked_up(self.config, end, count)
 
 
-def looked_up(plan: RestConfig, text: list[int], count: int) -> Trie:
-    """What the datastore drafts behind the end of `text`, `count` tokens deep."""
-    match = plan.opened.longest(text[-plan.n :], plan.min_n)
-    return most_frequent(plan.opened.behind(match, count, plan.matches) if match else (), plan.nodes)
+def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
+    """The trie, `count` tokens deep, of what the datastore holds after the end of `text`."""
+    match = config.opened.longest(text[-config.n :], config.min_n)
+    return most_frequent(config.opened.after(match, count, config.matches) if match else (), config.nodes)
 
 
 def most_frequent(continuations: Iterable[list[int]], num_nodes: int) -> Trie:
-    """The `num_nodes` most frequent nodes of a trie, root included; of as frequent ones the shallower, then the first.
+    """The `num_nodes` most frequent nodes of a trie, root included; ties go to the shallower node, then to the first.
 
-    A node is as frequent as its children together, at least, so that the parents of all of them are among them.
+    A node is at least as frequent as its children together, so the parents of the chosen nodes are chosen too.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for line, times in Counter(map(tuple, continuations)).items():

@@ -24,9 +24,9 @@ from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogits
 from decode import generate
 from decode.accept import Truncation
 from decode.bench.chi2 import goodness_of_fit
-from decode.compiled import region, regions, stepper
+from decode.compiled import region, stepper
 from decode.compiled.fixed_cache import FixedCache
-from decode.compiled.regions import Regions
+from decode.compiled.region import Regions
 from decode.compiled.sampler import FixedSampler
 from decode.compiled.stepper import CompiledStepper, _has_compiler
 from decode.draft import Draft
@@ -382,14 +382,17 @@ def test_nothing_of_an_earlier_text_stays(llama: Any) -> None:
     session, _ = plain_decoding(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
     session.prefill()
     fixed, larger = FixedCache(session.verifier.cache, 16), FixedCache(session.verifier.cache, 32)
-    for cache, fill in ((fixed, lambda: fixed.load(session.verifier.cache)), (larger, lambda: larger.take(fixed))):
+    written = [
+        (layer.keys[:, :, :5].clone(), layer.values[:, :, :5].clone()) for layer in session.verifier.cache.tree_layers
+    ]
+    for cache, fill in ((fixed, lambda: fixed.load(session.verifier.cache)), (larger, lambda: larger.load(fixed))):
         for layer in cache.fixed_layers:
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)
         fill()
-        for layer, read in zip(cache.fixed_layers, session.verifier.cache.tree_layers, strict=True):
-            assert torch.equal(layer.keys[:, :, :5], read.keys[:, :, :5])
-            assert torch.equal(layer.values[:, :, :5], read.values[:, :, :5])
+        for layer, (keys, values) in zip(cache.fixed_layers, written, strict=True):
+            assert torch.equal(layer.keys[:, :, :5], keys)
+            assert torch.equal(layer.values[:, :, :5], values)
             assert not layer.keys[:, :, 5:].any()
             assert not layer.values[:, :, 5:].any()
 
@@ -407,9 +410,9 @@ def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
 def test_regions_live_with_their_model() -> None:
     model = tiny_model("llama")
     heads, prompt = random_heads(model), [random_ids(4)]
-    for nodes in range(2, 2 + regions.KEPT + 2):
+    for nodes in range(2, 2 + region.KEPT + 2):
         texts(model, heads, prompt, f"dynamic:{nodes}", max_new_tokens=3, do_sample=False)
-    assert len(Regions.of(model)) == regions.KEPT
+    assert len(Regions.of(model)) == region.KEPT
     assert not Regions.of(copy.deepcopy(model))
     gone = weakref.ref(model)
     del model

@@ -214,7 +214,7 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
         ("mix:nodes=1,heads+ngram", "nodes is 1, the root alone"),
         ("mix:nodes=few,heads+ngram", "nodes is 'few'; it must be a whole number"),
         ("mix:ngram", "'ngram' is one drafter; join several by +, as in mix:heads+ngram"),
-        ("mix:ngram+ngram", "one is given twice"),
+        ("mix:ngram+ngram", "names a drafter twice; name each once"),
         ("mix:heads+oracle", "there is no drafter 'oracle'"),
         ("mix:heads+ngram:n=0", "drafter ngram: n is 0"),
         ("mix:heads+mix:ngram", "'ngram' is one drafter"),

@@ -43,7 +43,7 @@ def test_the_most_probable_nodes_that_hang_together(nodes: int, widths: list[int
     for sharpness in (0.3, 2, 8):
         log_p = torch.randn(3, len(widths), 200, generator=torch.Generator().manual_seed(nodes))
         best = log_p.mul(sharpness).log_softmax(-1).topk(16, dim=-1).values
-        chosen, _ = dynamic.choose(dynamic.path_log_probs(best[:, :, :top]))
+        chosen = dynamic.most_probable(dynamic.path_log_probs(best[:, :, :top]))
         for row, nodes_of_row in enumerate(chosen.tolist()):
             got = {dynamic.candidates.rank_paths[n - 1] for n in nodes_of_row if n}
             assert got == {everything.rank_paths[n - 1] for n in slow_choice(everything, best[row], nodes) if n}
@@ -55,7 +55,8 @@ def test_sure_guesses_never_lose_their_parents() -> None:
         dynamic = DynamicTree.over_heads(nodes, 3)
         best = torch.full((1, 3, dynamic.candidates.max_rank + 1), -torch.inf)
         best[:, :, 0] = 0
-        chosen, topology = dynamic.choose(dynamic.path_log_probs(best))
+        chosen = dynamic.most_probable(dynamic.path_log_probs(best))
+        topology = chosen_part(dynamic.candidates, chosen)
         sure = topology.depth[0][dynamic.candidates.rank[chosen[0]] == 0]
         assert set(range(min(nodes, 4))) <= set(sure.tolist())
         assert set(dynamic.candidates.parent[chosen[0]].tolist()) <= set(chosen[0].tolist())

@@ -16,7 +16,6 @@ from decode.drafters import drafter_factory, parse
 from decode.drafters.base import DrafterContext
 from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
 from decode.drafters.model import DraftModel
-from decode.drafters.ngram import NgramConfig, PromptLookup
 from decode.drafters.tries import Trie, chain, draft_of
 from decode.settings import Settings
 from decode.topology import Topology
@@ -145,7 +144,8 @@ def test_nodes_of_a_mix(llama: Any) -> None:
 def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
     """The draft model's cache is kept in step whatever the other part had accepted."""
     model = tiny_model("mistral, window")
-    parts = [PromptLookup(NgramConfig(n=2, tokens=6)), DraftModel(draft_model(model), Tree.top_k([2, 1, 1]))]
+    ngram = drafter_factory("ngram:n=2,tokens=6", DrafterContext(model))
+    parts = [ngram, DraftModel(draft_model(model), Tree.top_k([2, 1, 1]))]
     for prompt in (*PROMPTS, repetitive(model, PROMPTS[0])):
         text = plain(model, prompt, max_new_tokens=40)
         ids = torch.tensor([prompt])

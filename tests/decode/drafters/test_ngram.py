@@ -69,8 +69,7 @@ def drafts(plan: NgramConfig, *prompts: list[int], room: int = 20) -> Any:
     for row, prompt in enumerate(prompts):
         sequences.extend(row, prompt[-1:])
     frontier = Frontier(torch.tensor([p[-1] for p in prompts]), torch.zeros(len(prompts), 1), [*range(len(prompts))])
-    nodes = plan.nodes or 1 + plan.tokens * plan.matches
-    return NgramDrafter(plan, sequences, nodes).propose(frontier)
+    return NgramDrafter(plan, sequences).propose(frontier)
 
 
 def test_by_hand() -> None:

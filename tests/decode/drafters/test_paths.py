@@ -1,4 +1,4 @@
-"""decode/drafters/paths.py: every node holds what its head guesses there, by one pass of the heads per path."""
+"""decode/drafters/levelwise.py: every node holds what its head guesses there, by one pass of the heads per path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decode.draft import Draft, Frontier
 from decode.drafters import levelwise
 from decode.drafters.dynamic_tree import DynamicTree
 from decode.drafters.layouts import resolve_tree
-from decode.drafters.paths import PathDrafter
+from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Acceptor
 from decode.ops.draws import SharedDraws

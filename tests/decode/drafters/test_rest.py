@@ -102,9 +102,9 @@ def test_a_search_finds_what_reading_everything_finds(tmp_path: Path, seed: int)
         sizes[size] += 1
         assert (found.size if found else 0) == size
         if found:
-            told = Counter(map(tuple, datastore.behind(found, 3, 10_000)))
+            told = Counter(map(tuple, datastore.after(found, 3, 10_000)))
             assert told == Counter(tuple(documents[number][place : place + 3]) for number, place in places)
-            least_of_all = datastore.behind(found, 3, 2)
+            least_of_all = datastore.after(found, 3, 2)
             assert len(least_of_all) <= 2
             assert not Counter(map(tuple, least_of_all)) - told
     assert len(sizes) > 5, "all of one length: no power"

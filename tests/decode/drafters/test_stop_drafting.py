@@ -13,7 +13,7 @@ from decode.bench.methods import medusa_method
 from decode.draft import Draft, Frontier
 from decode.drafters.dynamic_tree import STEEPNESS, DynamicTree
 from decode.drafters.layouts import resolve_tree
-from decode.drafters.paths import PathDrafter
+from decode.drafters.levelwise import PathDrafter
 from decode.generation import heads_drafter
 from decode.settings import DecodingOptions, Settings
 from medusa.backbone import Backbone
