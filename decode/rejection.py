@@ -46,7 +46,7 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
             continue
         token = draft.ids[walk.rows[trying], child[trying]]
         p, q = residuals.of_token(trying, token)
-        passes = passes_ratio(draws.uniform(walk.rows[trying]), p, q)
+        passes = passes_ratio(draws.uniforms(walk.rows[trying], 1)[:, 0], p, q)
         # q = 0: nothing was left to draw, and a token is repeated (`draw_distinct`). It is no draw, so it is skipped.
         drawn = q > 0
         accepted[trying[passes & drawn]] = child[trying[passes & drawn]]

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.cache import TreeCache, TreeLayer
+from decode.cache import TreeCache
 from decode.heads_cache import HeadsCache
 from decode.masks import additive, visible_slots
 from decode.topology import Topology
+from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
+from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 
 
@@ -59,8 +61,8 @@ class FixedCache(Cache):
         """An empty cache with the layers of `like`, a cache that was filled."""
         self.capacity = capacity
         self.fixed_layers: list[FixedLayer] = []
-        for layer in _layers(like):
-            keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in (layer.keys, layer.values))
+        for states in _states(like):
+            keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in states)
             self.fixed_layers.append(FixedLayer(self, static(keys), static(values)))
         self.rows = len(keys)
         self.lengths = static(torch.zeros(self.rows, dtype=torch.long, device=keys.device))
@@ -70,8 +72,8 @@ class FixedCache(Cache):
     def load(self, other: TreeCache | FixedCache) -> None:
         """Copy the text of `other`, and free the memory of a `TreeCache`."""
         count = other.longest if isinstance(other, TreeCache) else other.capacity
-        for layer, source in zip(self.fixed_layers, _layers(other), strict=True):
-            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
+        for layer, (keys, values) in zip(self.fixed_layers, _states(other), strict=True):
+            for buffer, states in ((layer.keys, keys), (layer.values, values)):
                 # No earlier text may remain after these slots: a masked NaN would still reach the output, as 0 x NaN.
                 buffer[:, :, :count] = states[:, :, :count]
                 buffer[:, :, count:] = 0
@@ -95,8 +97,11 @@ class FixedCache(Cache):
                 _write(buffer, target.clamp_max(self.capacity - 1), buffer.gather(2, index))
 
 
-def _layers(cache: TreeCache | FixedCache) -> list[TreeLayer] | list[FixedLayer]:
-    return cache.tree_layers if isinstance(cache, TreeCache) else cache.fixed_layers
+def _states(cache: TreeCache | FixedCache) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values of each layer."""
+    if isinstance(cache, TreeCache):
+        return [(layer.keys, layer.values) for layer in cache.tree_layers]
+    return [(layer.keys, layer.values) for layer in cache.fixed_layers]
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
@@ -119,7 +124,8 @@ class FixedHeadsCache:
 
     def __init__(self, like: HeadsCache | FixedHeadsCache, capacity: int, max_depth: int) -> None:
         """An empty cache for the heads of `like`; `max_depth` is that of the tree whose paths are read."""
-        self.heads, self.backbone = like.heads, like.backbone
+        self.heads: MedusaHeads = like.heads
+        self.backbone: Backbone = like.backbone
         self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
         self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in _caches(like))
 

@@ -1,4 +1,4 @@
-"""Random draws: one stream of numbers per row or one for all rows, and tokens drawn by inverting cumulative sums.
+"""Random numbers, from one generator per row or one for all rows, and tokens drawn by inverting cumulative sums.
 
 Shapes: B rows, R of them that draw, M distributions that they share, V vocabulary, C draws of a row.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MASS_LEFT = 2**-24
-"""Siblings are drawn while more than this share of q is left: float64 sums cannot resolve less."""
+"""Siblings are drawn while more than this share of q is left; float64 sums cannot resolve less."""
 
 
 class Draws(Protocol):
@@ -20,10 +20,6 @@ class Draws(Protocol):
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
         """Draw one token per row [R]: rows [R], probabilities [M, V], and which distribution each row takes [R]."""
-        ...
-
-    def uniform(self, rows: Tensor) -> Tensor:
-        """Draw one number in [0, 1) per row [R], float64."""
         ...
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
@@ -41,7 +37,7 @@ class RowDraws:
         self.generators = generators
 
     def of(self, rows: Sequence[int]) -> RowDraws:
-        """The streams of some rows, numbered from 0 again: those of a batch that finished rows have left."""
+        """The generators of these rows, numbered from 0 again, for a batch that finished rows have left."""
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
@@ -51,20 +47,13 @@ class RowDraws:
         ]
         return torch.cat(drawn) if drawn else index.clone()
 
-    def uniform(self, rows: Tensor) -> Tensor:
-        return self.uniforms(rows, 1)[:, 0]
-
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
-        drawn = [_uniform(count, self.generators[row], rows.device) for row in rows.tolist()]
-        return torch.stack(drawn) if drawn else rows.new_zeros(0, count, dtype=torch.float64)
+        return self.of(rows.tolist()).block(count, rows.device)
 
     def block(self, count: int, device: torch.device) -> Tensor:
         """Draw `count` numbers for every row [B, count] on `device`, without waiting for the device."""
-        return torch.stack([_uniform(count, generator, device) for generator in self.generators])
-
-
-def _uniform(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    return torch.rand(count, dtype=torch.float64, generator=generator, device=device)
+        drawn = [torch.rand(count, dtype=torch.float64, generator=g, device=device) for g in self.generators]
+        return torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.float64, device=device)
 
 
 class SharedDraws:
@@ -75,10 +64,7 @@ class SharedDraws:
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
         used, own = index.unique(return_inverse=True)
-        return invert(cumulative(p[used] if len(used) < len(p) else p), own, self.uniform(rows))
-
-    def uniform(self, rows: Tensor) -> Tensor:
-        return self.uniforms(rows, 1)[:, 0]
+        return invert(cumulative(p[used] if len(used) < len(p) else p), own, self.uniforms(rows, 1)[:, 0])
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
         return torch.rand(len(rows), count, dtype=torch.float64, generator=self.generator, device=rows.device)
@@ -93,9 +79,9 @@ def cumulative(p: Tensor) -> Tensor:
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Find the token [R] at height u [R] of running sums [M, V], for rows that take distribution `index` [R].
 
-    Distribution m is moved to the heights m to m + 1, so that one search serves all of them. Numbers are kept a few
-    units of rounding below 1 (measured at height M), so that none is rounded into the next distribution. A token of
-    probability 0 is never found, because its sum equals that of the token before.
+    Distribution m is shifted to the heights from m to m + 1, so that one search serves all of them. The numbers are
+    kept a few rounding units below 1 (measured at height M), so that none is rounded into the next distribution. A
+    token of probability 0 is never found, because its sum equals that of the token before.
     """
     heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
     found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
@@ -103,11 +89,16 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Draw C tokens per row without replacement [R, C], in order, from q [M, V], `index` [R] and numbers u [R, C].
+    """Draw C tokens per row without replacement [R, C], in order.
 
-    Each draw is uniform over what the earlier draws of the row have left: their intervals are cut out of [0, 1), and
-    the number is stretched over the gaps. Where at most `MASS_LEFT` is left, the row's first token is repeated, and
+    Each draw is uniform over the mass that the row's earlier draws have left: their intervals are cut out of [0, 1),
+    and the number is stretched over the gaps. Where at most `MASS_LEFT` is left, the row's first token is repeated and
     does not count as a draw. This adds no bias: whether there is a draw depends on the earlier tokens, not on `u`.
+
+    Args:
+        q: [M, V] the distributions.
+        index: [R] which distribution each row takes.
+        u: [R, C] uniform numbers.
     """
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)

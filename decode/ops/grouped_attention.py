@@ -1,12 +1,12 @@
 """Attention of several tokens with a mask, without copying keys for every query head.
 
 Where g query heads share a key head, transformers' sdpa copies keys and values g times for any forward of more than
-one token with a mask. With 32 heads on 8 and 8192 tokens of context, these copies are three quarters of the attention
-time of a 16-node step. Instead, the g heads can be stacked as g x N queries of the one key head. The numbers are the
-same, on a CPU to the last bit.
+one token with a mask. With 32 heads on 8 and 8192 tokens of context, these copies take three quarters of the attention
+time of a 16-node step. Here the g heads are stacked as g x N queries of the one key head. The numbers are the same, on
+a CPU to the last bit.
 
-The model's configuration keeps the name "sdpa": several models (Falcon, Gemma 4, DeepSeek 3.2) compare that name and
-take another branch, with another mask, if it is different.
+The model's configuration keeps the name "sdpa", because several models (Falcon, Gemma 4, DeepSeek 3.2) compare that
+name and use a different mask if it differs.
 
 Shapes: B rows, H query heads on H / g key heads, N tokens, S slots, D head size.
 """
@@ -37,7 +37,7 @@ def sdpa_grouped(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, N, D], key and value [B, H / g, S, D] -> [B, N, H, D]: transformers' sdpa, in its form."""
+    """Transformers' sdpa with its signature: query [B, H, N, D], key and value [B, H / g, S, D] -> [B, N, H, D]."""
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     grouped = groups > 1 and tokens > 1 and attention_mask is not None and attention_mask.shape[1] == 1
@@ -61,7 +61,7 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 
 @contextmanager
 def grouped(config: PretrainedConfig) -> Iterator[None]:
-    """Use `sdpa_grouped` in models with sdpa attention, for as long as the context lasts.
+    """Use `sdpa_grouped` in models with sdpa attention, as long as the context lasts.
 
     It replaces transformers' function in the registry from which models take their attention by name. Models with
     another attention, and models that do not use the registry, are not affected. A function that the user has
@@ -70,24 +70,18 @@ def grouped(config: PretrainedConfig) -> Iterator[None]:
     if config._attn_implementation != SDPA:
         yield
         return
-    _enter()
+    _count(1)
     try:
         yield
     finally:
-        _leave()
+        _count(-1)
 
 
-def _enter() -> None:
+def _count(change: int) -> None:
+    """Count a context that opens or closes; the first one replaces the function, and the last one restores it."""
     global _active
     with _LOCK:
-        _active += 1
-        if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_attention_forward:
-            AttentionInterface.register(SDPA, sdpa_grouped)
-
-
-def _leave() -> None:
-    global _active
-    with _LOCK:
-        _active -= 1
-        if not _active and ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_grouped:
-            AttentionInterface.register(SDPA, sdpa_attention_forward)
+        _active += change
+        old, new = (sdpa_attention_forward, sdpa_grouped) if _active else (sdpa_grouped, sdpa_attention_forward)
+        if ALL_ATTENTION_FUNCTIONS[SDPA] is old:
+            AttentionInterface.register(SDPA, new)

@@ -1,8 +1,10 @@
-"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): follow what the backbone says more than a small model does.
+"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): prefer tokens that the backbone predicts more strongly than
+a small model.
 
-The backbone is the expert, and the small model the amateur. Their contrast is a target like any other: every drafter
-drafts for it, and every rule accepts. The amateur reads what the backbone reads: the prompts, and in each step the same
-tree, with its own cache that keeps the same path. The contrast replaces the logits before temperature and penalties.
+The backbone is the expert, and the small model the amateur. Their contrast is a target like any other, for every
+drafter and every acceptance rule. The amateur reads what the backbone reads: the prompts, and in each step the same
+tree, with a cache of its own that keeps the same path. The contrast replaces the logits before temperature and
+penalties.
 
 Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
@@ -30,19 +32,21 @@ from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 
 MIN_LOG_PROB = -1e4
-"""Lower log probabilities of the amateur are raised to this, so that a token that it excludes has a finite score."""
+"""Lower log probabilities of the amateur are raised to this, so that a token it excludes has a finite score."""
 
 
 @dataclass(frozen=True)
 class Contrast(ContrastOptions):
-    """Combines the predictions of both models. Without `beta`: log p(expert) - log p(amateur), as in the article; with
-    it: (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
+    """Combines the predictions of both models.
+
+    Without `beta` a score is log p(expert) - log p(amateur), as in the paper. With it, a score is
+    (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
     """
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
         """The scores [..., V] that replace the expert's logits [..., V]; -inf for implausible tokens (section 3.2-3.3).
 
-        They are float32, or float64 where the expert's logits are."""
+        They are float32, or float64 if the expert's logits are."""
         dtype = torch.promote_types(expert.dtype, torch.float32)
         expert_log_p = expert.to(dtype).log_softmax(-1)
         amateur_log_p = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(MIN_LOG_PROB)
@@ -61,7 +65,7 @@ class Contrast(ContrastOptions):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """How much a score changes with a logit of the expert, and with one of the amateur."""
+        """How much a score changes with the expert's logit, and with the amateur's."""
         expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
         return expert, amateur / self.temperature
 
@@ -92,13 +96,13 @@ class Amateur:
         return min((context for context in contexts if context is not None), default=None)
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> ContrastVerifier:
-        """A verifier that runs both models."""
+        """A verifier that runs both models, with empty caches of `capacity` slots."""
         expert, amateur = (Verifier.with_cache(each, sequences, capacity) for each in (backbone, Backbone(self.model)))
         return ContrastVerifier(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request]) -> None:
         """Raises:
-        RequestError: another vocabulary than the backbone's, no room for a prompt, or a model that can hold no tree."""
+        RequestError: the vocabularies differ, a prompt does not fit, or the amateur cannot hold a tree."""
         require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
         require_tree_forward(self.model)
         require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")
@@ -113,7 +117,7 @@ AmateurLike = Amateur | PreTrainedModel | None
 
 
 class ContrastVerifier(Verifier):
-    """Both models over one draft; what they read is kept or dropped together."""
+    """Runs both models over each draft; both caches keep the same nodes."""
 
     def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
         super().__init__(expert.backbone, expert.cache, expert.sequences)
@@ -143,10 +147,9 @@ class ContrastVerifier(Verifier):
 
 
 class ContrastProcessor(LogitsProcessor):
-    """The same target inside one call of `model.generate`, with a stock cache for the amateur.
+    """Contrastive decoding as a `logits_processor` of one call of `model.generate`, with a stock cache for the amateur.
 
-    Pass it as a `logits_processor`. `generate` would apply its own penalties before it, so pass penalties after it in
-    the same list.
+    `generate` would apply its own penalties before it, so pass penalties after it in the same list.
     """
 
     def __init__(self, amateur: Amateur, attention_mask: Tensor) -> None:

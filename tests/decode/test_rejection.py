@@ -326,7 +326,7 @@ def test_both_kinds_of_draws_have_one_law() -> None:
         tokens = draws.tokens(torch.arange(rows), p, index)
         for which in range(2):
             assert goodness_of_fit(tokens[index == which].bincount(minlength=4), p[which]).p_value > FALSE_ALARM
-        uniform = draws.uniform(torch.arange(rows))
+        uniform = draws.uniforms(torch.arange(rows), 1)[:, 0]
         assert uniform.dtype == torch.float64
         cells = (uniform * 8).long().bincount(minlength=8)
         assert goodness_of_fit(cells, torch.full((8,), 1 / 8)).p_value > FALSE_ALARM
@@ -343,15 +343,15 @@ def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:
         def __init__(self) -> None:
             self.used = torch.zeros(40, dtype=torch.long)
 
-        def uniform(self, rows: Tensor) -> Tensor:
-            self.used[rows] += 1
-            return u[0, self.used[rows], rows]
-
         def uniforms(self, rows: Tensor, count: int) -> Tensor:
-            return torch.stack([self.uniform(rows) for _ in range(count)], dim=1)
+            drawn = []
+            for _ in range(count):
+                self.used[rows] += 1
+                drawn.append(u[0, self.used[rows], rows])
+            return torch.stack(drawn, dim=1)
 
         def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-            return invert(cumulative(p[index]), torch.arange(len(rows)), self.uniform(rows))
+            return invert(cumulative(p[index]), torch.arange(len(rows)), self.uniforms(rows, 1)[:, 0])
 
     draft = sampled_draft(context, Topology.of(TREE), q, context, Scripted())
     place = torch.tensor([0, 1, 7])
