@@ -147,7 +147,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 class Regions(list[tuple[Key, Region]]):
     """The regions of a model that are not in use, with their keys, the most recently used one last.
 
-    They live as long as the model. A copy of the model starts without any.
+    They live as long as the model. A copy of the model starts with none (`__reduce__`).
     """
 
     ATTRIBUTE = "_medusa_regions"
@@ -160,9 +160,6 @@ class Regions(list[tuple[Key, Region]]):
     def of(cls, model: PreTrainedModel) -> Regions:
         """The regions of this model."""
         return vars(model).setdefault(cls.ATTRIBUTE, cls())
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Regions:
-        return Regions()
 
     def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
         return Regions, ()

@@ -2,8 +2,8 @@
 
 The log probability of a path is the sum of its drafter's log confidences (EAGLE-2, OPT-Tree). Every step drafts the
 same number of nodes, so shapes are fixed and only the topology changes. A child is never more probable than its parent,
-so the most probable nodes are connected. A confidence is a softmax at a temperature, one per head, fitted on text that
-the backbone wrote (`decode.bench.calibration`): heads are often more, or less, confident than they are right.
+so the most probable nodes are connected. A confidence is a softmax at the head's temperature, which is fitted on text
+that the backbone wrote (`decode.bench.calibration`), because heads are often too confident or not confident enough.
 
 Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes, M nodes of any set.
 """
@@ -28,7 +28,7 @@ MAX_NODES, MAX_CANDIDATES = 256, 1024
 MIN_LOG_CONFIDENCE = -50.0
 """Smaller log confidences are raised to this; no tree reaches such guesses."""
 STEEPNESS = 1e-4
-"""Subtracted per level from log confidences, so that rounding never ranks a child before its parent."""
+"""Subtracted from log confidences per level, so that rounding never ranks a child before its parent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,24 +38,24 @@ class DynamicTree:
     num_nodes: int
     candidates: Tree
     temperatures: tuple[float, ...] = ()
-    """The temperature of each head's confidences, for every head that the candidates reach; empty: all are 1."""
+    """One temperature for each head that the candidates reach; empty: all are 1."""
     min_probability: float = 0.0
     """Nodes whose path probability is lower are pruned with their subtrees; 0 keeps all nodes."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_probability <= 1:
             raise RequestError(
-                f"a confidence to stop drafting at is {self.min_probability}; it must lie between 0 (never) and 1"
+                f"stop-drafting is {self.min_probability}; it must be between 0 (drafting never stops) and 1"
             )
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(
-                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, one a head, or ()"
+                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, one per head, or ()"
             )
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """The tree of `num_nodes` nodes over this many heads.
+        """The tree of `num_nodes` nodes for the guesses of `num_heads` heads.
 
         Raises:
             RequestError: the number of nodes is out of range."""
@@ -73,7 +73,7 @@ class DynamicTree:
         return self.candidates.max_depth
 
     def to_json(self) -> dict[str, object]:
-        """What results hold of the tree."""
+        """The tree as JSON, for results."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
@@ -123,9 +123,9 @@ class DynamicTree:
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """How many of M nodes reach `min_probability`, given their path log probabilities [B, M], in the best row.
+        """How many nodes reach `min_probability` in the row with most of them, from path log probabilities [B, M].
 
-        All rows of a batch draft the same number of nodes, so the other rows also draft their next best nodes.
+        All rows of a batch draft the same number of nodes, so the other rows also draft less probable ones.
         """
         if not self.min_probability:
             return log_probs.shape[1]
@@ -141,22 +141,22 @@ class DynamicTree:
 def bounded(confidences: Tensor) -> Tensor:
     """Log confidences made finite, and large enough that rounding does not lose the difference of a level.
 
-    NaN (from heads that overflow in float16) becomes the minimum. `topk` would take it for the maximum, and choose a
-    child without its parent; the child's position and past would be wrong, and with them the text.
+    NaN (from heads that overflow in float16) becomes the minimum. `topk` treats NaN as the maximum, so it would choose a
+    child without its parent, and the text could be wrong.
     """
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
-    """All paths that can be among the `num_nodes` - 1 most probable ones, whatever the confidences.
+    """All paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
 
-    Take a path of ranks r1, r2, ... At least as probable are all paths of its length and of its prefixes' lengths whose
-    ranks are not greater: (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included. A path with more of them than
-    there are nodes is never chosen. Beyond MAX_CANDIDATES or rank TOP, the least promising paths by this measure are
-    left out.
+    For a path of ranks r1, r2, ..., all paths that are not longer and whose ranks are not greater are at least as
+    probable: (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included. If this measure exceeds the number of nodes, the
+    path is never chosen. Of more than MAX_CANDIDATES paths, those with the greatest measure are left out, as are ranks
+    from TOP on.
     """
     paths: list[RankPath] = []
-    # Ordered by the measure. Then the path; then of the path without its last rank the measure and product of (r + 1).
+    # (measure, path), and for the path without its last rank the measure and the product of all r + 1.
     open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]
     while open_paths and len(paths) < MAX_CANDIDATES - 1:
         measure, path, above, product = heapq.heappop(open_paths)

@@ -1,4 +1,4 @@
-"""Medusa heads as a drafter: the heads' guesses, laid out on a tree (Medusa paper, section 2.1.2).
+"""Independent Medusa heads as a drafter: their guesses on a tree (Medusa paper, section 2.1.2).
 
 Shapes: B rows, K heads, k of them that the tree reaches, N nodes, V vocabulary, C contexts.
 """
@@ -23,12 +23,12 @@ from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
 class HeadsDrafter:
-    """Drafts with independent heads, which run only where the last path ended, and only as many as the tree is deep.
+    """Drafts with independent heads, which run only at the end of the last path, and only as many as the tree is deep.
 
-    A node holds a top-r guess of its head, whatever its ancestors hold. A dynamic tree drafts the most probable of its
-    candidates. With a `target` the tree is drawn instead: the children of a node, in order, are draws without
-    replacement from their head's distribution. The topology of a drawn tree is fixed before: keeping a node because of
-    what was drawn would change the distribution that it was drawn from.
+    A node holds one of its head's best guesses, whatever its ancestors hold. A dynamic tree drafts the most probable of
+    its candidates. With a `target` the tree is drawn: the children of a node, in order, are draws without replacement
+    from their head's distribution. The topology of a drawn tree is fixed in advance, because choosing nodes by what was
+    drawn would change their distribution.
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
@@ -38,15 +38,14 @@ class HeadsDrafter:
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
         self.tree = tree.to(backbone.device)
-        # The static tree: the draft itself, or the candidates of a dynamic one.
-        static = self.tree.candidates
+        static = self.tree.candidates  # the draft itself, or what a dynamic tree chooses from
         self.topology, self.depth, self.top = Topology.of(static), static.max_depth, static.max_rank + 1
-        # Node n > 0 holds guess rank[n] of head depth[n]: its place in the flattened [k, top] table of guesses.
+        # Node n > 0 holds guess rank[n] of head depth[n]; this is its place in the flattened [k, top] table of guesses.
         self.place = (static.depth[1:] - 1) * self.top + static.rank[1:]
         self.device, self.dtype = heads.device, heads.dtype
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Lay out the heads' guesses after each row's root."""
+        """Draft the heads' guesses after each row's root."""
         root = frontier.root
         if self.depth == 0:
             return Draft(root[:, None], self.topology)
@@ -80,10 +79,10 @@ class HeadsDrafter:
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
-    """Draw a draft for roots [B] from what each depth is drawn from in each context, q [C, k, V].
+    """Draw a draft for roots [B] with contexts [B], from the distributions of each context and depth, q [C, k, V].
 
-    All rows share the topology, and all nodes of a depth draw the same children. The proof does not need them to be
-    independent: a path meets only one of these nodes, and the draws of one depth tell nothing about the next.
+    All rows share the topology, and all nodes of a depth draw the same children. Exactness does not need these to be
+    independent: a path meets only one node of a depth, and the draws of different depths are independent.
     """
     everyone = torch.arange(len(root), device=root.device)
     depths, place, ids = topology.depth[0], topology.place[0], [root[:, None]]
@@ -109,9 +108,9 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
 
 def require_drawable(tree: Layout) -> None:
     """Raises:
-    RequestError: a dynamic tree, whose nodes are chosen by the guesses themselves."""
+    RequestError: a dynamic tree, whose guesses choose its nodes."""
     if tree.is_dynamic:
-        raise RequestError("a dynamic tree cannot be drawn: what was drawn would choose its nodes; use draft topk")
+        raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 
 
 def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:

@@ -107,9 +107,7 @@ class DraftModel(DrafterFactory):
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         if drawn and (self.tree.is_dynamic or self.confidence):
-            raise RequestError(
-                "drafter model: nodes and confidence cannot be combined with draft sample; leave them out"
-            )
+            raise RequestError("drafter model: draft sample needs a fixed shape; leave nodes and confidence out")
         return ModelDrafter(self, session, session.target if drawn else None)
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DraftModel:

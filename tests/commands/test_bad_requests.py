@@ -574,7 +574,7 @@ def test_usage_errors_end_the_same_and_in_one_line(capsys: pytest.CaptureFixture
         (("--data", "tests", "--suffix", ".cobol"), "no file at tests ends in .cobol"),
         (("--data", "tests", "--max-bytes", "9"), "--max-bytes is for files that --suffix names"),
         (("--data", "tests", "--suffix", ".py", "--json", "/no/such/folder/x.json"), "/no/such/folder/x.json"),
-        (("--data", "tests", "--suffix", ".py", "--output", "tests"), "tests holds something else than a datastore"),
+        (("--data", "tests", "--suffix", ".py", "--output", "tests"), "tests holds something other than a datastore"),
         (("--data", "tests", "--suffix", ".py", "--backbone", "/no/such/model"), "no backbone at /no/such/model"),
     ],
 )

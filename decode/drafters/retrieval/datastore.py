@@ -1,19 +1,18 @@
-"""A datastore: much text as token ids, and where every sequence of them stands (REST, arXiv 2311.08252, section 3).
+"""A datastore: much text as token ids, and the places of all its suffixes in order (REST, arXiv 2311.08252, section 3).
 
-    DIR/tokens.bin       the ids of all documents, `end` behind each; uint16 where the vocabulary allows, else uint32
+    DIR/tokens.bin       the ids of all documents, `end` after each; uint16 if the vocabulary allows, else uint32
     DIR/order.bin        uint32, the place of every token, sorted by the DEPTH tokens from there on
-    DIR/datastore.json   written last: whose tokenizer, how many
-    DIR/building.json    instead of it while being built: how far that has come
+    DIR/datastore.json   written last: the tokenizer, the settings and the counts
+    DIR/building.json    instead of datastore.json during the build: its progress
 
-Both files are memory-mapped: an open datastore takes no memory but the pages that are read, and several processes share
-them. A search halves `order` as a dictionary is opened, so it reads log2(n) places, 26 for 100 MB of text.
+Both .bin files are memory-mapped: an open datastore takes no memory except the pages that are read, and processes share
+them. A search bisects `order`, so it reads log2(n) places: 26 for 100 MB of text.
 
-Building holds a piece of the text, or the places of one group (`decode.drafters.retrieval.suffix_array`): of n
-tokens on disk, 6 n bytes (8 n
-with uint32); at most 2^20 places of 60 to 80 bytes are sorted at once. Only where more places than that begin with the
-same token are they all held, 11 bytes each, while they are split: with a fifth of 60 M tokens being spaces, 130 MB.
-What is done is written down after every block of text and every group, behind the bytes that it says are there; a run
-that goes on cuts off what stands after them, so that the files come out as if it had never stopped.
+A build of n tokens takes 6 n bytes on disk (8 n with uint32). In memory it holds one piece of the text, or the places
+of one group (`decode.drafters.retrieval.suffix_array`): at most 2^20 places of 60 to 80 bytes. If more places start
+with one token, all of them are held at 11 bytes each while they are split: 130 MB if a fifth of 60 M tokens are spaces.
+Progress is recorded after every block of text and every group. A build that continues cuts off what was written after
+the last record, so the files are the same as those of an uninterrupted build.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.retrieval.suffix_array import BLOCK, DEPTH, first_groups, sorted_places
 from medusa.errors import RequestError
@@ -39,47 +39,51 @@ from medusa.files import disk_may_fill, read_json, require_absent, write_json
 TOKENS, ORDER, DONE, BUILDING = "tokens.bin", "order.bin", "datastore.json", "building.json"
 FORMAT = 1
 MOST = 2**32 - DEPTH
-"""Tokens, as places are uint32."""
+"""The most tokens, because places are uint32."""
+Facts = dict[str, Any]
+"""The content of a JSON file."""
 
 
 class Piece(NamedTuple):
-    """Some of a document, small enough to be tokenised at once."""
+    """A part of a document, small enough to be tokenised at once."""
 
     where: str
     """File and line, for messages to the user."""
     content: str | list[int]
-    """Text, or the ids of a text that is tokenised already."""
+    """Text, or the ids of a text that is already tokenised."""
     ends: bool = True
-    """Whether the document ends with it."""
+    """Whether the document ends with this piece."""
+
+    def to_bytes(self) -> bytes:
+        """The content, to compare the text of two runs by its digest."""
+        return json.dumps([self.content, self.ends]).encode()
 
 
 class Match(NamedTuple):
-    """Where the end of a text stands in a datastore."""
+    """Where the end of a text occurs in a datastore."""
 
     size: int
     """Tokens that agree."""
     first: int
-    """Of the range in the order that begins with them."""
+    """Start of the range of `order` whose suffixes start with these tokens."""
     last: int
-    """Right behind that range."""
+    """End of that range, exclusive."""
 
 
 class Datastore:
-    """One that was built to its end."""
+    """A complete datastore, open for searches."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises:
-        RequestError: no datastore there, one that was not built to its end, or files that are not whole."""
+        RequestError: there is no datastore, its build is not finished, or its files are damaged."""
         self.folder = Path(folder)
         if not (self.folder / DONE).is_file():
             if (self.folder / BUILDING).is_file():
-                raise RequestError(
-                    f"the datastore {folder} was not built to its end; run its `medusa datastore build` again"
-                )
+                raise RequestError(f"the datastore {folder} is unfinished; run its `medusa datastore build` again")
             raise RequestError(f"no datastore at {folder}; `medusa datastore build` makes one")
-        self.about = read_json(self.folder / DONE)
+        self.about: Facts = read_json(self.folder / DONE)
         if self.about.get("format") != FORMAT or self.about.get("depth") != DEPTH:
-            raise RequestError(f"the datastore {folder} is of another version; build it again")
+            raise RequestError(f"the datastore {folder} has the format of another version; build it again")
         self.end = int(self.about["vocab_size"])
         self.tokens = _mapped(self.folder / TOKENS, _dtype(self.end), self.about["tokens"] + DEPTH)
         self.order = _mapped(self.folder / ORDER, np.dtype(np.uint32), self.about["tokens"] - self.about["documents"])
@@ -93,47 +97,46 @@ class Datastore:
                 f"{self.about['largest']}, and {name} has {vocab_size} tokens; build one for {name}"
             )
 
-    def require_tokenizer(self, tokenizer: Any, name: str) -> None:
-        """`tokenizer`: of the backbone `name`; without one there is nothing to compare.
+    def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+        """Check that `tokenizer`, of the backbone `name`, is the datastore's; `None` is not checked.
 
         Raises:
-            RequestError: it was built with another tokenizer."""
-        known, ours = self.about["tokenizer"], tokenizer_fingerprint(tokenizer)
-        if known is not None and ours is not None and known != ours:
+            RequestError: the datastore was built with another tokenizer."""
+        known, given = self.about["tokenizer"], tokenizer_fingerprint(tokenizer)
+        if known is not None and given is not None and known != given:
             raise RequestError(
                 f"the datastore {self.folder} was built with the tokenizer of {self.about['backbone']} "
                 f"({known['tokens']} tokens, {known['sha256'][:8]}) and {name} has another one "
-                f"({ours['tokens']} tokens, {ours['sha256'][:8]}); build one for {name}"
+                f"({given['tokens']} tokens, {given['sha256'][:8]}); build one for {name}"
             )
 
     def longest(self, text: list[int], min_n: int = 1) -> Match | None:
-        """The longest end of `text`, of `min_n` to DEPTH tokens, that stands somewhere within a document."""
-        found: tuple[list[int], int] | None = None
+        """The longest end of `text`, of `min_n` to DEPTH tokens, that occurs within a document."""
+        found: Match | None = None
         low, high = min_n, min(len(text), DEPTH)
-        while low <= high:  # where a long end stands, the shorter ones do, too
+        while low <= high:  # where a long end occurs, so do the shorter ones
             size = (low + high) // 2
-            wanted = text[-size:]
-            first = bisect_left(range(len(self.order)), wanted, key=partial(self._words, count=size))
-            if first < len(self.order) and self._words(first, size) == wanted:
-                found, low = (wanted, first), size + 1
+            wanted, key = text[-size:], partial(self._suffix, count=size)
+            first = bisect_left(range(len(self.order)), wanted, key=key)
+            if first < len(self.order) and key(first) == wanted:
+                found, low = Match(size, first, first), size + 1
             else:
                 high = size - 1
         if found is None:
             return None
-        wanted, first = found
-        size = len(wanted)
-        last = bisect_right(range(len(self.order)), wanted, lo=first, key=partial(self._words, count=size))
-        return Match(size, first, last)
+        key = partial(self._suffix, count=found.size)
+        last = bisect_right(range(len(self.order)), text[-found.size :], lo=found.first, key=key)
+        return found._replace(last=last)
 
-    def _words(self, at: int, count: int) -> list[int]:
+    def _suffix(self, at: int, count: int) -> list[int]:
         place = int(self.order[at])
         return self.tokens[place : place + count].tolist()
 
     def after(self, match: Match, count: int, most: int) -> list[list[int]]:
-        """Up to `count` tokens behind each place of a match, less where the document ends.
+        """Up to `count` tokens after each occurrence of a match, fewer where the document ends.
 
-        Of more than `most` places, every so-manieth: they are in the order of what follows, so what follows often is
-        taken as often."""
+        If there are more than `most` occurrences, every k-th one is taken. They are sorted by what follows, so frequent
+        continuations keep their share."""
         step = -(-(match.last - match.first) // most)
         places = self.order[match.first : match.last : step].astype(np.int64) + match.size
         following = np.minimum(places[:, None] + np.arange(count), len(self.tokens) - 1)
@@ -146,164 +149,156 @@ def _dtype(end: int) -> np.dtype:
 
 
 def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
-    """A plain array over the file's pages: slices of a `memmap` take microseconds each."""
+    """A plain array over the file's pages, because each slice of a `memmap` takes microseconds."""
     if not path.is_file() or path.stat().st_size != count * dtype.itemsize:
-        raise RequestError(f"{path} is missing or not whole; build the datastore again with --overwrite")
+        raise RequestError(f"{path} is missing or damaged; build the datastore again with --overwrite")
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any] | None:
-    """What tells one tokenizer from another: which word has which number."""
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | None:
+    """The size and the digest of a vocabulary, which tell tokenizers apart."""
     if tokenizer is None:
         return None
-    words = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda word: (word[1], word[0])))
-    return {"tokens": len(tokenizer), "sha256": hashlib.sha256(words.encode()).hexdigest()}
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])))
+    return {"tokens": len(tokenizer), "sha256": hashlib.sha256(vocabulary.encode()).hexdigest()}
 
 
-# Building
+def require_output(folder: Path, overwrite: bool) -> None:
+    """Raises:
+    RequestError: `folder` holds something that a build can neither continue nor replace."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    names -= {path.name for path in _temporary_files(folder)}
+    if names and not names & {DONE, BUILDING}:
+        raise RequestError(f"{folder} holds something other than a datastore; choose another place")
+    if folder.is_file() or DONE in names:
+        require_absent(folder, overwrite and not folder.is_file())
+
+
+def _temporary_files(folder: Path) -> list[Path]:
+    """Files that a killed run was writing (`medusa.files.replacing`)."""
+    return [path for name in (BUILDING, DONE) for path in folder.glob(f".{name}.*")]
 
 
 def build(
     folder: Path,
     pieces: Iterable[Piece],
     encode: Callable[[Piece], list[int]],
-    about: dict[str, Any],
+    about: Facts,
     overwrite: bool = False,
-    tell: Callable[[str], None] = lambda said: None,
-) -> dict[str, Any]:
-    """Build a datastore, or go on with one whose `about` is the same; returns what datastore.json holds.
+    tell: Callable[[str], None] = lambda message: None,
+) -> Facts:
+    """Build a datastore, or continue a build with the same `about`; returns the content of datastore.json.
 
     Args:
-        pieces: the text, the same ones in the same order when a build goes on.
-        encode: the ids of a piece.
-        about: `backbone`, `tokenizer` (`tokenizer_fingerprint`), `vocab_size`, and whatever else the ids depend on.
-        tell: told in words how far it is.
+        pieces: the text; a build that continues needs the same pieces in the same order.
+        encode: returns the ids of a piece.
+        about: `backbone`, `tokenizer` (`tokenizer_fingerprint`), `vocab_size`, and everything else that the ids
+            depend on.
+        tell: receives messages about the progress.
 
     Raises:
-        RequestError: the output exists, or was begun with other settings or text; no text, or another tokenizer's ids.
+        RequestError: the output exists, or was started with other settings or text; there is no text, or its ids
+            belong to another tokenizer.
         RunError: the disk is full.
     """
-    building = _Building(folder, about | {"format": FORMAT, "depth": DEPTH}, overwrite)
-    with disk_may_fill(folder, lambda: "what was built is kept: make room and run the same command again"):
-        if not building.state["read"]:
-            building.read(pieces, encode, tell)
-        building.sort(tell)
-        return building.finish()
+    builder = _Builder(folder, about | {"format": FORMAT, "depth": DEPTH}, overwrite)
+    with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):
+        if not builder.state["read"]:
+            builder.read(pieces, encode, tell)
+        builder.sort(tell)
+        return builder.finish()
 
 
-def require_output(folder: Path, overwrite: bool) -> None:
-    """Raises:
-    RequestError: something is there that a build would not go on with, or should not replace."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    names -= {path.name for path in _left_behind(folder)}
-    if names and not names & {DONE, BUILDING}:
-        raise RequestError(f"{folder} holds something else than a datastore; choose another place")
-    if folder.is_file() or DONE in names:
-        require_absent(folder, overwrite and not folder.is_file())
+class _Builder:
+    """Writes the files of a datastore, and records its progress in building.json."""
 
-
-def _left_behind(folder: Path) -> list[Path]:
-    """Files that a killed run was writing (`medusa.files.replacing`)."""
-    return [path for name in (BUILDING, DONE) for path in folder.glob(f".{name}.*")]
-
-
-class _Building:
-    def __init__(self, folder: Path, about: dict[str, Any], overwrite: bool) -> None:
+    def __init__(self, folder: Path, about: Facts, overwrite: bool) -> None:
         require_output(folder, overwrite)
         self.folder, self.about = folder, json.loads(json.dumps(about))
+        self.end = int(about["vocab_size"])
+        self.dtype = _dtype(self.end)
         if overwrite and folder.is_dir():
             rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.end = int(about["vocab_size"])
-        self.state: dict[str, Any] = {
-            "about": self.about,
-            "pieces": 0,
-            "digest": hashlib.sha256().hexdigest(),  # of the pieces
-            "read": False,
-            "groups": 0,
-            "bytes": {TOKENS: 0, ORDER: 0},
-            "largest": 0,
-            "documents": 0,
-        }
-        for left in _left_behind(folder):
-            left.unlink()
+        for path in _temporary_files(folder):
+            path.unlink()
+        counts = {"pieces": 0, "groups": 0, "largest": 0, "documents": 0, "bytes": {TOKENS: 0, ORDER: 0}}
+        digest = hashlib.sha256().hexdigest()  # of the pieces
+        self.state: Facts = {"about": self.about, "digest": digest, "read": False} | counts
         if (folder / BUILDING).is_file():
             self.state = read_json(folder / BUILDING)
             if self.state.get("about") != self.about:
-                raise RequestError(f"{folder} was begun with other settings; choose another place or add --overwrite")
+                raise RequestError(f"{folder} was started with other settings; choose another place or add --overwrite")
         write_json(folder / BUILDING, self.state)
 
     def read(self, pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], tell: Callable[[str], None]) -> None:
-        """Tokenise what is not yet."""
-        digest, coming, dtype = hashlib.sha256(), iter(pieces), _dtype(self.end)
-        for piece in islice(coming, self.state["pieces"]):
-            _digest(digest, piece)
+        """Tokenise the remaining pieces."""
+        digest, remaining, size = hashlib.sha256(), iter(pieces), self.dtype.itemsize
+        for piece in islice(remaining, self.state["pieces"]):
+            digest.update(piece.to_bytes())
         if digest.hexdigest() != self.state["digest"]:
-            raise RequestError(f"the text is not what {self.folder} was begun with; add --overwrite to start anew")
-        with self._growing(TOKENS) as file:
+            raise RequestError(f"{self.folder} was started with another text; add --overwrite to start again")
+        with self._open(TOKENS) as file:
             written = file.tell()
-            for piece in coming:
-                _digest(digest, piece)
+            for piece in remaining:
+                digest.update(piece.to_bytes())
                 ids = encode(piece)
                 largest = max(ids, default=0)
                 if largest >= self.end:
                     raise RequestError(
-                        f"{piece.where}: the id {largest} is beyond the backbone's vocabulary of {self.end}; these are "
-                        "another tokenizer's ids"
+                        f"{piece.where}: the id {largest} is beyond the backbone's vocabulary of {self.end}; tokenise "
+                        "the text with the backbone's tokenizer"
                     )
-                file.write(np.array(ids + [self.end] * piece.ends, dtype).tobytes())
+                file.write(np.array(ids + [self.end] * piece.ends, self.dtype).tobytes())
                 self.state["pieces"] += 1
                 self.state["documents"] += piece.ends
                 self.state["largest"] = max(self.state["largest"], largest)
-                if file.tell() > MOST * dtype.itemsize:
-                    raise RequestError(f"more than {MOST} tokens; build several datastores")
-                if file.tell() - written >= BLOCK * dtype.itemsize:
+                if file.tell() > MOST * size:
+                    raise RequestError(f"the text has more than {MOST} tokens; build several datastores")
+                if file.tell() - written >= BLOCK * size:
                     written = file.tell()
-                    self._keep(file, TOKENS, digest=digest.hexdigest())
-                    tell(f"{written // dtype.itemsize / 1e6:.0f} M tokens read")
-            if file.tell() == self.state["documents"] * dtype.itemsize:
+                    self._record(file, TOKENS, digest=digest.hexdigest())
+                    tell(f"{written // size / 1e6:.0f} M tokens read")
+            if file.tell() == self.state["documents"] * size:
                 raise RequestError("the data holds no tokens; give some text")
-            file.write(np.full(DEPTH, self.end, dtype).tobytes())
-            self._keep(file, TOKENS, digest=digest.hexdigest(), read=True)
+            file.write(np.full(DEPTH, self.end, self.dtype).tobytes())
+            self._record(file, TOKENS, digest=digest.hexdigest(), read=True)
 
     def sort(self, tell: Callable[[str], None]) -> None:
-        """Sort what is not yet."""
-        dtype = _dtype(self.end)
-        tokens = _mapped(self.folder / TOKENS, dtype, self.state["bytes"][TOKENS] // dtype.itemsize)
-        with self._growing(ORDER) as file:
+        """Sort the remaining groups."""
+        tokens = _mapped(self.folder / TOKENS, self.dtype, self.state["bytes"][TOKENS] // self.dtype.itemsize)
+        with self._open(ORDER) as file:
             for number, (low, high) in enumerate(first_groups(tokens, self.end)):
                 if number < self.state["groups"]:
                     continue
                 for places in sorted_places(tokens, low, high, self.end):
                     file.write(places.tobytes())
-                self._keep(file, ORDER, groups=number + 1)
+                self._record(file, ORDER, groups=number + 1)
                 tell(f"{file.tell() // 4 / 1e6:.0f} of {len(tokens) / 1e6:.0f} M tokens sorted")
 
-    def finish(self) -> dict[str, Any]:
-        tokens = self.state["bytes"][TOKENS] // _dtype(self.end).itemsize - DEPTH
-        counted = {name: self.state[name] for name in ("documents", "largest", "digest")}
-        about = self.about | {"tokens": tokens} | counted
+    def finish(self) -> Facts:
+        """Write datastore.json; returns its content."""
+        tokens = self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH
+        about = (
+            self.about | {"tokens": tokens} | {name: self.state[name] for name in ("documents", "largest", "digest")}
+        )
         write_json(self.folder / DONE, about)
         (self.folder / BUILDING).unlink()
         return about
 
-    def _growing(self, name: str) -> IO[bytes]:
-        """A file of which as much is kept as the state knows of."""
+    def _open(self, name: str) -> IO[bytes]:
+        """Open a file to append to, cut to the length that was recorded."""
         path, size = self.folder / name, self.state["bytes"][name]
         path.touch()
         if path.stat().st_size < size:
-            raise RequestError(f"{path} is not whole; add --overwrite to start anew")
+            raise RequestError(f"{path} is damaged; add --overwrite to start again")
         os.truncate(path, size)
         return path.open("ab")
 
-    def _keep(self, file: IO[bytes], name: str, **done: Any) -> None:
-        """Write down how far it is, once the file is there so far."""
+    def _record(self, file: IO[bytes], name: str, **done: str | bool | int) -> None:
+        """Record the progress, after the file's content has reached the disk."""
         file.flush()
         os.fsync(file.fileno())
         self.state["bytes"][name] = file.tell()
         self.state |= done
         write_json(self.folder / BUILDING, self.state)
-
-
-def _digest(digest: Any, piece: Piece) -> None:
-    digest.update(json.dumps([piece.content, piece.ends]).encode())

@@ -1,9 +1,9 @@
-"""Suffixes in order: all places of a text, sorted by the DEPTH tokens that follow, a bounded piece of them at a time.
+"""A suffix array cut off at DEPTH tokens: all places of a text, sorted by the DEPTH tokens from there on.
 
-A suffix array cut off at DEPTH tokens. Places are taken in groups whose first tokens are neighbours; a group small
-enough is sorted at once, by keys of as many tokens as 64 bits hold, and a larger one (the spaces of source code) is
-split by its next token first. A place being sorted takes 4 + 8 bytes for itself, 8 for each of DEPTH / (64 // bits)
-keys, and 16 for their order; one that is split 4 + 4 and 3 for its next token.
+Memory is bounded. Places are taken in groups whose first tokens are neighbours. A group that is small enough is sorted
+at once, by keys of as many tokens as 64 bits hold. A larger one, such as the spaces of source code, is first split by
+its next token. A place being sorted takes 4 + 8 bytes for itself, 8 for each of DEPTH / (64 // bits) keys, and 16 for
+the order. A place being split takes 4 + 4 bytes, and 3 for its next token.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEPTH = 16
-"""Tokens by which suffixes are sorted, and the longest match that can be found; REST takes 16, too."""
+"""Tokens by which suffixes are sorted, and so the longest match that can be found; REST also takes 16."""
 GROUP = 2**20
-"""Places sorted at once, at most."""
+"""The most places sorted at once."""
 BLOCK = 2**22
-"""Tokens looked through at once."""
+"""Tokens searched at once."""
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
     """Ranges of first tokens [low, high) that hold at most `size` places each (GROUP), or are a single token.
 
-    tokens [n + DEPTH] with ids below `end`; `end` itself stands between documents and behind the last, DEPTH times.
+    tokens [n + DEPTH] with ids below `end`; `end` itself separates documents and follows the last one, DEPTH times.
     """
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """The places [uint32] whose token is in [low, high), in the order of their suffixes; equal ones as they stand."""
+    """The places [uint32] whose token is in [low, high), sorted by their suffixes, then by place."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:
@@ -41,7 +41,7 @@ def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | No
             yield _sorted(tokens, places, depth, bits)
         else:
             following = np.empty(len(places), tokens.dtype)
-            for start in range(0, len(places), BLOCK):  # an index is 8 bytes a place
+            for start in range(0, len(places), BLOCK):  # in blocks, as an index takes 8 bytes per place
                 at = places[start : start + BLOCK].astype(np.int64)
                 following[start : start + BLOCK] = tokens[at + depth]
             parts = [
@@ -68,7 +68,7 @@ def _counts(tokens: NDArray, vocab_size: int) -> NDArray:
 
 
 def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
-    """Neighbouring tokens together as long as they have at most `size` places."""
+    """Join neighbouring tokens into ranges that hold at most `size` places, given the places of each token [V]."""
     groups: list[tuple[int, int]] = []
     held = 0
     for token in np.flatnonzero(counts).tolist():
@@ -82,7 +82,7 @@ def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
 
 
 def _sorted(tokens: NDArray, places: NDArray, depth: int, bits: int) -> NDArray:
-    """By tokens `depth` to DEPTH; `bits`: of a token."""
+    """Sort places by their tokens from `depth` to DEPTH, each token in `bits` bits of a key."""
     at, keys = places.astype(np.int64), []
     for start in range(depth, DEPTH, 64 // bits):
         key = np.zeros(len(places), np.uint64)
