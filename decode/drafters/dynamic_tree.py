@@ -50,7 +50,7 @@ class DynamicTree:
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(
-                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, one per head, or ()"
+                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, or ()"
             )
 
     @classmethod
@@ -141,8 +141,8 @@ class DynamicTree:
 def bounded(confidences: Tensor) -> Tensor:
     """Log confidences made finite, and large enough that rounding does not lose the difference of a level.
 
-    NaN (from heads that overflow in float16) becomes the minimum. `topk` treats NaN as the maximum, so it would choose a
-    child without its parent, and the text could be wrong.
+    NaN (from heads that overflow in float16) becomes the minimum. `topk` treats NaN as the maximum, so it would choose
+    a child without its parent, and the text could be wrong.
     """
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
