@@ -15,7 +15,7 @@ from decode.bench.methods import Method
 from decode.tree_check import require_tree_forward
 from medusa.commands import common
 from medusa.loading import Loaded
-from medusa.records.prompts import prompt_ids
+from medusa.records.record import prompt_ids
 
 
 class Models(NamedTuple):

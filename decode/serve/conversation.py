@@ -10,8 +10,7 @@ from decode.request import require_fitting
 from decode.results import Result
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.records.prompts import continuation_ids, prompt_ids
-from medusa.records.record import Record
+from medusa.records.record import Record, continuation_ids, prompt_ids
 
 
 @dataclass

@@ -14,8 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from transformers import PreTrainedTokenizerBase
 
 from decode.settings import Settings
-from medusa.records.prompts import prompt_ids
-from medusa.records.record import Record
+from medusa.records.record import Record, prompt_ids
 
 MAX_CHOICES = 128  # texts of one request
 UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values that request nothing

@@ -165,7 +165,7 @@ def measure(
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob, prompts_hash
     from decode.bench.report.terminal import print_benchmark
-    from medusa.records.prompts import prompt_ids
+    from medusa.records.record import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     from decode.bench.report.terminal import print_calibration
     from decode.request import require_fitting
     from medusa.backbone import Backbone
-    from medusa.records.prompts import prompt_ids
+    from medusa.records.record import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)

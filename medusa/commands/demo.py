@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         args.prompts = str(ASSETS / "prompts.jsonl")
     records = common.read_prompts(args)
 
-    from medusa.records.prompts import prompt_ids
+    from medusa.records.record import prompt_ids
 
     common.prepare_machine(args)
     console = common.output_console(args)

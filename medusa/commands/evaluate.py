@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     from decode.request import require_fitting
     from decode.settings import Settings
     from medusa.backbone import Backbone
-    from medusa.records.prompts import prompt_ids
+    from medusa.records.record import prompt_ids
     from train.evaluate import OwnText, head_accuracy
 
     common.prepare_machine(args)

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     from decode.bench.methods import medusa_method, plain_method
     from decode.results import Result, prompt_seeds, tau, text_of
     from medusa.backbone import require_tree_support
-    from medusa.records.prompts import prompt_ids
+    from medusa.records.record import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)

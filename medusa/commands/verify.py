@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from decode.bench.losslessness.verify import Verification, verify
     from decode.bench.report.page import verify_page
     from decode.bench.report.terminal import print_verification
-    from medusa.records.prompts import prompt_ids
+    from medusa.records.record import prompt_ids
 
     common.prepare_machine(args)
     loaded = common.open_backbone(args)

@@ -1,1 +1,1 @@
-"""Prompts and training text: where they are read from, what one record holds, and the ids of a prompt."""
+"""Records of prompts and training text: their sources, their forms, and the ids of a prompt."""

@@ -1,4 +1,4 @@
-"""One record of a file of prompts or training text, and the JSON forms that it can have.
+"""One record of a file of prompts or training text: its JSON forms, and the token ids of its prompt.
 
 A JSON object holds one of `{"prompt"}`, `{"question"}`, `{"text"}`, `{"input_ids"}`,
 `{"messages": [{"role", "content"}]}`, ShareGPT's `{"conversations": [{"from", "value"}]}` and MT-bench's
@@ -8,23 +8,17 @@ A JSON object holds one of `{"prompt"}`, `{"question"}`, `{"text"}`, `{"input_id
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from medusa.errors import RequestError
 from medusa.files import Json
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
+SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
 
 
 @dataclass
@@ -39,14 +33,14 @@ class Record:
     is_prompt: bool = False
     """Whether the text is a prompt or question to be continued, and not a whole document."""
     prompt_tokens: int = 0
-    """Number of `input_ids` that the backbone did not write; heads are not taught them."""
+    """Number of `input_ids` that the backbone did not write; heads are not trained on them."""
     category: str | None = None
-    tools: list[Any] | None = None
-    """JSON schemas of the tools in a conversation; chat templates write them out."""
+    tools: list[Json] | None = None
+    """JSON schemas of the tools in a conversation, for the chat template."""
     turns: list[str] = field(default_factory=list)
     """All questions of an MT-bench record; `messages` holds the first."""
     teach_last: bool = False
-    """Teach only the last answer of a conversation: the earlier ones are in records of their own."""
+    """Train on the last answer of a conversation only: other records hold the earlier answers."""
     unfinished: bool = False
     """The last answer was cut off: its text does not end there."""
 
@@ -62,19 +56,28 @@ def parse_record(row: object, where: str) -> Record:
     category = row.get("category")
     record = Record(where, category=None if category is None else str(category), tools=_tools(row.get("tools"), where))
     record.teach_last, record.unfinished = row.get("teach") == "last", row.get("finish_reason") == "length"
-    take = next((take for key, take in FORMS.items() if row.get(key) is not None), None)
-    if take is None and row.get("turns"):
-        take = _take_turns
-    if take is not None:
-        take(record, row)
-        return record
-    key = next((key for key in ("prompt", "question", "text") if isinstance(row.get(key), str)), None)
-    if key is None:
-        raise RequestError(
-            f"{where}: none of prompt, text, input_ids, messages, conversations, turns, question in "
-            f"{{{', '.join(map(str, row))}}}"
-        )
-    record.text, record.is_prompt = row[key], key != "text"
+    if row.get("messages") is not None:
+        messages = row["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise RequestError(f'{where}: messages must be a list of {{"role", "content"}}')
+        record.messages = [_with_parsed_arguments(message, where) for message in messages]
+    elif row.get("conversations") is not None:
+        record.messages = _sharegpt_messages(row["conversations"], where)
+    elif row.get("input_ids") is not None:
+        record.input_ids, record.prompt_tokens = _ids(row["input_ids"], row.get("prompt_tokens", 0), where)
+    elif row.get("turns"):
+        if not isinstance(row["turns"], list):
+            raise RequestError(f"{where}: turns must be a list of texts")
+        record.turns = [str(turn) for turn in row["turns"]]
+        record.messages, record.is_prompt = [{"role": "user", "content": record.turns[0]}], True
+    else:
+        key = next((key for key in ("prompt", "question", "text") if isinstance(row.get(key), str)), None)
+        if key is None:
+            raise RequestError(
+                f"{where}: none of prompt, text, input_ids, messages, conversations, turns, question in "
+                f"{{{', '.join(map(str, row))}}}"
+            )
+        record.text, record.is_prompt = row[key], key != "text"
     return record
 
 
@@ -86,47 +89,21 @@ def parse_json(text: str, where: str) -> object:
         raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
 
 
-def _take_messages(record: Record, row: Json) -> None:
-    messages = row["messages"]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise RequestError(f'{record.where}: messages must be a list of {{"role", "content"}}')
-    record.messages = [_with_parsed_arguments(message, record.where) for message in messages]
-
-
-def _take_conversations(record: Record, row: Json) -> None:
-    turns = row["conversations"]
+def _sharegpt_messages(turns: object, where: str) -> list[Json]:
     if not isinstance(turns, list):
-        raise RequestError(f'{record.where}: conversations must be a list of {{"from", "value"}}')
+        raise RequestError(f'{where}: conversations must be a list of {{"from", "value"}}')
     for turn in turns:
         if not isinstance(turn, dict) or turn.get("from") not in SHAREGPT_ROLES or "value" not in turn:
-            known = ", ".join(SHAREGPT_ROLES)
-            raise RequestError(f"{record.where}: a conversation's turn needs a value and from: {known}")
-    record.messages = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+            raise RequestError(f"{where}: a conversation's turn needs a value and from: {', '.join(SHAREGPT_ROLES)}")
+    return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
 
 
-def _take_ids(record: Record, row: Json) -> None:
-    ids, given = row["input_ids"], row.get("prompt_tokens", 0)
+def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int]:
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise RequestError(f"{record.where}: input_ids must be a list of whole numbers of at least 0")
-    if not isinstance(given, int) or not 0 <= given <= len(ids):
-        raise RequestError(f"{record.where}: prompt_tokens is {given!r}; it must be a count of at most all input_ids")
-    record.input_ids, record.prompt_tokens = ids, given
-
-
-def _take_turns(record: Record, row: Json) -> None:
-    if not isinstance(row["turns"], list):
-        raise RequestError(f"{record.where}: turns must be a list of texts")
-    record.turns = [str(turn) for turn in row["turns"]]
-    record.messages = [{"role": "user", "content": record.turns[0]}]
-    record.is_prompt = True
-
-
-FORMS: dict[str, Callable[[Record, Json], None]] = {
-    "messages": _take_messages,
-    "conversations": _take_conversations,
-    "input_ids": _take_ids,
-}
-"""The keys that decide the form of a record, in this order; after them come `turns` and the keys of plain text."""
+        raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
+    if not isinstance(prompt_tokens, int) or not 0 <= prompt_tokens <= len(ids):
+        raise RequestError(f"{where}: prompt_tokens is {prompt_tokens!r}; it must be a count of at most all input_ids")
+    return ids, prompt_tokens
 
 
 def _with_parsed_arguments(message: Json, where: str) -> Json:
@@ -144,7 +121,7 @@ def _with_parsed_arguments(message: Json, where: str) -> Json:
     return message | {"tool_calls": calls}
 
 
-def _tools(tools: object, where: str) -> list[Any] | None:
+def _tools(tools: object, where: str) -> list[Json] | None:
     """A list of tools, which some data sets keep as JSON text."""
     if isinstance(tools, str) and tools.strip():
         tools = parse_json(tools, f"{where}: tools")
@@ -153,3 +130,55 @@ def _tools(tools: object, where: str) -> list[Any] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError(f"{where}: tools must be a list of JSON schemas")
     return tools
+
+
+def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The token ids to continue: a whole text, or a conversation up to the assistant's next answer.
+
+    Raises:
+        RequestError: text without a tokenizer, a conversation without a chat template, or an empty prompt.
+    """
+    if record.input_ids is not None:
+        ids = record.input_ids[: record.prompt_tokens or None]
+    elif tokenizer is None:
+        raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
+    elif record.text is not None:
+        ids = tokenizer(record.text)["input_ids"] if record.text else []
+    else:
+        ids = _conversation_ids(record, tokenizer)
+    if not ids:
+        raise RequestError(f"{record.where}: the prompt is empty; give at least one token")
+    return ids
+
+
+def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `text` after `prompt`, tokenised together: a word's first token can hold the space before it."""
+    whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
+    if whole[: len(prompt)] == prompt:
+        return whole[len(prompt) :]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    messages = list(record.messages or ())
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if tokenizer.chat_template is None:
+        if len(messages) == 1 and record.is_prompt:
+            return tokenizer(messages[0]["content"])["input_ids"]  # a base model: the question itself is the prompt
+        raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
+    try:
+        tools = None if record.tools is None else [*record.tools]
+        rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+        return cast("BatchEncoding", rendered)["input_ids"]
+    except Exception as error:  # templates are programs that raise errors of any type, all about this record
+        raise template_error(record, error) from None
+
+
+def template_error(record: Record, error: Exception) -> RequestError:
+    """The error for a conversation that a chat template rejects."""
+    roles = ", ".join(str(message["role"]) for message in record.messages or ())
+    return RequestError(
+        f"{record.where}: the chat template refuses the messages ({error}); their roles are {roles}: change or leave "
+        "out this record (many templates want user and assistant in turn, and some no system message)"
+    )

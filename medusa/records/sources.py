@@ -1,6 +1,6 @@
 """Files, folders and Hub datasets of records: JSONL, JSON, text and Parquet.
 
-All but JSON arrays are read line by line as they are needed, so that a file may be larger than the memory.
+All but JSON arrays are read line by line when they are needed, so that a file can be larger than the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"
-"""Ends of the names of files that `medusa distill` writes next to its data; they hold no records."""
+"""Name endings of files that `medusa distill` writes next to its data; they hold no records."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -33,9 +33,9 @@ def read_records(
         separator: the line between documents in a `.txt` file; `None`: every line is a prompt.
 
     Raises:
-        RequestError: no such source, nothing in it, or a line that has none of the known forms.
+        RequestError: no such source, an empty one, or a line that has none of the known forms.
     """
-    path, count = Path(source), 0
+    path, record = Path(source), None
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
         if not files:
@@ -48,9 +48,8 @@ def read_records(
         files = []
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
-        count += 1
         yield record
-    if not count:
+    if record is None:
         raise RequestError(f"{source} is empty; it must hold at least one record")
 
 
@@ -96,7 +95,7 @@ def _json_array(path: Path) -> list[object]:
 
 
 def _documents(path: Path, separator: str) -> Iterator[Record]:
-    """Documents between lines that hold only the separator, so that it never becomes a token of the text."""
+    """Documents between lines that hold only the separator, which never becomes a token of the text."""
     lines: list[str] = []
     start = 1
     for number, line in chain(_lines(path), [(0, separator)]):
@@ -110,7 +109,7 @@ def _documents(path: Path, separator: str) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines. Only a newline ends a line: text holds U+2028 and the like, unescaped."""
+    """Numbered lines. Only a newline ends a line: text can hold characters such as U+2028 unescaped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from medusa.errors import RequestError
-from medusa.records.prompts import prompt_ids
-from medusa.records.record import Record
+from medusa.records.record import Record, prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 USER = {"role": "user", "content": "hi"}

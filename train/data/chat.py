@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from medusa.errors import RequestError
-from medusa.records.prompts import template_error
-from medusa.records.record import Record
+from medusa.records.record import Record, template_error
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use characters: no text holds all of them

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from medusa.records.prompts import prompt_ids
-from medusa.records.record import Record
+from medusa.records.record import Record, prompt_ids
 from medusa.records.sources import read_records
 from train.config import DataConfig
 from train.data.chat import conversation

@@ -15,7 +15,7 @@ from medusa.commands.distill.client import Answer, Server, ServerError
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
 from medusa.errors import RequestError, RunError
-from medusa.records.prompts import continuation_ids
+from medusa.records.record import continuation_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from medusa.records.prompts import prompt_ids
-from medusa.records.record import Record
+from medusa.records.record import Record, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

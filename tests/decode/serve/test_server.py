@@ -32,8 +32,7 @@ from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
-from medusa.records.prompts import prompt_ids
-from medusa.records.record import Record
+from medusa.records.record import Record, prompt_ids
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=12)
