@@ -59,9 +59,9 @@ class Contender:
     """The batch that each prompt was decoded in. Prompts of one batch share their seconds and are resampled together.
     """
 
-    def tokens_per_second(self, chosen: Sequence[int]) -> list[float]:
-        """Tokens per second in each round: all tokens of the `chosen` prompts over their seconds."""
-        rounds = [[results[index] for index in chosen] for results in self.rounds]
+    def tokens_per_second(self, chosen: Sequence[int] | None = None) -> list[float]:
+        """Tokens per second in each round: all tokens of the `chosen` prompts (default: all) over their seconds."""
+        rounds = [results if chosen is None else [results[index] for index in chosen] for results in self.rounds]
         return [sum(len(r.new_ids) for r in picked) / max(sum(r.seconds for r in picked), 1e-9) for picked in rounds]
 
     def prompt_figures(self, chosen: Sequence[int]) -> list[PromptFigures]:
