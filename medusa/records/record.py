@@ -15,6 +15,8 @@ from medusa.errors import RequestError
 from medusa.files import Json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
@@ -168,7 +170,7 @@ def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> lis
             return tokenizer(messages[0]["content"])["input_ids"]  # a base model: the question itself is the prompt
         raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
     try:
-        tools = None if record.tools is None else [*record.tools]
+        tools = cast("list[dict[str, object] | Callable[..., object]] | None", record.tools)
         rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
         return cast("BatchEncoding", rendered)["input_ids"]
     except Exception as error:  # templates are programs that raise errors of any type, all about this record
