@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from medusa.errors import RequestError
@@ -15,7 +15,7 @@ FORMATS = {
     "original-v1": "published:write_original",  # FasterDecoding's medusa_lm_head.pt
     "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
     "vllm": "vllm:write_vllm",  # vLLM: Medusa heads up to 0.32, EAGLE-3's layer
-    "sglang": "eagle3:write_sglang",  # SGLang: EAGLE-3's layer
+    "sglang": "vllm:write_sglang",  # SGLang: EAGLE-3's layer
     "tensorrt-llm": "published:write_tensorrt_llm",  # heads without the backbone
     "modelopt": "published:write_modelopt",  # heads and backbone in one folder, as TensorRT-LLM takes them
     "hub": "repository:write_hub",  # plain transformers, through custom_generate
@@ -27,6 +27,5 @@ def writer(name: str) -> Callable[[Export], Written]:
     """The function that writes a format. It checks that the format can hold the heads before it writes anything."""
     if name not in FORMATS:
         raise RequestError(f"--to is {name!r}; choose one of {', '.join(FORMATS)}")
-    module, _, function = FORMATS[name].partition(":")
-    found: Callable[[Export], Written] = getattr(import_module(f"medusa.export.{module}"), function)
+    found: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[name]}")
     return found

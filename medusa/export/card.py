@@ -27,8 +27,6 @@ BOOKKEEPING = ("save_", "logging_", "eval_", "report_", "dataloader_", "disable_
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 # An absolute path, or one in a home folder, up to its last part; not the slashes of a URL or a Hub id.
 FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/'\"=,]+/)*")
-Rows = dict[str, str]
-"""The rows of a table of two columns."""
 Content = TypeVar("Content")
 
 
@@ -122,6 +120,7 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
     )
     return environment.get_template("card.md.j2").render(
         metadata=metadata.to_yaml(),
+        bookkeeping=BOOKKEEPING,
         base="a backbone that they do not name" if base is None else base if is_hub_id(base) else Path(base).name,
         base_is_on_hub=is_hub_id(base),
         heads=heads,
@@ -129,37 +128,13 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
         tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
         repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
         with_code=with_code,
-        training=_training(facts),
-        top1=_top1(facts),
-        chosen_tree=(facts.provenance or {}).get("tree") or {},
+        made=without_folders(facts.provenance),
+        data_name=facts.data_name,
         benchmark=facts.benchmark,
         settings=without_folders((facts.benchmark or {}).get("settings")),
         calibrations=facts.calibrations,
         license=facts.license,
     )
-
-
-def _training(facts: Facts) -> Rows | None:
-    """Data, recipe, run, versions and command of the training; `None` without provenance."""
-    if not facts.provenance:
-        return None
-    made = without_folders(facts.provenance)
-    config, result = made.get("config") or {}, made.get("result") or {}
-    data, recipe = config.get("data") or {}, config.get("training") or {}
-    return {
-        "data": _listed({"from": facts.data_name, "split": data.get("split")} | (made.get("data") or {})),
-        "recipe": _listed({name: value for name, value in recipe.items() if not name.startswith(BOOKKEEPING)}),
-        "run": _listed({name: result.get(name) for name in ("steps", "seconds", "loss")}),
-        "versions": _listed(made.get("versions") or {}),
-        "command": f"`{made['command']}`" if made.get("command") else "",
-    }
-
-
-def _top1(facts: Facts) -> Rows:
-    """The share of right best guesses of each head in the last steps of training."""
-    result = (facts.provenance or {}).get("result") or {}
-    found = ((re.fullmatch(r"head(\d+)_top1", name), value) for name, value in result.items())
-    return {match[1]: f"{value:.1%}" for match, value in found if match}
 
 
 def _machine(machine: Json) -> str:
@@ -172,11 +147,10 @@ def _interval(ends: Sequence[float] | None) -> str:
     return "" if not ends else f" (95 %: {ends[0]:.2f} to {ends[1]:.2f})"
 
 
-def _listed(values: Json) -> str:
-    """`name value, name value`, in the order given, without unknown values."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} {_short(value)}" for name, value in values.items() if value not in (None, {})
-    )
+def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
+    """`name value, name value`, in the order given, without unknown values and names that begin with `without`."""
+    known = {name: value for name, value in values.items() if value not in (None, {}) and not name.startswith(without)}
+    return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in known.items())
 
 
 def _short(value: object) -> str:

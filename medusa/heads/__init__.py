@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +21,5 @@ KINDS = {
 
 def class_of(kind: str) -> Callable[..., nn.Module]:
     """The class of a kind of heads; its constructor takes a `MedusaConfig`."""
-    module, _, name = KINDS[kind].partition(":")
-    found: Callable[..., nn.Module] = getattr(import_module(f"medusa.heads.{module}"), name)
+    found: Callable[..., nn.Module] = resolve_name(f"medusa.heads.{KINDS[kind]}")
     return found

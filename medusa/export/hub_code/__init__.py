@@ -32,12 +32,6 @@ def bundle() -> str:
         bodies.append(f"# --- {part.stem} {'-' * (113 - len(part.stem))}\n\n{code}")
     outside = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
     docstring = ast.get_docstring(ast.parse(texts[0]), clean=False)
-    head = [
-        f'"""{docstring}"""',
-        "",
-        outside[0],
-        "",
-        *sorted(modules),
-        *outside[1:],
-    ]  # outside[0] imports from __future__
+    # The first import is that of __future__.
+    head = [f'"""{docstring}"""', "", outside[0], "", *sorted(modules), *outside[1:]]
     return "\n\n\n".join(["\n".join(head), *bodies]) + "\n"
