@@ -27,11 +27,11 @@ from train.loss.targets import IGNORE, head_labels
 from train.module import HeadsOnBackbone
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
-MARGIN = 5  # a budget ends a run by the clock; the estimate must not end it earlier, however slow the probe was
+MARGIN = 5  # a budget ends a run by the clock; the estimate must not end the run earlier, even after a slow probe
 
 
 class MedusaTrainer(Trainer):
-    """Trains heads (Medusa-1): loss per head, weighted; checkpoints are folders of heads that anything here loads."""
+    """Trains heads (Medusa-1) on the weighted losses of all heads. Its checkpoints are folders of heads."""
 
     def __init__(
         self,
@@ -42,25 +42,18 @@ class MedusaTrainer(Trainer):
         train_dataset: Dataset[Batch] | None = None,
         eval_dataset: Dataset[Batch] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        provenance: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, object] | None = None,
     ) -> None:
-        """`provenance` says where the heads come from and is written with them; the rest is as for `Trainer`."""
+        """`provenance` says how the heads were made and is written with them. Other arguments are as for `Trainer`."""
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
-        callbacks = list(callbacks or [])
+        callbacks = [*(callbacks or []), LogBeforeSaving()]
         if args.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
-        callbacks.append(LogBeforeSaving())
         if self.minutes:
             callbacks.append(TimeBudget(60 * self.minutes, cpu=args.max_cpu_minutes is not None))
         self.trained = self.assemble(heads, model, args)
-        super().__init__(
-            model=self.trained,
-            args=args,
-            callbacks=callbacks,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-        )
+        super().__init__(self.trained, args, None, train_dataset, eval_dataset, callbacks=callbacks)
         for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
             self.remove_callback(noisy)
         if not args.disable_tqdm:
@@ -74,7 +67,7 @@ class MedusaTrainer(Trainer):
         """Seconds spent waiting for batches."""
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
-        """The module to train."""
+        """Make the module to train."""
         return HeadsOnBackbone(heads, model, args)
 
     @property
@@ -82,15 +75,15 @@ class MedusaTrainer(Trainer):
         """The frozen backbone."""
         return self.trained.backbone
 
-    # --- how far the run is ------------------------------------------------------------------------------------------
+    # --- the length of the run ---------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> TimeBudget | None:
-        """The time budget in force; a resumed run replaces the object that was made at the start."""
-        found = [c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)]
-        if found and self.minutes is not None:  # a longer budget may be asked for on resuming
-            found[0].seconds = 60 * self.minutes
-        return found[0] if found else None
+        """The time budget in force. On resuming, the Trainer replaces the object made at the start."""
+        found = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
+        if found is not None and self.minutes is not None:  # a resumed run may ask for a longer budget
+            found.seconds = 60 * self.minutes
+        return found
 
     def progress(self) -> float:
         """Share of the run that is done."""
@@ -99,8 +92,8 @@ class MedusaTrainer(Trainer):
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; a run that is shorter than a line of the log gives one at its end."""
-        if self.args.max_steps < 0:  # a limit that was asked for holds, with the budget
+        """Train as `Trainer.train` does, with at least one line of the log."""
+        if self.args.max_steps < 0:  # an explicit limit holds together with the budget
             self.fit_budget()
         outcome = super().train(*args, **kwargs)
         if self._seen.get("train"):
@@ -110,23 +103,19 @@ class MedusaTrainer(Trainer):
 
     def fit_budget(self) -> None:
         """Set `max_steps` to more than the time budget can hold, estimated from a few steps that are undone."""
-        if self.budget is None:
-            return
-        seconds = broadcast_object_list([self.seconds_per_step()])[0]
-        self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
+        if self.budget is not None:
+            seconds = broadcast_object_list([self.seconds_per_step()])[0]
+            self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Seconds of a training step; the heads are left as they were. What `prepare` does is not timed."""
+        """Time a training step, in seconds, without the time that `prepare` takes. The heads are not changed."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
-        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # at its most expensive
+        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its most expensive value
         device, times = self.args.device, []
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            batches = iter(self.get_train_dataloader())
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
-            for batch in [next(batches, None) for _ in range(PROBE_STEPS + 1)]:
-                if batch is None:
-                    break
+            for _, batch in zip(range(PROBE_STEPS + 1), self.get_train_dataloader(), strict=False):
                 inputs = prepare(self._prepare_inputs(batch))
                 start = time.perf_counter()
                 self.compute_loss(self.trained, inputs).backward()
@@ -135,11 +124,11 @@ class MedusaTrainer(Trainer):
                 times.append(time.perf_counter() - start)
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)
-        self._seen.clear()  # making these figures has also waited for the device
+        self._seen.clear()
         return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """As `Trainer.create_scheduler`; with a time budget, the learning rate follows the clock."""
+        """Create the scheduler as `Trainer` does; with a time budget, the learning rate follows the clock."""
         if self.budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         steps = self.args.warmup_steps
@@ -153,11 +142,15 @@ class MedusaTrainer(Trainer):
 
     # --- the loss of a step ------------------------------------------------------------------------------------------
 
+    def begin_step(self, progress: float) -> None:
+        """Set what changes over the run; `progress` is the share of the run that is done."""
+        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor | int | None]:
-        """The batches of one optimiser step, and how many labels are in all of them on all processes."""
-        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * self.progress()
+        """The batches of one optimiser step, and the number of labels in these batches on all processes."""
+        self.begin_step(self.progress())
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
@@ -165,7 +158,7 @@ class MedusaTrainer(Trainer):
         return batches, self.accelerator.reduce(counts, "sum")
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """How many labels each head has in a batch [K]."""
+        """The number of labels of each head in a batch [K]."""
         ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
         return (head_labels(ids, mask, documents, self.heads.config.num_heads) != IGNORE).sum((1, 2))
 
@@ -176,26 +169,27 @@ class MedusaTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch; each head's figures are kept for the log."""
+        """The loss of a batch. Each head's figures are kept for the log."""
         losses = model(**inputs)
-        split = "train" if model.training else "eval"
-        self._seen.setdefault(split, []).append(
-            torch.stack([losses.loss * losses.total, losses.correct, losses.total]).double().cpu()
-        )
+        self._seen.setdefault("train" if model.training else "eval", []).append(self.sums(losses).double().cpu())
         loss = self.total_loss(losses, num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
+    def sums(self, losses: HeadLosses) -> Tensor:
+        """Each head's summed loss in nats, right guesses and labels in a batch [3, K]."""
+        return torch.stack([losses.loss * losses.total, losses.correct, losses.total])
+
     def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
-        """What is minimised: the sum of the heads' weighted losses. `of_step` are the labels of the whole step [K]."""
+        """The loss to minimise: the sum of the heads' weighted losses. `of_step` [K] counts the whole step's labels."""
         return (losses.objective * self.share(losses.total, of_step)).sum()
 
     def share(self, labels: Tensor, of_step: Tensor | None) -> Tensor | float:
         """The weight of a micro-batch's mean in the mean over all labels of an optimiser step.
 
-        The Trainer adds micro-batches up and averages processes. With these weights the loss and its gradients are
-        those of one process with one batch, whatever number of labels falls on which.
+        The Trainer adds micro-batches up and averages processes. With these weights, the loss and its gradients are
+        those of one process with one batch, however the labels are distributed.
         """
-        if of_step is None:  # in evaluation every batch stands for itself
+        if of_step is None:  # evaluation averages batches
             return 1.0
         # A Trainer without `loss_is_scaled_for_ga` (5.17) always divides by the number of micro-batches.
         undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
@@ -203,21 +197,21 @@ class MedusaTrainer(Trainer):
 
     # --- evaluation and the log --------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """The loss of a batch; the ranks of its labels among the guesses are counted."""
-        with torch.no_grad():
-            batch = self._prepare_inputs(inputs)
-            if "hidden" not in batch:
-                batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
-            taught = self.trained.taught(**batch)
-            ranks = label_ranks(self.backbone, self.heads, taught.inputs, taught.labels)
-            self._guesses.add(ranks, taught.labels != IGNORE)
-            return self.compute_loss(model, batch).detach(), None, None
+        """The loss of a batch. The ranks of its labels among the guesses are counted."""
+        batch = self._prepare_inputs(inputs)
+        if "hidden" not in batch:
+            batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
+        taught = self.trained.taught(**batch)
+        ranks = label_ranks(self.backbone, self.heads, taught.inputs, taught.labels)
+        self._guesses.add(ranks, taught.labels != IGNORE)
+        return self.compute_loss(model, batch).detach(), None, None
 
     def _guess_figures(self) -> dict[str, float]:
-        """Accuracies and tau over what all processes have evaluated since the last call."""
+        """Accuracies and tau over the texts that all processes have evaluated since the last call."""
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)
         guesses.reduce(lambda sums: self.accelerator.reduce(sums.to(self.args.device), "sum").cpu())
         figures = {"eval_tau": round(guesses.expected_tau, 4)}
@@ -228,22 +222,25 @@ class MedusaTrainer(Trainer):
         return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`, with each head's loss (nats) and top-1 over all labels since the last line.
+        """Log as `Trainer.log` does, with each head's loss in nats and top-1 over all labels since the last line.
 
         A line about an evaluation also has each head's accuracies and the expected tau of `eval_tree`.
         """
-        split = "eval" if any(key.startswith("eval_") for key in logs) else "train"
-        if split in self._seen and ("loss" in logs or "eval_loss" in logs):
-            seen = torch.stack(self._seen.pop(split)).sum(0)
-            loss, correct, count = self.accelerator.reduce(seen.to(self.args.device), "sum").cpu()
-            prefix = "eval_" if split == "eval" else ""
-            for head in range(len(count)):
-                labels = max(float(count[head]), 1.0)
-                logs[f"{prefix}head{head + 1}_loss"] = round(float(loss[head]) / labels, 4)
-                logs[f"{prefix}head{head + 1}_top1"] = round(float(correct[head]) / labels, 4)
+        split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
+        if split in self._seen and f"{prefix}loss" in logs:
+            sums = torch.stack(self._seen.pop(split)).sum(0)
+            logs |= self.figures(self.accelerator.reduce(sums.to(self.args.device), "sum").cpu(), prefix)
             if split == "eval":
                 logs |= self._guess_figures()
         super().log(logs, start_time)
+
+    def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
+        """Each head's mean loss and top-1, by their names in the log, from sums [3, K] over batches and processes."""
+        figures = {}
+        for head, (loss, correct, count) in enumerate(sums.T.tolist(), 1):
+            figures[f"{prefix}head{head}_loss"] = round(loss / max(count, 1.0), 4)
+            figures[f"{prefix}head{head}_top1"] = round(correct / max(count, 1.0), 4)
+        return figures
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from decode.drafters.base import DrafterFactory
     from decode.settings import Settings
     from medusa.loading import Loaded
-    from train.features.recorder import Recorder
+    from train.features.files import Recorder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +117,7 @@ def _recorder(
         return None
     from medusa.backbone import Backbone
     from medusa.fingerprint import fingerprint
-    from train.features.recorder import Recorder
+    from train.features.files import Recorder
 
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, args.backbone, args.revision)
     recorder = Recorder(Path(args.record), known, backbone.hidden_size, backbone.dtype)

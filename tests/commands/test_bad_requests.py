@@ -17,7 +17,7 @@ from medusa.fingerprint import fingerprint
 from tests.commands.test_cli import Place, build
 from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.train.templates import GEMMA
-from train.features.recorder import Recorder
+from train.features.files import Recorder
 
 Argv = list[str]
 
@@ -302,8 +302,8 @@ def test_recordings_where_they_do_not_belong(
 ) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
-    assert "holds something else" in refused(*generate(place, "--record", str(tmp_path / "thesis")))
-    assert "holds something else" in refused(*generate(place, "--record", str(tmp_path / "thesis" / "chapter1.txt")))
+    assert "are not features" in refused(*generate(place, "--record", str(tmp_path / "thesis")))
+    assert "are not features" in refused(*generate(place, "--record", str(tmp_path / "thesis" / "chapter1.txt")))
     other = fingerprint(tiny_model("llama", seed=99), "other")
     recorder = Recorder(tmp_path / "theirs", other, HIDDEN, torch.float32)
     recorder.add([1, 2], torch.zeros(2, HIDDEN))
@@ -311,7 +311,7 @@ def test_recordings_where_they_do_not_belong(
     said = refused(*generate(place, "--record", str(tmp_path / "theirs")))
     assert "theirs holds features of another backbone or dtype" in said
     assert "give another folder" in said
-    monkeypatch.setattr("train.features.recorder.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("train.features.files.free_bytes", lambda path: 1000)
     said = refused(*generate(place, "--record", str(tmp_path / "new")))
     assert "where 1 kB are free" in said
     assert "fewer new tokens" in said

@@ -20,8 +20,7 @@ from tests.helpers import HIDDEN, random_ids, tiny_model
 from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.features.cache import FeatureCache, FeaturePlan
-from train.features.files import MANIFEST, Features, is_features, shards, write_shard
-from train.features.recorder import Recorder
+from train.features.files import MANIFEST, Features, Recorder, is_features, shards, write_shard
 from train.recipe import parse_recipe
 from train.run import plan_features, train
 
@@ -246,7 +245,7 @@ def test_a_damaged_shard_is_named(rows: PackedDataset, model: Any, tmp_path: Pat
 def test_a_folder_of_something_else_is_left_alone(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     cache = cache_of(tmp_path, rows, model)
-    with pytest.raises(RequestError, match="holds something else"):
+    with pytest.raises(RequestError, match="holds files that are not"):
         cache.require_belonging(replace=True)
     assert (tmp_path / "thesis.txt").is_file()
 
@@ -299,7 +298,7 @@ def test_recordings_do_not_mix(recipe: Any, rows: PackedDataset, model: Any, tmp
     with pytest.raises(RequestError, match="or a cache"):
         record(tmp_path / "cache", model, [random_ids(9)])
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(RequestError, match="holds something else"):
+    with pytest.raises(RequestError, match="holds files that are not"):
         record(tmp_path, model, [random_ids(9)])
     record(tmp_path / "b", other, [random_ids(9)]).flush()
     with pytest.raises(RequestError, match="are of another backbone, tiny"):

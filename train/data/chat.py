@@ -5,11 +5,11 @@ The answer is found in the text that the chat template writes, and then carried 
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
                                                           |-----taught----|
 
-1. Where the template marks what the assistant says itself ({% generation %}), the marks are used.
+1. If the template itself marks what the assistant says ({% generation %}), these marks are used.
 2. Otherwise the template writes the conversation up to the turn and up to its end: the difference is the turn.
-3. Some templates write a turn differently once others follow, for example without its thinking. They write the
-   conversation again with another answer in that place: what both texts have in common is not the turn.
-Where none of these is certain the conversation is refused; a guess would teach what the user says.
+3. Some templates write a turn differently if others follow, for example without its thinking. They write the
+   conversation again with another answer in this turn: what both texts have in common is not the turn.
+If none of these is certain, the conversation is an error; a guess could teach what the user says.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Places = list[tuple[int, int]]
 
 
 class Span(NamedTuple):
-    """Where the assistant speaks, in characters."""
+    """A turn of the assistant in the text, in characters."""
 
     start: int
     said: int
-    """Known end of its words; the turn ends with the first special token after them."""
+    """Known end of the answer; the turn ends with the first special token after it."""
     end: int
     ended: bool
-    """Whether such a token must come before `end`; otherwise it may also follow directly."""
+    """Whether this special token must come before `end`; otherwise it may also follow directly."""
 
 
 def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Ids [T] of a conversation as the tokenizer's template writes it, and which of them are taught [T].
+    """Ids [T] of a conversation as the tokenizer's template writes it, and True [T] for those that are taught.
 
     Raises:
-        RequestError: no chat template, one that refuses the messages, or one whose turns cannot be told apart.
+        RequestError: no chat template, a template that rejects the messages, or one whose turns cannot be found.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -60,7 +60,7 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
 
 
 class _Written:
-    """A conversation as its template writes it."""
+    """A conversation as text, as its template writes it."""
 
     def __init__(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
         self.record, self.tokenizer, self.messages = record, tokenizer, record.messages or []
@@ -75,7 +75,7 @@ class _Written:
         return str(self.tokenizer.apply_chat_template(messages, **settings))
 
     def spans(self) -> list[Span]:
-        """Where the assistant speaks, in order."""
+        """The assistant's turns that are taught, in order."""
         turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
         if self.record.teach_last:
             turns = turns[-1:]
@@ -88,19 +88,19 @@ class _Written:
         if whole and answer:
             start = whole[0]
             if "add_generation_prompt" not in self.template:
-                # Only the answer shows where the turn's header ends; a space between them belongs to the answer.
+                # Only the answer shows the end of the turn's header; a space between header and answer is the answer's.
                 start = max(start, len(self.text[: answer[0]].rstrip(" ")))
             return Span(start, answer[1], whole[1], ended=True)
         if found := whole or answer:
             return Span(found[0], said=found[1], end=found[1], ended=found is whole)
         raise RequestError(
-            f"{self.record.where}: the chat template writes message {turn + 1} differently when others follow, and "
-            "what the assistant says in it cannot be told apart; mark it in the template with {% generation %}, or end "
-            "the conversation there"
+            f"{self.record.where}: the chat template writes message {turn + 1} differently if others follow, so the "
+            "assistant's answer cannot be found in the text; mark answers in the template with {% generation %}, or "
+            "end the conversation with this message"
         )
 
     def _marked(self, turns: int) -> list[Span] | None:
-        """What the template marks; `None` where it marks less than all turns."""
+        """The turns that the template marks; `None` unless it marks all of them."""
         if not GENERATION.search(self.template):
             return None
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
@@ -115,7 +115,7 @@ class _Written:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """The turn, as the difference that it makes to the text."""
+        """Start and end of the turn, as the difference between the texts without and with it."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])
@@ -125,7 +125,7 @@ class _Written:
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """The answer, as what changes in the text with another answer."""
+        """Start and end of the answer, as the part of the text that changes with another answer."""
         other = next(character for character in PRIVATE if character not in self.text)
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
         try:
@@ -141,7 +141,7 @@ class _Written:
 def _to_tokens(
     text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a text; taught are the tokens that hold a character of a span, up to the token that ends its turn."""
+    """Ids [T] of a text, and True [T] for tokens that hold a character of a span, up to the end-of-turn token."""
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
     places: Places = encoded["offset_mapping"] if tokenizer.is_fast else _places(ids, text, tokenizer, where)
@@ -155,16 +155,16 @@ def _to_tokens(
 
 
 def _first_after(places: Places, first: int, at: int) -> int:
-    """The first token, from `first` on, that lies after character `at`.
+    """Index of the first token, from `first` on, that lies after character `at`.
 
-    Byte-level tokenizers leave leading spaces out of a token's place. A token of spaces alone thus has an empty place
-    after them, and belongs to what comes before it.
+    Byte-level tokenizers leave leading spaces out of a token's place. A token of spaces alone therefore has an empty
+    place after the spaces, and belongs to the text before it.
     """
     return next((k for k in range(first, len(places)) if places[k][0] >= at and places[k][1] > at), len(places))
 
 
 def _places(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Places:
-    """Where tokens lie in a text, from their own texts: for tokenizers without offsets (those with remote code)."""
+    """Places of tokens in a text, from decoded pieces: for tokenizers without offsets (those with remote code)."""
     places: Places = []
     for at in range(len(ids)):
         piece = str(tokenizer.decode(ids[len(places) : at + 1]))
@@ -172,17 +172,17 @@ def _places(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where
         if text.startswith(piece, start):  # otherwise these are only some of a character's bytes
             places += [(start, start + len(piece))] * (at + 1 - len(places))
     if len(places) < len(ids):
-        raise RequestError(f"{where}: the tokenizer does not say where in a text its tokens lie; give input_ids")
+        raise RequestError(f"{where}: the tokenizer does not give the places of its tokens in a text; give input_ids")
     return places
 
 
 def _end_of_turn(
     ids: list[int], first: int, said: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Move the end of a turn to directly after its end token.
+    """Move the end of a turn to directly after its end-of-turn token.
 
-    The backbone never says what the template writes after that token (a newline in ChatML), since its turn is over.
-    Where only the answer was marked, the token that ends the turn comes next.
+    The backbone never generates what the template writes after that token (a newline in ChatML). If only the answer was
+    marked, the end-of-turn token comes next.
     """
     for at in range(said, last):
         if _is_special(ids[at], tokenizer):
@@ -196,7 +196,7 @@ def _end_of_turn(
 
 
 def _cut_off(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """End an unfinished conversation with its last answer: the template's end of turn was never said."""
+    """Cut an unfinished conversation after its last answer: the template's end of turn was never generated."""
     end = len(mask) - mask[::-1].index(True)
     if _is_special(ids[end - 1], tokenizer):
         end -= 1

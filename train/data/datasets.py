@@ -1,4 +1,7 @@
-"""Datasets of packed rows, in which each token has its document and whether it is taught: in memory or streamed."""
+"""Datasets of packed rows, in memory or streamed. Each token has its document and whether it is taught.
+
+A row has one length. Rows are cut from documents laid end to end, or made of whole documents.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,85 @@ from itertools import count, islice
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from train.config import DataConfig
 from train.data.examples import DataCounts, Example, ExampleReader, records_of
-from train.data.packing import PackedRow, pack
 
+OPEN_ROWS = 16  # rows that wait for another whole document; more waste less padding and read ahead further
+PADDING = -1  # the document that padding belongs to
 Batch = dict[str, Tensor]
 """The arguments of the trained module, by name: `input_ids`, `position_ids`, `document_ids` and `loss_mask`."""
+
+
+def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
+    """Pack examples into rows of at most `length` tokens; `whole` keeps each document in one row.
+
+    Yields:
+        [3, T] int32: ids, 1 for taught tokens, and the number of each token's document. `counts` counts all.
+    """
+
+    def documents() -> Iterator[Tensor]:
+        for number, example in enumerate(examples):
+            counts.add(example)
+            columns = [example.input_ids, example.loss_mask, [number] * len(example.input_ids)]
+            yield torch.tensor(columns, dtype=torch.int32)
+
+    for row in _first_fit(documents(), length) if whole else _end_to_end(documents(), length):
+        counts.rows += 1
+        yield row
+
+
+def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    open_row = torch.empty(3, 0, dtype=torch.int32)
+    for document in documents:
+        *rows, open_row = torch.cat([open_row, document], dim=1).split(length, dim=1)
+        yield from rows
+    if open_row.numel():
+        yield open_row
+
+
+def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    """Put each document, none longer than `length`, into the first open row that has room for it."""
+    rows: list[Tensor] = []
+    for document in documents:
+        fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)
+        if (at := next(fits, None)) is None:
+            rows.append(document)
+        else:
+            rows[at] = torch.cat([rows[at], document], dim=1)
+        if len(rows) > OPEN_ROWS:
+            yield rows.pop(max(range(len(rows)), key=lambda at: rows[at].shape[1]))
+    yield from rows
+
+
+def padded(row: Tensor, length: int) -> Tensor:
+    """A row [3, T] of `pack`, padded to [3, length]; padding belongs to no document and is not taught."""
+    whole = F.pad(row, (0, length - row.shape[1]))
+    whole[2, row.shape[1] :] = PADDING
+    return whole
+
+
+def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
+    """One item of a dataset from the columns [T] of a row."""
+    documents = document_ids.long()
+    return {
+        "input_ids": input_ids.long(),
+        "position_ids": positions_of(documents),
+        "document_ids": documents,
+        "loss_mask": loss_mask.bool(),
+    }
+
+
+def positions_of(document_ids: Tensor) -> Tensor:
+    """The position [T] of each token in its document's part of a row, from document_ids [T]."""
+    index = torch.arange(len(document_ids))
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[1:] = document_ids[1:] != document_ids[:-1]
+    return index - torch.where(starts, index, 0).cummax(0).values
 
 
 class PackedDataset(Dataset[Batch]):
@@ -30,41 +102,47 @@ class PackedDataset(Dataset[Batch]):
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
     ) -> None:
-        """`whole` keeps each document in one row; documents are counted in `counts`."""
+        """Pack `examples`; `whole` keeps each document in one row. `counts` counts the documents."""
         self.counts = counts or DataCounts()
-        rows = [row.tensors(sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
-        empty = torch.empty(0, sequence_length, dtype=torch.int32)
-        columns = [torch.stack(column) for column in zip(*rows, strict=True)] or [empty, empty.bool(), empty]
-        self.input_ids, self.loss_mask, self.document_ids = columns
+        rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
+        columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+        nothing = torch.empty(0, sequence_length, dtype=torch.int32)
+        self.input_ids, taught, self.document_ids = columns or [nothing] * 3
+        self.loss_mask = taught.bool()
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def __getitem__(self, index: int) -> Batch:
-        return _item(self.input_ids[index], self.loss_mask[index], self.document_ids[index])
+        return as_item(self.input_ids[index], self.loss_mask[index], self.document_ids[index])
 
 
 class StreamedDataset(IterableDataset[Batch]):
     """Rows packed while they are read, pass after pass without end; `max_steps` ends the training.
 
-    The order depends on the seed and the data only. A resumed run reads again what it had read, as the Trainer does,
-    and so finds its place as long as the data are the same.
+    The order depends on the seed and the data only. A resumed run skips the rows that it has read, as the Trainer does,
+    and continues at the same row if the data have not changed.
     """
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """Rows have `length` tokens; `whole` keeps each document in one row."""
+        """
+        Args:
+            length: tokens in a row.
+            whole: keep each document in one row.
+            shuffle_buffer: number of rows from which the next one is drawn.
+        """
         self.reader, self.length, self.whole = reader, length, whole
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
         self.counts = DataCounts()
-        """Counts of the first pass so far; workers of a data loader keep theirs to themselves."""
+        """Counts of the first pass so far; each worker of a data loader has its own."""
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         rows = self._passes()
         for row in islice(rows, worker.id, None, worker.num_workers) if worker else rows:
-            yield _item(*row.tensors(self.length))
+            yield as_item(*padded(row, self.length))
 
-    def _passes(self) -> Iterator[PackedRow]:
+    def _passes(self) -> Iterator[Tensor]:
         self.counts = counts = DataCounts()
         for number in count():
             rows = pack(self.reader.read(counts), self.length, self.whole, counts)
@@ -74,27 +152,9 @@ class StreamedDataset(IterableDataset[Batch]):
             counts = DataCounts()  # the first pass has counted everything
 
 
-def _item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
-    documents = document_ids.long()
-    return {
-        "input_ids": input_ids.long(),
-        "position_ids": positions_of(documents),
-        "document_ids": documents,
-        "loss_mask": loss_mask,
-    }
-
-
-def positions_of(document_ids: Tensor) -> Tensor:
-    """document_ids [T] -> position of each token in the part of its document that lies in this row [T]."""
-    index = torch.arange(len(document_ids))
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[1:] = document_ids[1:] != document_ids[:-1]
-    return index - torch.where(starts, index, 0).cummax(0).values
-
-
-def _shuffled(rows: Iterator[PackedRow], size: int, rng: random.Random) -> Iterator[PackedRow]:
+def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator[Tensor]:
     """The same rows, each drawn from the next `size` rows."""
-    waiting: list[PackedRow] = []
+    waiting: list[Tensor] = []
     for row in rows:
         waiting.append(row)
         if len(waiting) >= size:
@@ -106,7 +166,7 @@ def _shuffled(rows: Iterator[PackedRow], size: int, rng: random.Random) -> Itera
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None, seed: int = 0
 ) -> PackedDataset | StreamedDataset:
-    """Everything that `config` names, tokenised and packed; `seed` is for the order of a stream.
+    """Load, tokenise and pack the data that `config` names; `seed` is for the order of a stream.
 
     Raises:
         RequestError: no such data, a record that cannot be used, or nothing left to teach.
@@ -128,7 +188,7 @@ def load_dataset(
 
 
 def row_length(config: DataConfig, context: int | None) -> int:
-    """Tokens in a row: as many as asked for, at most the backbone's context."""
+    """Tokens in a row: `sequence_length`, at most the backbone's context."""
     return min(config.sequence_length, context or config.sequence_length)
 
 

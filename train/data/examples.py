@@ -1,6 +1,6 @@
-"""Training examples from records (`medusa.records`): ids and which of them are taught; unusable records are counted.
+"""Training examples from records (`medusa.records`): ids and which of them are taught. Unusable records are counted.
 
-records -> examples (here) -> rows of one length (`train.data.packing`) -> datasets (`train.data.datasets`)
+records -> examples (here) -> rows of one length and datasets of them (`train.data.datasets`)
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Example(NamedTuple):
     input_ids: list[int]
     """[T]"""
     loss_mask: list[bool]
-    """[T] which tokens are taught."""
+    """[T] True for tokens that are taught."""
     where: str = ""
     """File and line."""
 
     @property
     def is_taught(self) -> bool:
-        """Whether some head has a label: even the first head is not taught a document's first two tokens."""
+        """Whether some head has a label; no head is taught the first two tokens of a document."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
 @dataclass
 class DataCounts:
-    """What was read, and what was dropped and why."""
+    """Numbers of documents, tokens and rows that were read, and of records that were dropped."""
 
     documents: int = 0
     tokens: int = 0
@@ -77,39 +77,38 @@ class DataCounts:
 
 
 class ExampleReader:
-    """Reads the examples of a data set in their order."""
+    """Reads the examples of a dataset in order."""
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, row_length: int
     ) -> None:
-        """Ids must lie below `vocab_size`; examples longer than `row_length` are treated as `config` says."""
+        """Ids must lie below `vocab_size`; `config.long_documents` applies to examples longer than `row_length`."""
         self.config, self.tokenizer = config, tokenizer
         self.vocab_size, self.row_length = vocab_size, row_length
         self.excluded = excluded_windows(config, tokenizer)
 
     def read(self, counts: DataCounts) -> Iterator[Example]:
-        """One pass over the data; records that are dropped are counted in `counts`.
+        """Yield the examples of one pass over the data, and count dropped records in `counts`.
 
         Raises:
             RequestError: a record that cannot be read, or the ids of another tokenizer.
         """
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
             example = to_example(record, self.tokenizer)
-            if example.input_ids and max(example.input_ids) >= self.vocab_size:
+            if max(example.input_ids, default=0) >= self.vocab_size:
                 raise RequestError(
                     f"{record.where}: the id {max(example.input_ids)} is beyond the backbone's vocabulary of "
                     f"{self.vocab_size}; these are another tokenizer's ids"
                 )
             too_long = len(example.input_ids) > self.row_length
-            if reason := self._reason_to_drop(record, example, too_long):
-                counts.drop(reason, record.where)
-                continue
+            reason = self._reason_to_drop(record, example, too_long)
             if too_long and self.config.long_documents == "truncate":
                 ids, mask, where = example
                 example = Example(ids[: self.row_length], mask[: self.row_length], where)
-                if not example.is_taught:
-                    counts.drop("with nothing taught within a row", record.where)
-                    continue
+                reason = reason or (None if example.is_taught else "with nothing taught within a row")
+            if reason:
+                counts.drop(reason, record.where)
+                continue
             counts.cut += too_long
             yield example
 
@@ -122,21 +121,19 @@ class ExampleReader:
             return "with nothing to teach"
         if self.excluded and not self.excluded.isdisjoint(_windows(example.input_ids, self.config.exclude_window)):
             return "shared with the excluded text"
-        if too_long and self.config.long_documents == "drop":
-            return "longer than a row"
-        return None
+        return "longer than a row" if too_long and self.config.long_documents == "drop" else None
 
 
 def records_of(config: DataConfig, source: str) -> Iterator[Record]:
-    """Records of `source`, read as `config` says."""
+    """Read the records of `source` with the settings of `config`."""
     return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
 
 
 def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Example:
-    """Ids and loss mask of one record: a text is taught whole, a conversation where the assistant speaks.
+    """Ids and loss mask of one record. All of a text is taught; of a conversation, what the assistant says.
 
     Raises:
-        RequestError: a text without a tokenizer, or a conversation whose assistant turns are not certain.
+        RequestError: a text without a tokenizer, or a conversation whose assistant turns cannot be found for certain.
     """
     if record.input_ids is not None:
         taught = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
@@ -151,7 +148,7 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """All runs of `exclude_window` tokens in the file `exclude`; examples that share one are dropped."""
+    """All runs of `exclude_window` tokens in the data `exclude`; examples that share one are dropped."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
         ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids

@@ -1,11 +1,11 @@
-"""A preview of the training data: a few examples with the taught tokens marked, and all counts; nothing is trained."""
+"""A preview of the training data without training: a few examples with their taught tokens marked, and all counts."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 
 from rich.console import Console
 from rich.text import Text
@@ -13,17 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.loading import LoadOptions, load_config, load_tokenizer
 from train.config import TrainConfig
-from train.data.datasets import require_data, row_length
+from train.data.datasets import pack, require_data, row_length
 from train.data.examples import DataCounts, Example, ExampleReader
-from train.data.packing import pack
 
 TAUGHT = "bold green"
-BRACKETS = "⟦", "⟧"  # where there are no colours
+BRACKETS = "⟦", "⟧"  # instead of colours
 
 
 @dataclass
 class Preview:
-    """A few examples, and the counts of all data (of a stream: of these examples)."""
+    """A few examples, and the counts of all data or, for a stream, of these examples."""
 
     examples: list[Example]
     counts: DataCounts
@@ -43,10 +42,10 @@ class Preview:
 
 
 def preview(config: TrainConfig, count: int) -> Preview:
-    """The first `count` examples as training would read them; neither weights nor rows are kept.
+    """Read the first `count` examples as training would; neither weights nor rows are kept.
 
     Raises:
-        RequestError: the data would be refused in training.
+        RequestError: data that training could not use either.
     """
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -68,48 +67,30 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
 
 def show(found: Preview, console: Console, ids: bool = False) -> None:
-    """Print a preview: taught tokens are green, or in ⟦brackets⟧ without colours; `ids` adds a line per token."""
+    """Print a preview. Taught tokens are green, or in ⟦brackets⟧ without colours; `ids` adds one line per token."""
     for number, example in enumerate(found.examples, 1):
         about = f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} taught"
         console.print(Text(f"{number}  {example.where}  {about}", style="bold cyan"), soft_wrap=True)
         console.print(marked(example, found.tokenizer, coloured=console.color_system is not None), soft_wrap=True)
-        for line in _tokens(example, found.tokenizer) if ids else ():
-            console.print(line, soft_wrap=True)
+        for position, (token, taught) in enumerate(zip(example.input_ids, example.loss_mask, strict=True)):
+            if ids:
+                spelled = "" if found.tokenizer is None else repr(found.tokenizer.decode([token]))
+                line = f"{position:>6} {token:>7} {'taught' if taught else '      '} {spelled}".rstrip()
+                console.print(Text(line, style=TAUGHT if taught else ""), soft_wrap=True)
         console.print()
     of = "all data" if found.whole else f"the first {len(found.examples)} examples of a stream"
     console.print(Text(f"{of}: {found.counts}"), soft_wrap=True)
 
 
 def marked(example: Example, tokenizer: PreTrainedTokenizerBase | None, coloured: bool) -> Text:
-    """An example as text, with what is taught in it coloured or between brackets."""
-    out = Text()
-    for taught, piece in _pieces(example, tokenizer):
-        if not taught:
-            out.append(piece)
-        elif coloured:
-            out.append(piece, style=TAUGHT)
-        else:
-            out.append(piece.join(BRACKETS))
+    """The text of an example, with its taught parts coloured or in brackets."""
+    out, before, end = Text(), "", 0
+    for taught, run in groupby(example.loss_mask):
+        end += len(list(run))
+        ids = example.input_ids[:end]
+        # A part decoded alone may lose its leading space, so the part is cut from the text decoded up to its end.
+        text = "".join(f"{token} " for token in ids) if tokenizer is None else str(tokenizer.decode(ids))
+        piece = text[len(before) :]
+        out.append(piece.join(BRACKETS) if taught and not coloured else piece, TAUGHT if taught and coloured else None)
+        before = text
     return out
-
-
-def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[tuple[bool, str]]:
-    """Runs of tokens that are all taught or all not."""
-    borders = [at for at in range(1, len(example.loss_mask)) if example.loss_mask[at] != example.loss_mask[at - 1]]
-    shown = ""
-    for end in [*borders, len(example.loss_mask)]:
-        # A part decoded alone may lose its leading space, so it is cut from the text decoded up to its end.
-        text = _spelled(example.input_ids[:end], tokenizer)
-        yield example.loss_mask[end - 1], text[len(shown) :]
-        shown = text
-
-
-def _spelled(ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    return "".join(f"{token} " for token in ids) if tokenizer is None else str(tokenizer.decode(ids))
-
-
-def _tokens(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Text]:
-    for position, (token, taught) in enumerate(zip(example.input_ids, example.loss_mask, strict=True)):
-        spelled = "" if tokenizer is None else repr(tokenizer.decode([token]))
-        line = f"{position:>6} {token:>7} {'taught' if taught else '      '} {spelled}".rstrip()
-        yield Text(line, style=TAUGHT if taught else "")

@@ -1,1 +1,1 @@
-"""Features, the backbone's hidden states on disk: their files, a cache of them, and a recorder of texts in use."""
+"""Features: the backbone's hidden states on disk, cached for a dataset or recorded from texts in use."""

@@ -1,4 +1,4 @@
-"""The features of one dataset: planned, written where they are missing, and read."""
+"""A cache of one dataset's features: planned, written as far as they are missing, and read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from medusa.backbone import Backbone
 from medusa.config import Fingerprint
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeaturePlan:
-    """What features would take and save, estimated before anything is written."""
+    """Disk space and time of a cache, estimated before anything is written."""
 
     tokens: int
     missing_bytes: int
@@ -61,10 +62,10 @@ class FeaturePlan:
         )
 
     def require_space(self, folder: Path) -> None:
-        """Check that the disk can hold the features.
+        """Check that the disk of `folder` can hold the features.
 
         Raises:
-            RequestError: it cannot.
+            RequestError: the disk is too small.
         """
         if self.missing_bytes > self.free_bytes:
             raise RequestError(
@@ -79,7 +80,11 @@ class FeatureCache:
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, known: Fingerprint, dtype: str | None = None
     ) -> None:
-        """`known` is the backbone's fingerprint; `dtype` is that of the stored states, by default the backbone's."""
+        """
+        Args:
+            known: the backbone's fingerprint.
+            dtype: name of the stored states' dtype, by default the backbone's.
+        """
         self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
         self.row_length = rows.input_ids.shape[1]
@@ -89,7 +94,7 @@ class FeatureCache:
         self.manifest = Manifest(known, name, size, len(rows), self.row_length, self.rows_per_shard)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
-        """Every shard's file and the rows that it holds, written or not."""
+        """Every shard's file, written or not, and its rows."""
         for number, start in enumerate(range(0, len(self.rows), self.rows_per_shard)):
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
@@ -97,7 +102,7 @@ class FeatureCache:
         """Check that the folder holds these features, a part of them or nothing; `replace` deletes other features.
 
         Raises:
-            RequestError: the features are another backbone's, or of other data, or damaged.
+            RequestError: the features are damaged, or belong to another backbone or other data.
         """
         try:
             self._compare()
@@ -109,22 +114,20 @@ class FeatureCache:
     def _compare(self) -> None:
         if not is_features(self.folder):
             if self.folder.is_dir() and any(self.folder.iterdir()):
-                raise RequestError(f"{self.folder} holds something else than features; give another features_dir")
+                raise RequestError(f"{self.folder} holds files that are not features; give another features_dir")
             return
-        held = Manifest.read(self.folder)
+        held, other = Manifest.read(self.folder), "other data"
         if not held.same_states(self.manifest):
-            raise self._foreign("another backbone or dtype")
-        if held != replace(self.manifest, backbone=held.backbone):
-            raise self._foreign("other data")
-        for path, rows in self.shard_rows():
-            if path.is_file():
-                stored, wanted = files.read_shard(path, *PER_TOKEN), self._tokens(rows)
-                if not all(torch.equal(stored[name], wanted[name]) for name in PER_TOKEN):
-                    raise self._foreign("other data")
-
-    def _foreign(self, what: str) -> RequestError:
-        return RequestError(
-            f"the features in {self.folder} are of {what}; give another features_dir, or --overwrite to replace them"
+            other = "another backbone or dtype"
+        elif held == replace(self.manifest, backbone=held.backbone) and all(
+            torch.equal(stored, self._tokens(rows)[name])
+            for path, rows in self.shard_rows()
+            if path.is_file()
+            for name, stored in files.read_shard(path, *PER_TOKEN).items()
+        ):
+            return
+        raise RequestError(
+            f"the features in {self.folder} are of {other}; give another features_dir, or --overwrite to replace them"
         )
 
     def _tokens(self, rows: slice) -> dict[str, Tensor]:
@@ -136,7 +139,7 @@ class FeatureCache:
         return sum(len(range(len(self.rows))[rows]) for path, rows in self.shard_rows() if not path.is_file())
 
     def plan(self, trainer: MedusaTrainer) -> FeaturePlan:
-        """Time a few training steps, the backbone's part of them and the rest, and count bytes."""
+        """Time a few training steps, the backbone's part and the rest, and count bytes."""
         args, forwards = trainer.args, []
 
         def timed(batch: Batch) -> Batch:
@@ -164,7 +167,11 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Write the missing ones of every `processes`-th shard from number `process` on; yields rows when done."""
+        """Write the missing ones among every `processes`-th shard from number `process` on.
+
+        Yields:
+            The number of rows whenever some are done.
+        """
         if process == 0 and not is_features(self.folder):
             self.manifest.write(self.folder)
         for path, rows in list(self.shard_rows())[process::processes]:
@@ -172,15 +179,14 @@ class FeatureCache:
                 continue
             hidden, numbers = [], range(len(self.rows))[rows]
             for start in range(0, len(numbers), batch_size):
-                batch = [self.rows[number] for number in numbers[start : start + batch_size]]
-                stacked = {name: torch.stack([row[name] for row in batch]) for name in ("input_ids", "position_ids")}
-                stacked = {name: tensor.to(self.backbone.device) for name, tensor in stacked.items()}
-                hidden.append(self._with_hidden(stacked)["hidden"].flatten(0, 1).cpu())
-                yield len(batch)
+                batch = default_collate([self.rows[number] for number in numbers[start : start + batch_size]])
+                batch = {name: tensor.to(self.backbone.device) for name, tensor in batch.items()}
+                hidden.append(self._with_hidden(batch)["hidden"].flatten(0, 1).cpu())
+                yield len(batch["input_ids"])
             files.write_shard(path, torch.cat(hidden), **self._tokens(rows))
 
     def read(self) -> Features:
-        """The rows with their hidden states, once all are written."""
+        """The rows with their hidden states, after all are written."""
         features = Features(self.folder, self.row_length)
         if len(features) != len(self.rows):
             raise RequestError(f"{self.folder} holds {len(features)} of {len(self.rows)} rows; run again to write them")

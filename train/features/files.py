@@ -8,7 +8,7 @@ append shards. A shard holds N tokens, documents laid end to end (H hidden size)
     document_ids [N]     int32; which of the shard's documents a token belongs to; -1 is padding
     loss_mask [N]        bool; which tokens are taught
 
-`train.features.cache` writes the features of a dataset and `train.features.recorder` those of texts in use.
+`train.features.cache` writes the features of a dataset, and `Recorder` those of texts in use.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from medusa.backbone import Backbone
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.files import read_json, replacing, write_json
+from medusa.files import free_bytes, read_json, readable, replacing, write_json
 from medusa.fingerprint import differs
-from train.data.datasets import Batch, positions_of
+from train.data.datasets import Batch, as_item, padded
 from train.data.examples import DataCounts
-from train.data.packing import PADDING
 
 MANIFEST = "manifest.json"
 FORMAT = "medusa features"
@@ -41,15 +41,15 @@ PER_TOKEN = ("input_ids", "document_ids", "loss_mask")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of features holds."""
+    """The content of a folder of features."""
 
     backbone: Fingerprint
     """Fingerprint of the backbone (`medusa.fingerprint`)."""
     dtype: str
-    """Of the hidden states, without "torch."."""
+    """Dtype of the hidden states, without "torch."."""
     hidden_size: int
     rows: int | None = None
-    """Rows of the dataset that was cached; `None`, as the next two, in a folder that was recorded."""
+    """Number of rows of the cached dataset; `None`, like the next two, in a recorded folder."""
     row_length: int | None = None
     rows_per_shard: int | None = None
     format: str = FORMAT
@@ -57,7 +57,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest in a folder."""
+        """Read the manifest in a folder."""
         content = read_json(folder / MANIFEST)
         return cls(**{field.name: content.get(field.name) for field in fields(cls)})
 
@@ -67,17 +67,17 @@ class Manifest:
         write_json(folder / MANIFEST, {name: value for name, value in content.items() if value is not None})
 
     def same_states(self, other: Manifest) -> bool:
-        """Whether both hold the hidden states of one backbone in one dtype; its name does not matter."""
+        """Whether both hold the hidden states of one backbone, under any name, in one dtype."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         known = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
-        stored = all(getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version"))
-        return known and stored
+        return known and all(getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version"))
 
 
 class Features(Dataset[Batch]):
-    """Rows of a folder of features, as `PackedDataset` gives them, with their hidden states.
+    """Rows of a folder of features, like the rows of `PackedDataset`, with their hidden states.
 
-    Hidden states are mapped into memory and copied a row at a time; ids are held. A row never crosses a shard's end.
+    Hidden states are mapped into memory and copied one row at a time; ids are kept in memory. A row never crosses a
+    shard's end.
     """
 
     def __init__(self, folder: Path, row_length: int) -> None:
@@ -101,40 +101,88 @@ class Features(Dataset[Batch]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         shard = bisect_right(self._starts, index) - 1
-        start = (index - self._starts[shard]) * self.row_length
-        tokens = {name: tensor[start : start + self.row_length] for name, tensor in self.tokens[shard].items()}
-        hidden = self._hidden(self.paths[shard])[start : start + self.row_length]
-        missing = self.row_length - len(hidden)
-        documents = padded(tokens["document_ids"].long(), missing, PADDING)
-        return {
-            "input_ids": padded(tokens["input_ids"].long(), missing, 0),
-            "position_ids": positions_of(documents),
-            "document_ids": documents,
-            "loss_mask": padded(tokens["loss_mask"], missing, False),
-            "hidden": padded(hidden, missing, 0),
-        }
-
-    def _hidden(self, path: Path) -> Any:
+        path, start = self.paths[shard], (index - self._starts[shard]) * self.row_length
         if path not in self._open:  # opened in the process that reads: a handle cannot be sent to workers
             self._open[path] = safe_open(path, framework="pt").get_slice("hidden")
-        return self._open[path]
+        hidden = self._open[path][start : start + self.row_length]
+        ids, documents, taught = (self.tokens[shard][name][start : start + self.row_length] for name in PER_TOKEN)
+        row = padded(torch.stack([ids, taught.int(), documents]), self.row_length)
+        return as_item(*row) | {"hidden": F.pad(hidden, (0, 0, 0, self.row_length - len(hidden)))}
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": {}}
 
 
-def padded(tensor: Tensor, missing: int, value: float) -> Tensor:
-    """tensor [T, ...] -> [T + missing, ...], filled up with `value`."""
-    if not missing:
-        return tensor
-    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
+class Recorder:
+    """Adds texts with their hidden states to a folder of features, on which heads can be trained."""
+
+    def __init__(self, folder: Path, known: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
+        """Prepare to write to `folder`; `known` is the backbone's fingerprint.
+
+        Raises:
+            RequestError: the folder holds other files, or features of another backbone or dtype.
+        """
+        self.folder, self.dtype = folder, dtype
+        self.manifest = Manifest(known, str(dtype).removeprefix("torch."), hidden_size)
+        self.texts = self.tokens = 0
+        """Numbers of texts and tokens that this recorder has written to the folder."""
+        self._texts: list[dict[str, Tensor]] = []
+        if is_features(folder):
+            held = Manifest.read(folder)
+            if not held.same_states(self.manifest) or held.rows is not None:
+                raise RequestError(
+                    f"{folder} holds features of another backbone or dtype, or a cache; give another folder"
+                )
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RequestError(f"{folder} holds files that are not features; give another folder")
+
+    def size(self, tokens: int) -> int:
+        """Bytes that a number of tokens take on disk."""
+        return tokens * token_bytes(self.manifest.hidden_size, self.dtype)
+
+    def require_space(self, tokens: int) -> None:
+        """Check that the disk can hold a number of tokens.
+
+        Raises:
+            RequestError: the disk is too small.
+        """
+        needed, free = self.size(tokens), free_bytes(self.folder)
+        if needed > free:
+            raise RequestError(
+                f"{tokens:,} tokens may take {readable(needed)} in {self.folder}, where {readable(free)} are free; "
+                "give another folder, fewer prompts or fewer new tokens"
+            )
+
+    def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
+        """Add one text [T], T >= 1, whose first `prompt_tokens` tokens are not taught.
+
+        `hidden` is [T, H], or shorter if the backbone has not read the last tokens.
+        """
+        ids = torch.tensor(input_ids, dtype=torch.int32)
+        states = F.pad(hidden.detach().to("cpu", self.dtype), (0, 0, 0, len(ids) - len(hidden)))
+        taught = torch.arange(len(ids)) >= prompt_tokens
+        documents = torch.full_like(ids, len(self._texts))
+        self._texts.append({"hidden": states, "input_ids": ids, "document_ids": documents, "loss_mask": taught})
+        if sum(text["hidden"].nbytes for text in self._texts) >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the texts added since the last shard as the next shard."""
+        if self._texts:
+            if not is_features(self.folder):  # not earlier: a request that fails before its first text leaves no file
+                self.manifest.write(self.folder)
+            number = 1 + max((int(path.stem) for path in shards(self.folder)), default=-1)
+            joined = {name: torch.cat([text[name] for text in self._texts]) for name in self._texts[0]}
+            write_shard(self.folder / f"{number:05}.safetensors", **joined)
+            self.texts, self.tokens = self.texts + len(self._texts), self.tokens + len(joined["input_ids"])
+            self._texts.clear()
 
 
 def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
-    """A folder of features as training data for `backbone`.
+    """Open a folder of features as training data for `backbone`.
 
     Raises:
-        RequestError: the features are another backbone's, or there are none.
+        RequestError: the features belong to another backbone, or none of their tokens is taught.
     """
     manifest = Manifest.read(folder)
     known = manifest.backbone or {}
@@ -158,15 +206,15 @@ def token_bytes(hidden_size: int, dtype: torch.dtype) -> int:
 
 
 def shards(folder: Path) -> list[Path]:
-    """All shards in a folder, in their order."""
+    """All shards in a folder, in order."""
     return sorted(path for path in folder.glob("*.safetensors") if path.stem.isdigit())
 
 
 def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
-    """Some tensors of a shard.
+    """Read the named tensors of a shard.
 
     Raises:
-        RequestError: the file is damaged or holds something else.
+        RequestError: the file is damaged or is not a shard.
     """
     try:
         with safe_open(path, framework="pt") as file:

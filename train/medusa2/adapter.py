@@ -1,10 +1,11 @@
-"""The LoRA adapter through which Medusa-2 trains the backbone: put in, switched off, merged."""
+"""The LoRA adapter through which Medusa-2 trains the backbone: added, switched off, merged."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, PeftModel
 from torch import nn
@@ -21,13 +22,13 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 
 
 def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """Put a new adapter into a frozen `model`, in place; it changes nothing until it is trained.
+    """Add a new adapter to a frozen `model`, in place. Before training, the adapter does not change the model's output.
 
     Raises:
-        RequestError: there is one already, no such layers, or a model whose logits are not its LM head's output.
+        RequestError: the model has an adapter already or no such layers, or its logits are not its LM head's output.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise RequestError("the backbone is an adapter's folder already; train on one that is merged (adapter.merge)")
+        raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")
     if not Backbone(model).splits:
         raise RequestError(f"{type(model).__name__} scales or caps its logits; it can be trained on, but not adapted")
     modules: str | list[str] = config.modules
@@ -35,22 +36,16 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
         head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
         linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         modules = sorted((linear if modules == "all-linear" else set(modules)) | {head})
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=modules,
-    )
+    sizes: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout}
     try:
-        model.add_adapter(lora)
+        model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **sizes))
     except ValueError as error:
         raise RequestError(f"adapter.modules: {str(error).splitlines()[0]}") from None
 
 
 @contextlib.contextmanager
 def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before `adapt`, within this context: adapter and dropout are off."""
+    """Turn adapter and dropout off within this context, which restores the model from before `adapt`."""
     training = model.training
     model.eval()
     model.disable_adapters()
@@ -62,7 +57,7 @@ def untouched(model: PreTrainedModel) -> Iterator[None]:
 
 
 def without_adapter(layer: nn.Module) -> nn.Module:
-    """A layer as it was before `adapt`."""
+    """The original layer of a layer that `adapt` may have wrapped."""
     base = getattr(layer, "base_layer", layer)
     assert isinstance(base, nn.Module)
     return base
@@ -71,9 +66,9 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 def write_merged(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
 ) -> Path:
-    """Merge the adapter in `output` into a fresh `base` and write it to output/merged, with the heads in its folder.
+    """Merge the adapter in `output` into a fresh `base`, and write the result with the heads to output/merged.
 
-    These are the same heads; only the fingerprint of their backbone is that of the merged model.
+    The heads are the same, with the fingerprint of the merged model as their backbone's.
     """
     merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
     with replacing_folder(output / "merged") as folder:

@@ -1,16 +1,16 @@
-"""The LM loss of Medusa-2, which keeps the backbone what it is, and the weights that rise over a run.
+"""The LM loss of Medusa-2, which keeps the backbone close to the original, and the weights that rise over a run.
 
     loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k, with lambda_k = head_decay^k in the paper
 
-L_LM is the divergence from the original backbone (the paper's self-distillation, 2.3.2), which is the same weights with
-the adapter off, or the cross-entropy on the text.
+L_LM is the divergence from the original backbone, which is the same weights with the adapter off (the paper's
+self-distillation, section 2.3.2), or the cross-entropy on the text.
 
 With `adapter.teacher_tilt` (ours) the teacher p is tilted towards q, what the first head predicted one token before:
 
     target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^teacher_tilt / normaliser
 
 This is the distribution with the least KL(target || p) - teacher_tilt E[log q]. Among tokens that are nearly as good,
-the backbone learns to take the one that was predicted, which costs little of its perplexity.
+the backbone learns to take the predicted one, which raises its perplexity little.
 
 Shapes: M positions with a next token, H hidden size, V vocabulary, B rows, T tokens, C positions in a chunk.
 """
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
@@ -37,7 +38,7 @@ from train.medusa2.adapter import untouched, without_adapter
 
 QUALITY_ROWS = 64  # whose perplexity is measured
 Tilt = Callable[[slice], Tensor]
-"""For a slice of the M positions, what is added to the teacher's log-probabilities [C, V]."""
+"""Gives, for a slice of the M positions, the addition to the teacher's log-probabilities [C, V]."""
 
 
 def lm_loss(
@@ -45,7 +46,7 @@ def lm_loss(
 ) -> Tensor:
     """Mean over M positions of KL(original || adapted), or of the cross-entropy on the text, in nats.
 
-    No more than a chunk of logits is held: the backward makes them again.
+    At most one chunk of logits is in memory; the backward computes logits again.
 
     Args:
         head: the LM head, adapted or not.
@@ -65,7 +66,7 @@ def lm_loss(
                 log_p = (log_p + teacher_tilt(rows)).log_softmax(-1)
         return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
-    loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph also where there is no label
+    loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph even without any label
     weight = plain_head.weight
     assert isinstance(weight, Tensor)
     step = chunk_rows(1, weight.shape[0], hidden.device.type)
@@ -79,7 +80,7 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, taught: Tensor
 ) -> Tilt:
-    """A tilt towards the first head's prediction; 0 where a document begins, since nothing was predicted there.
+    """A tilt towards the first head's prediction; 0 at the first token of a document, which no head predicts.
 
     Args:
         exponent: `teacher_tilt`.
@@ -90,7 +91,7 @@ def tilt_towards(
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
     training = heads.training
-    heads.eval()  # what they predict in decoding: no dropout
+    heads.eval()  # no dropout, as in decoding
     features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
     heads.train(training)
     if heads.lm_heads is None:
@@ -113,13 +114,13 @@ def risen(config: AdapterConfig, progress: float) -> float | None:
 
 
 def heads_weight(config: AdapterConfig, progress: float) -> float:
-    """lambda_0 after `progress` of the run; 1 while the heads learn alone, and theirs is the only loss."""
+    """lambda_0 after `progress` of the run; 1 while the heads learn alone, since their loss is the only one then."""
     share = risen(config, progress)
     return 1.0 if share is None else config.lambda_0 * share
 
 
 class Quality(NamedTuple):
-    """Perplexities of the original and of the adapted backbone on the same rows."""
+    """Perplexities of the original and the adapted backbone on the same rows."""
 
     before: float
     after: float
@@ -129,7 +130,7 @@ class Quality(NamedTuple):
 
 
 def quality(backbone: Backbone, rows: PackedDataset | Features) -> Quality:
-    """Perplexities of an adapted backbone with the adapter off and on."""
+    """Measure the perplexity of an adapted backbone with the adapter off and on."""
     backbone.model.eval()
     with untouched(backbone.model):
         before = perplexity(backbone, rows)
@@ -142,7 +143,7 @@ def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: i
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
         picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]
-        batch = {name: torch.stack([row[name] for row in picked]).to(backbone.device) for name in picked[0]}
+        batch = {name: tensor.to(backbone.device) for name, tensor in default_collate(picked).items()}
         hidden = backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
         taught = labels != IGNORE

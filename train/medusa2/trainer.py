@@ -1,12 +1,12 @@
-"""The module and the Trainer of Medusa-2. The loss is in `train.medusa2.lm_loss`; the heads may learn alone first.
+"""The module and the Trainer of Medusa-2, for the loss in `train.medusa2.lm_loss`. The heads may learn alone first.
 
-lambda_0 scales the heads' gradient where it enters the backbone, not the heads' loss. For the backbone that is the
-same. Under AdamW a constant factor changes nothing for the heads, but a changing one would slow them while it adjusts.
+lambda_0 scales the heads' gradient where it enters the backbone, not the heads' loss. Both have the same effect on the
+backbone. Under AdamW a constant factor does not affect the heads, but a changing factor on their loss would slow them
+down while AdamW adjusts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +28,11 @@ from train.medusa2.lm_loss import heads_weight, lm_loss, risen, tilt_towards
 from train.module import HeadsOnBackbone
 from train.trainer import MedusaTrainer
 
-HEADS_FASTER = 4  # times the adapter's learning rate (paper, 3)
+HEADS_FASTER = 4  # times the adapter's learning rate (paper, section 3)
 
 
 class JointLosses(NamedTuple):
-    """The heads' losses, as in `HeadLosses`, with the LM loss and its number of labels."""
+    """The heads' losses (`train.loss.heads.HeadLosses`) with the LM loss and its number of labels."""
 
     objective: Tensor
     loss: Tensor
@@ -44,12 +44,12 @@ class JointLosses(NamedTuple):
 
 
 class HeadsAndAdapter(HeadsOnBackbone):
-    """What the Trainer trains: heads, and the adapter in the backbone."""
+    """The module that Medusa-2 trains: heads, and the adapter in the backbone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
-        """`model` has been through `adapt`; `lm_loss` is kl or text."""
+        """`model` is a result of `adapt`; `lm_loss` is kl or text."""
         super().__init__(heads, model, args)  # freezes everything
-        model.enable_adapters()  # and the adapter learns again
+        model.enable_adapters()  # the adapter learns again
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
         self.lambda_0, self.teacher_tilt = 1.0, 0.0
 
@@ -59,15 +59,15 @@ class HeadsAndAdapter(HeadsOnBackbone):
         return self
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Called by the Trainer for `training.activation_checkpointing`."""
+        """Turn on activation checkpointing; the Trainer calls it for `training.activation_checkpointing`."""
         self.adapted.activation_checkpointing_enable(**kwargs)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """The same, by the name in older versions of transformers."""
+        """Turn on activation checkpointing, by its name in older versions of transformers."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
     def forward(self, **batch: Tensor) -> JointLosses:  # type: ignore[override]
-        """As `HeadsOnBackbone.forward`, with the LM loss; a batch's `hidden` are the original backbone's states."""
+        """Losses of heads and backbone on a batch, whose `hidden`, if any, are the original backbone's states."""
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
@@ -92,62 +92,51 @@ class HeadsAndAdapter(HeadsOnBackbone):
 
 
 class Medusa2Trainer(MedusaTrainer):
-    """Trains heads and an adapter; a checkpoint is a folder of heads with the adapter's folder in it."""
+    """Trains heads and an adapter. A checkpoint is a folder of heads with the adapter's folder in it."""
 
     trained: HeadsAndAdapter
 
     def __init__(
         self, model: PreTrainedModel, heads: MedusaHeads, args: MedusaTrainingArguments, adapter: AdapterConfig
     ) -> None:
-        """`model` has been through `adapt`."""
+        """`model` is a result of `adapt`."""
         self.adapter = adapter
         if adapter.heads_first > 0:
             args.ddp_find_unused_parameters = True  # the adapter's, while the heads learn alone
-        self._lm_seen: list[Tensor] = []
         super().__init__(model, heads, args)
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsAndAdapter:
         return HeadsAndAdapter(heads, model, args, self.adapter.lm_loss)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], Tensor | int | None]:
-        progress = self.progress()
+    def begin_step(self, progress: float) -> None:
+        super().begin_step(progress)
         share = risen(self.adapter, progress)
         self.trained.joint = share is not None
         self.trained.lambda_0 = heads_weight(self.adapter, progress)
         self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (share or 0.0)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """How many labels each head and the LM loss have in a batch [K + 1]."""
+        """The number of labels of each head and of the LM loss in a batch [K + 1]."""
         next_labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
+    def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
+        """The sums of each head and of the LM loss, which has no guesses [3, K + 1]."""
+        lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
+        return torch.cat([super().sums(losses), lm[:, None]], dim=1)  # type: ignore[arg-type]
+
     def total_loss(self, losses: JointLosses, of_step: Tensor | None) -> Tensor:  # type: ignore[override]
         heads = super().total_loss(losses, None if of_step is None else of_step[:-1])  # type: ignore[arg-type]
-        lm = losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1])
-        if self.trained.training:
-            self._lm_seen.append(torch.stack([losses.lm.detach() * losses.lm_total, losses.lm_total]).double().cpu())
-        return lm + heads
+        return losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1]) + heads
 
-    def seconds_per_step(self, *args: Any) -> float:
-        seconds = super().seconds_per_step(*args)
-        self._lm_seen.clear()
-        return seconds
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `MedusaTrainer.log`, with the LM loss (nats) over all labels since the last line."""
-        if self._lm_seen and "loss" in logs:
-            seen = torch.stack(self._lm_seen).sum(0).to(self.args.device)
-            self._lm_seen.clear()
-            loss, labels = self.accelerator.reduce(seen, "sum").tolist()
-            logs["lm_loss"] = round(loss / max(labels, 1), 6)
-            logs["lambda_0"] = heads_weight(self.adapter, self.progress())
-        super().log(logs, start_time)
+    def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
+        """Figures of the heads, with the mean LM loss in nats and the lambda_0 of the next step."""
+        loss, _, labels = sums[:, -1].tolist()
+        lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
+        return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": heads_weight(self.adapter, self.progress())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimiser with each of its groups divided: the adapter learns more slowly."""
+        """Create the Trainer's optimiser and split each of its groups, so that the adapter learns more slowly."""
         fresh = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if not fresh:
