@@ -474,9 +474,9 @@ def test_backbones_that_cannot_be_adapted_are_refused(recipe: Any, tmp_path: Pat
 
 
 def test_a_quantised_backbone_needs_bitsandbytes(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.loading.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"quantization: 4bit needs bitsandbytes, which is not installed"):
         recipe(quantization="4bit")
-    monkeypatch.setattr("medusa.loading.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert quantization_config("4bit").load_in_4bit
     assert quantization_config("8bit").load_in_8bit
