@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import LETTERS, tiny_model
+from tests.helpers import LETTERS, shared_model
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 transformers.logging.set_verbosity_error()
@@ -41,7 +41,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def llama() -> Any:
     """A tiny random Llama; tests must not change it."""
-    return tiny_model("llama")
+    return shared_model()
 
 
 @pytest.fixture

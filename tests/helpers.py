@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 import string
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -52,6 +54,17 @@ def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.
     return tiny_models.tiny_model(FAMILIES.get(family, family), seed, dtype, **overrides)
 
 
+_PLAIN: WeakKeyDictionary[PreTrainedModel, dict[str, list[int]]] = WeakKeyDictionary()  # texts of shared models
+
+
+@functools.cache
+def shared_model(family: str = "llama", **settings: Any) -> Any:
+    """Return the `tiny_model` with these settings, made once; tests must not change it, and `plain` keeps its texts."""
+    model = tiny_model(family, **settings)
+    _PLAIN[model] = {}
+    return model
+
+
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (count,), generator=generator).tolist()
@@ -91,11 +104,22 @@ def left_padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:
     }
 
 
-def plain(model: PreTrainedModel, prompt: list[int], **kwargs: Any) -> list[int]:
-    """What `model.generate` writes after one prompt: the text that must not change."""
+def plain(model: PreTrainedModel, prompt: list[int], seed: int | None = None, **kwargs: Any) -> list[int]:
+    """What `model.generate` writes after one prompt: the text that must not change; a sample is drawn from `seed`.
+
+    A `shared_model` writes each text once.
+    """
     kwargs.setdefault("do_sample", False)
-    ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)[0, len(prompt) :].tolist()  # type: ignore[operator]
+    key = f"{prompt} {seed} {sorted(kwargs.items())}"
+    repeatable = seed is not None or not kwargs["do_sample"]
+    kept = _PLAIN.get(model, {}) if repeatable and " at 0x" not in key else {}  # other objects get equal addresses
+    if key not in kept:
+        ids = torch.tensor([prompt])
+        if seed is not None:
+            torch.manual_seed(seed)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)  # type: ignore[operator]
+        kept[key] = out[0, len(prompt) :].tolist()
+    return list(kept[key])
 
 
 def module_of(path: Path) -> ModuleType:

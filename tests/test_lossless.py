@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from decode import generate, steps
+from decode import generate, request, steps
 from decode.generation import plain_decoding
 from decode.request import prepare
 from medusa import Tree
@@ -30,6 +30,7 @@ from tests.helpers import (
     random_heads,
     random_ids,
     random_tree,
+    shared_model,
     tiny_model,
 )
 
@@ -65,7 +66,7 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
     """Right about a random number of tokens in every step, at random places of the tree."""
-    model, tree, rng = tiny_model(family, dtype=dtype), TREES[name], random.Random(0)
+    model, tree, rng = shared_model(family, dtype=dtype), TREES[name], random.Random(0)
     session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=40)
     assert session.sequences.new_ids[0] == text
     assert ids_of(taken) == text
@@ -117,7 +118,7 @@ def test_relabelled_vocabulary_gives_the_relabelled_text(seed: int) -> None:
 
     The original failed here wherever token 0 was an ordinary word (docs/original D1), so 0 is in the text on purpose.
     """
-    model, other = tiny_model("llama"), tiny_model("llama")
+    model, other = shared_model(), tiny_model("llama")
     prompt = random_ids(6, seed)
     often = Counter(plain(model, prompt, max_new_tokens=NEW)).most_common(1)[0][0]
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -201,7 +202,7 @@ def test_one_seed_through_the_front_door(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("draft", ["topk", "sample"])
-def test_sampled_texts_have_the_models_distribution(draft: str) -> None:
+def test_sampled_texts_have_the_models_distribution(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """End to end, with both forms of rejection: all texts of three tokens over seven words.
 
     Counts against the products of the model's probabilities. 5000 rows of one batch; chi-square, cells that expect
@@ -225,6 +226,11 @@ def test_sampled_texts_have_the_models_distribution(draft: str) -> None:
             for word in range(words)
             if table[index, word] > 0
         }
+    # The rows are equal; preparing each of them would take most of the time.
+    prepare_row, prepared = request._prepare_row, []
+    monkeypatch.setattr(
+        request, "_prepare_row", lambda *args: prepared or prepared.extend(prepare_row(*args)) or prepared
+    )
     torch.manual_seed(0)
     out = generate(
         model,
@@ -255,7 +261,7 @@ PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(6, seed=3)]
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"])
 def test_each_row_of_a_ragged_batch_gives_what_it_gives_alone(family: str) -> None:
-    model, tree, rng = tiny_model(family), TREES["random"], random.Random(0)
+    model, tree, rng = shared_model(family), TREES["random"], random.Random(0)
     texts = [plain(model, prompt, max_new_tokens=30) for prompt in PROMPTS]
     drafter = ScriptedDrafter(tree, texts, lambda step: rng.randint(0, 4))
     session, taken = decode_with(model, drafter, max_new_tokens=30, do_sample=False, **left_padded(PROMPTS))
@@ -496,7 +502,7 @@ def test_a_users_own_criterion_sees_one_token_more_at_a_time(llama: Any) -> None
 def test_the_context_is_filled_to_its_last_position(family: str, name: str) -> None:
     """Trees reach beyond the end before the text does; learned positions (gpt2, opt) have no row there."""
     context, tree = 32, TREES[name]
-    model = tiny_model(family, max_position_embeddings=context)
+    model = shared_model(family, max_position_embeddings=context)
     for length in (20, 27, 30, 31):
         prompt, rng = random_ids(length), random.Random(length)
         room = context - length

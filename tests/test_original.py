@@ -1,6 +1,7 @@
 """The same text in the same steps as the original Medusa code (commit e2a5d20), whose outputs lie in ../shared.
 
-24 prompts, 4 trees, five trained heads in the original's file format; greedy, float32, EOS ignored, 128 new tokens.
+24 prompts, 4 trees, five trained heads in the original's file format; greedy, float32, EOS ignored, 128 new tokens. The
+original decoded them one by one, and here they are rows of one batch.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from decode import steps
 from medusa import MedusaHeads, Tree
 from medusa.loading import LoadOptions, load_backbone
+from tests.helpers import left_padded
 
 NEW = 128
 TREES = ["mc_sim_7b_63", "vicuna_7b_stage2", "small_11_nodes", "chain_5"]
@@ -45,13 +46,15 @@ def test_ids_and_steps_are_the_originals(name: str, original: dict[str, Any], pa
     assert set(original["runs"]) == set(TREES)
     run = original["runs"][name]
     tree = Tree.from_paths(run["tree_paths"])
-    for index, prompt in enumerate(original["prompts"]):
-        taken = list(
-            steps(*pair, torch.tensor([prompt]), tree=tree, max_new_tokens=NEW, eos_token_id=None, do_sample=False)
-        )
-        new_ids = [token for step in taken for token in step.ids[0]]
+    options = {"tree": tree, "max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
+    taken = list(steps(*pair, **left_padded(original["prompts"]), **options))
+    for index in range(len(original["prompts"])):
+        own = [step for step in taken if index in step.ids]
+        new_ids = [token for step in own for token in step.ids[index]]
         assert new_ids == run["new_ids"][index][:NEW], f"prompt {index}"
-        assert cut([step.lengths[0] for step in taken], NEW) == cut(run["step_lengths"][index], NEW), f"prompt {index}"
+        assert cut([step.lengths[index] for step in own], NEW) == cut(run["step_lengths"][index], NEW), (
+            f"prompt {index}"
+        )
 
 
 def test_published_trees_are_the_trees_of_these_runs(original: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.retrieval.datastore import Piece, build
 from decode.settings import Settings
 from medusa.errors import RequestError
-from tests.helpers import LETTERS, left_padded, plain, random_heads, random_ids, tiny_model
+from tests.helpers import LETTERS, left_padded, plain, random_heads, random_ids, shared_model
 
 NEW = 24
 PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
@@ -44,22 +43,9 @@ GUESSERS = {
 }
 
 
-MODELS = functools.cache(tiny_model)  # by family: tests leave models as they are
-_TEXTS: dict[tuple[int, str, str], list[int]] = {}
-
-
-def written(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    """What `plain` writes, computed once for all drafters; a sample draws from the seed 0."""
-    key = (id(model), str(prompt), str(options))
-    if key not in _TEXTS:
-        torch.manual_seed(0)
-        _TEXTS[key] = plain(model, prompt, **{"max_new_tokens": NEW} | options)
-    return _TEXTS[key]
-
-
 def repetitive(model: Any, prompt: list[int]) -> list[int]:
     """A prompt that holds what the model goes on with, so that there is something to copy."""
-    return prompt + written(model, prompt) + prompt
+    return prompt + plain(model, prompt, max_new_tokens=NEW) + prompt
 
 
 def draft_model(model: Any, scale: float = 0.2) -> Any:
@@ -92,7 +78,7 @@ class Guesser:
         config = model.config.get_text_config(decoder=True)
         room = config.max_position_embeddings
         prompts = PROMPTS[1:] if room < 100 else [*PROMPTS[1:], repetitive(model, PROMPTS[0])]
-        texts = [prompt + written(model, prompt, max_new_tokens=min(NEW, room - len(prompt))) for prompt in prompts]
+        texts = [prompt + plain(model, prompt, max_new_tokens=min(NEW, room - len(prompt))) for prompt in prompts]
         about = {"backbone": "this", "tokenizer": None, "vocab_size": config.vocab_size}
         pieces = [Piece("here", text) for text in texts]
         build(self.folder, pieces, lambda piece: list(map(int, piece.content)), about, overwrite=True)
@@ -104,13 +90,22 @@ def drafter(request: Any, tmp_path: Path) -> Guesser:
     return Guesser(GUESSERS[request.param], tmp_path / "datastore")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2", "gemma3_text", "llama4_text"])
-def test_greedy_is_plain_greedy(family: str, drafter: Guesser) -> None:
-    model = MODELS(family)
+def test_greedy_is_plain_greedy(drafter: Guesser, llama: Any) -> None:
+    write_as_plainly(llama, drafter)
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, "model, tree"])
+@pytest.mark.parametrize("family", ["mistral, window", "gpt2", "gemma3_text", "llama4_text"])
+def test_greedy_is_plain_greedy_with_other_backbones(family: str, name: str, tmp_path: Path) -> None:
+    """Each drafter in one form: its other options change its guesses, and the backbone reads all guesses alike."""
+    write_as_plainly(shared_model(family), Guesser(GUESSERS[name], tmp_path / "datastore"))
+
+
+def write_as_plainly(model: Any, drafter: Guesser) -> None:
     heads, guesser = random_heads(model), drafter(model)
     for prompt in (*PROMPTS, repetitive(model, PROMPTS[0])):
         taken = list(steps(model, heads, torch.tensor([prompt]), drafter=guesser, max_new_tokens=NEW, do_sample=False))
-        text = written(model, prompt)
+        text = plain(model, prompt, max_new_tokens=NEW)
         assert [token for step in taken for token in step.ids[0]] == text
     if not drafter.needs_heads:
         assert len(taken) < len(text), "nothing was accepted: no power"
@@ -118,7 +113,7 @@ def test_greedy_is_plain_greedy(family: str, drafter: Guesser) -> None:
 
 def test_a_ragged_batch_is_as_its_rows_alone(llama: Any, drafter: Guesser) -> None:
     prompts = [*PROMPTS, repetitive(llama, PROMPTS[2])]
-    texts = [written(llama, prompt, eos_token_id=9, pad_token_id=0) for prompt in prompts]
+    texts = [plain(llama, prompt, max_new_tokens=NEW, eos_token_id=9, pad_token_id=0) for prompt in prompts]
     assert len({len(text) for text in texts}) > 1, "all rows end together: no power"
     out = generate(
         llama,
@@ -151,7 +146,7 @@ def test_processors_and_samples(llama: Any, drafter: Guesser, options: dict) -> 
     heads = random_heads(llama)  # draws, too
     guesser = drafter(llama)
     for prompt in PROMPTS:
-        text = written(llama, prompt, **options)
+        text = plain(llama, prompt, seed=0, **options)
         torch.manual_seed(0)
         out = generate(llama, heads, torch.tensor([prompt]), drafter=guesser, **options)
         assert out[0, len(prompt) :].tolist() == text
@@ -159,12 +154,12 @@ def test_processors_and_samples(llama: Any, drafter: Guesser, options: dict) -> 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])
 def test_up_to_the_end_of_the_context(drafter: Guesser, room: int) -> None:
-    model = MODELS("gpt2", max_position_embeddings=32)
+    model = shared_model("gpt2", max_position_embeddings=32)
     prompt = ([1, 2, 3] * 11)[: 32 - room]
     out = generate(
         model, random_heads(model), torch.tensor([prompt]), drafter=drafter(model), max_new_tokens=50, do_sample=False
     )
-    assert out[0, len(prompt) :].tolist() == written(model, prompt, max_new_tokens=room)
+    assert out[0, len(prompt) :].tolist() == plain(model, prompt, max_new_tokens=room)
 
 
 def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
