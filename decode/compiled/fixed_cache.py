@@ -1,4 +1,4 @@
-"""Caches of fixed shape at fixed addresses, for compiled steps: the backbone's, and those of heads that look back.
+"""KV caches of fixed shape at fixed addresses, for compiled steps: the backbone's and the heads'.
 
 Shapes: B rows, S slots (the capacity), N nodes, C columns of a path, T tokens, D the tree's depth, H hidden size.
 """
@@ -37,7 +37,7 @@ class FixedLayer(CacheLayerMixin):
         raise RuntimeError("a FixedCache is made from a cache that was filled")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states [B, heads, N, size] of a step's nodes after the text; returns all slots."""
+        """Write the states [B, heads, N, size] of a step's nodes after the text; returns the whole buffers."""
         _write(self.keys, self.owner.slots, key_states)
         _write(self.values, self.owner.slots, value_states)
         return self.keys, self.values
@@ -57,8 +57,8 @@ class FixedLayer(CacheLayerMixin):
 class FixedCache(Cache):
     """A KV cache whose shape never changes; `lengths` [B], on the device, says how many slots hold text."""
 
-    def __init__(self, like: TreeCache | FixedCache, capacity: int) -> None:
-        """An empty cache with the layers of `like`, a cache that was filled."""
+    def __init__(self, like: AnyCache, capacity: int) -> None:
+        """An empty cache with the layers of `like`, which must have been filled."""
         self.capacity = capacity
         self.fixed_layers: list[FixedLayer] = []
         for states in _states(like):
@@ -69,7 +69,7 @@ class FixedCache(Cache):
         self.slots = self.lengths[:, None]
         super().__init__(layers=list(self.fixed_layers))
 
-    def load(self, other: TreeCache | FixedCache) -> None:
+    def load(self, other: AnyCache) -> None:
         """Copy the text of `other`, and free the memory of a `TreeCache`."""
         count = other.longest if isinstance(other, TreeCache) else other.capacity
         for layer, (keys, values) in zip(self.fixed_layers, _states(other), strict=True):
@@ -97,7 +97,7 @@ class FixedCache(Cache):
                 _write(buffer, target.clamp_max(self.capacity - 1), buffer.gather(2, index))
 
 
-def _states(cache: TreeCache | FixedCache) -> list[tuple[Tensor, Tensor]]:
+def _states(cache: AnyCache) -> list[tuple[Tensor, Tensor]]:
     """The keys and values of each layer."""
     if isinstance(cache, TreeCache):
         return [(layer.keys, layer.values) for layer in cache.tree_layers]
@@ -122,28 +122,23 @@ def static(tensor: Tensor) -> Tensor:
 class FixedHeadsCache:
     """What heads that look back keep of the text (`decode.heads_cache`), in fixed shapes."""
 
-    def __init__(self, like: HeadsCache | FixedHeadsCache, capacity: int, max_depth: int) -> None:
+    def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
         """An empty cache for the heads of `like`; `max_depth` is that of the tree whose paths are read."""
         self.heads: MedusaHeads = like.heads
         self.backbone: Backbone = like.backbone
         self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
         self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in _caches(like))
 
-    def load(self, other: HeadsCache | FixedHeadsCache) -> None:
+    def load(self, other: AnyHeadsCache) -> None:
         """Copy what the heads keep of the text in `other`."""
         for cache, source in zip((self.prefix, self.pairs), _caches(other), strict=True):
             if cache is not None and source is not None:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append accepted paths; returns what the heads read at their ends [B, H].
+        """Append accepted paths, as `HeadsCache.path` does; `end` [B] is the last column of each path.
 
-        Args:
-            before: [B, H] what the heads read before the root.
-            hidden, ids: [B, D + 1, H] and [B, D + 1] of the paths' nodes, padded with any values.
-            end: [B] where each path ends.
-            counts: [B] by how many nodes each row grows.
-        """
+        `counts` [B] is the number of nodes that each row keeps: 0 for rows that have ended."""
         if self.prefix is not None:
             assert self.heads.prefix is not None
             cache = self.prefix
@@ -168,7 +163,11 @@ class FixedHeadsCache:
         return ContextKV(layer.keys, layer.values, seen[:, None], lengths, self.heads.config.num_heads)
 
 
-def _caches(like: HeadsCache | FixedHeadsCache) -> list[TreeCache | FixedCache | None]:
+def _caches(like: AnyHeadsCache) -> list[TreeCache | FixedCache | None]:
     """The cache of the prefix layers and that of the pairs."""
     parts = (like.prefix, like.pairs)
     return [part if part is None or isinstance(part, FixedCache) else part.cache for part in parts]
+
+
+AnyCache = TreeCache | FixedCache
+AnyHeadsCache = HeadsCache | FixedHeadsCache

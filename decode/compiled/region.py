@@ -5,7 +5,7 @@ Shapes: B rows, N nodes, D the depth, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.accept import Acceptance
-from decode.cache import TreeCache
-from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static
+from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache, static
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Draft, Drafter, Frontier
-from decode.heads_cache import HeadsCache
 from decode.loop import at_end, pack
-from decode.masks import LayerKind, LayerKinds, Mask, additive, visible_slots
+from decode.masks import LayerKind, LayerKinds, additive, visible_slots
 from decode.ops.grouped_attention import grouped
 from decode.topology import Topology
 from medusa.backbone import Backbone
@@ -47,7 +45,7 @@ class Region:
         sampler: FixedSampler,
         hidden: Tensor,
     ) -> None:
-        """`hidden` [B, H] has the shape and dtype of the hidden states that the drafter starts from."""
+        """`hidden` [B, H] gives the shape and dtype of the hidden states that the drafter starts from."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
@@ -56,29 +54,28 @@ class Region:
         self.hidden = static(torch.zeros_like(hidden))
         self.alive = static(torch.ones(rows, dtype=torch.long, device=device))  # 0 for rows that have ended
         self.end = min(end for end in (backbone.context, cache.capacity) if end is not None)
-        first = drafter.propose(self._frontier())
-        _ = first.topology.non_ancestors  # cached here, because caching it is no part of a step
+        _ = drafter.propose(self.frontier()).topology.non_ancestors  # a compiled step cannot fill this cache
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run a step with numbers u [B, D + 1]; returns per row what `decode.loop.unpack` takes."""
+        """Run a step with uniform numbers u [B, D + 1]; returns the argument of `decode.loop.unpack`."""
         with grouped(self.config), self.backbone.watched():
             packed: Tensor = self.compiled(u)
         return packed.tolist()
 
-    def _frontier(self) -> Frontier:
+    def frontier(self) -> Frontier:
+        """Where the next step starts."""
         context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
         return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
 
     def _step(self, u: Tensor) -> Tensor:
         cache, lengths = self.cache, self.cache.lengths
-        draft = self.drafter.propose(self._frontier())
+        draft = self.drafter.propose(self.frontier())
         topology = draft.topology
         positions = (lengths[:, None] + topology.depth).clamp_max(self.end - 1)
         cache.append_next(topology.num_nodes)
-        readout = self.backbone.forward(
-            draft.ids, cache, position_ids=positions, attention_mask=self._masks(topology, lengths)
-        )
+        masks = self.layers.masks(lambda kind: self._mask(kind, topology, lengths))
+        readout = self.backbone.forward(draft.ids, cache, position_ids=positions, attention_mask=masks)
         accepted = self.sampler.accept(draft, readout.logits, u, self.end - 1 - lengths)
         if topology.max_children > 1:
             cache.move(accepted.path.clamp_min(0))
@@ -96,46 +93,36 @@ class Region:
         states = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1])).to(self.hidden.dtype)
         return self.heads_cache.path(self.hidden, states, draft.ids.gather(1, path), accepted.length - 1, counts)
 
-    def _masks(self, topology: Topology, lengths: Tensor) -> Mask:
-        def of_kind(kind: LayerKind) -> Tensor:
-            return additive(visible_slots(topology, lengths, self.cache.capacity, kind), self.backbone.dtype)[:, None]
+    def _mask(self, kind: LayerKind, topology: Topology, lengths: Tensor) -> Tensor:
+        return additive(visible_slots(topology, lengths, self.cache.capacity, kind), self.backbone.dtype)[:, None]
 
-        return self.layers.masks(of_kind)
-
-    def load(
-        self,
-        cache: TreeCache | FixedCache,
-        heads_cache: HeadsCache | FixedHeadsCache | None,
-        root: Tensor,
-        hidden: Tensor,
-        alive: Sequence[bool],
-    ) -> None:
-        """Continue after the texts that these caches hold, with roots [B] and hidden states [B, H]."""
+    def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
+        """Continue the texts that these caches hold, from `frontier`."""
         self.cache.load(cache)
         if self.heads_cache is not None and heads_cache is not None:
             self.heads_cache.load(heads_cache)
-        self.root.copy_(root)
-        self.hidden.copy_(hidden)
+        self.root.copy_(frontier.root)
+        self.hidden.copy_(frontier.hidden)
         self.end_rows(alive)
 
-    def end_rows(self, alive: Sequence[bool]) -> None:
+    def end_rows(self, alive: list[bool]) -> None:
         """End the rows that are not `alive`; they stay in the batch, whose shape is fixed, and do nothing."""
         self.alive.copy_(torch.tensor(alive))
 
 
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Compile a bound method whole, and for its object alone: no other object tries the compiled code.
+    """Compile a bound method in one graph, for its object alone.
 
-    Only the guards on tensors stay. Everything else that a region depends on is in its key. Checking a thousand modules
-    in every step would take longer than a small model's step; once per session it does not matter (`modules_key`).
+    Only the guards on tensors are kept; the region's key holds all else. Checking a thousand modules takes longer than
+    a small model's step, so they are checked once per session (`modules_key`).
     """
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)  # shares no compiled code
     options: dict[str, object] = {
         "guard_filter_fn": partial(torch.compiler.keep_tensor_guards_unsafe, keep_parameters=True),
-        # Torch 2.13 may write a result into part of a finished `cat`, and still reuse all of that memory. A recurrent
-        # head then read the next token's embedding instead of its state.
+        # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
+        # then read the next token's embedding instead of its state.
         "inplace_buffers": False,
     }
     if device.type == "cuda":
@@ -145,10 +132,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 
 
 class Regions(list[tuple[Key, Region]]):
-    """The regions of a model that are not in use, with their keys, the most recently used one last.
-
-    They live as long as the model. A copy of the model starts with none (`__reduce__`).
-    """
+    """A model's regions that are not in use, the latest last; a copy of the model starts with none (`__reduce__`)."""
 
     ATTRIBUTE = "_medusa_regions"
 
@@ -165,7 +149,7 @@ class Regions(list[tuple[Key, Region]]):
         return Regions, ()
 
     def take(self, key: Key, make: Callable[[], Region]) -> Region:
-        """Take a region for this key, which then is the caller's alone; make one if there is none."""
+        """Remove and return a region with this key, or make one."""
         with self.lock:
             for place, (held, region) in enumerate(self):
                 if held == key:
@@ -188,11 +172,9 @@ def surroundings_key(backbone: Backbone) -> Key:
 
 
 def modules_key(module: nn.Module) -> Key:
-    """What guards on modules would check in every step, to be checked once per session.
+    """The key of a module: hooks, parameters and settings of all submodules, such as train mode or active adapters.
 
-    For every submodule: its hooks, its parameters (tied ones are one input of the region), and all settings, such as
-    train mode, active adapters, or a replaced `forward`. The values of parameters may change.
-    """
+    Tied parameters are one input of a region. The values of parameters may change."""
     return tuple(
         (
             type(part),
@@ -209,10 +191,10 @@ def _plain(value: object) -> object:
     """A number, string or function, or a container of these; tensors, modules and caches become `None`."""
     if isinstance(value, PLAIN):
         return value
-    if isinstance(value, dict) and type(value) is dict:
+    if type(value) is dict:
         value = list(value.items())
-    elif isinstance(value, set) and type(value) is set:
+    elif type(value) is set:
         value = sorted(value, key=repr)
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+    if type(value) is list or type(value) is tuple:
         return tuple(part for part in map(_plain, value) if part not in (None, ()))
     return None

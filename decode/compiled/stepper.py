@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from decode.cache import TreeCache
-from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache
+from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache
 from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
-from decode.draft import Drafter
+from decode.draft import Drafter, Frontier
 from decode.drafters.dynamic_tree import DynamicTree
-from decode.heads_cache import HeadsCache
 from decode.loop import Acceptor, StepOutcome, Timer, unpack
 from decode.session import Session
 from decode.settings import ONE_SHAPE
@@ -52,7 +49,7 @@ class CompiledStepper:
         self.session, self.acceptor, self.tree, self.make_drafter = session, acceptor, tree, make_drafter
         self.regions = Regions.of(session.backbone.model)
         self.taken: list[tuple[Key, Region]] = []
-        # The key holds the heads themselves, so that their identity cannot be reused by other heads.
+        # The key holds the heads themselves, so that no other heads can get their id.
         self.key = (
             len(session.sequences),
             heads,
@@ -66,9 +63,10 @@ class CompiledStepper:
 
     def start(self) -> tuple[list[int], list[int]]:
         session, sequences = self.session, self.session.sequences
-        root, hidden, self.rows, _ = session.prefill(most_probable_first=self.acceptor.rule == "typical")
+        frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
+        root, self.rows = frontier.root, frontier.rows
         first = max(self.lengths) + min(max(sequences.limits), self.ahead) + self.tree.num_nodes
-        self.region = self._region(first, session.verifier.cache, session.heads_cache, root, hidden)
+        self.region = self._region(first, session.verifier.cache, session.heads_cache, frontier)
         self.u = torch.zeros(len(sequences), self.tree.max_depth + 1, dtype=torch.float64, device=root.device)
         return self.rows, root.tolist()
 
@@ -79,8 +77,7 @@ class CompiledStepper:
             RequestError: torch.compile fails on this model; its region is dropped."""
         region, target = self.region, self.session.target
         if max(self.lengths[row] for row in self.rows) + self.tree.num_nodes > region.cache.capacity:
-            capacity = 2 * region.cache.capacity
-            region = self._region(capacity, region.cache, region.heads_cache, region.root, region.hidden)
+            region = self._region(2 * region.cache.capacity, region.cache, region.heads_cache, region.frontier())
             self.region = region
         if target.do_sample:
             self.u = target.draws.block(self.tree.max_depth + 1, self.u.device)
@@ -112,26 +109,19 @@ class CompiledStepper:
     def _alive(self) -> list[bool]:
         return [row in self.rows for row in range(len(self.lengths))]
 
-    def _region(
-        self,
-        capacity: int,
-        cache: TreeCache | FixedCache,
-        heads_cache: HeadsCache | FixedHeadsCache | None,
-        root: Tensor,
-        hidden: Tensor,
-    ) -> Region:
-        """A region with at least `capacity` slots, which continues from the other arguments (`Region.load`)."""
+    def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
+        """A region with at least `capacity` slots, loaded with the other arguments (`Region.load`)."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:
             backbone, sampler = self.session.backbone, FixedSampler(self.session.target, self.acceptor)
             fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, slots, self.tree.max_depth)
-            return Region(backbone, FixedCache(cache, slots), fixed, self.make_drafter(), sampler, hidden)
+            return Region(backbone, FixedCache(cache, slots), fixed, self.make_drafter(), sampler, frontier.hidden)
 
         key = (slots, *self.key)
         region = self.regions.take(key, make)
         self.taken.append((key, region))
-        region.load(cache, heads_cache, root, hidden, self._alive())
+        region.load(cache, heads_cache, frontier, self._alive())
         return region
 
 

@@ -21,7 +21,7 @@ from medusa.tree import Layout
 
 
 class DrafterFactory(ABC):
-    """Makes drafters for batches of texts. Models are loaded and options are checked."""
+    """Makes drafters for batches of texts, with models that are loaded and options that were checked."""
 
     num_nodes: int
     """Nodes of the largest draft, including its root and side branches."""
@@ -58,19 +58,18 @@ class TextDrafterFactory(DrafterFactory):
 
 
 class DrafterContext(NamedTuple):
-    """What drafters are made for."""
+    """The backbone that drafters are made for, and what the heads need."""
 
     model: PreTrainedModel
-    """The backbone's model."""
     heads: MedusaHeads | None = None
     tree: TreeLike = None
     """The tree for the heads' guesses."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """The backbone's tokenizer, compared with a draft model's; without it only the vocabulary sizes are compared."""
+    """The backbone's tokenizer; without it, a draft model's vocabulary is compared by its size only."""
     name: str = "the backbone"
     trust_remote_code: bool = False
     stop_drafting: float = 0.0
-    """For dynamic trees of the heads (`DynamicTree.min_probability`)."""
+    """`DynamicTree.min_probability`, for dynamic trees of the heads."""
 
 
 class DrafterConfig(ABC):
@@ -85,20 +84,11 @@ class DrafterConfig(ABC):
     """The option whose name may be left out."""
     rest: ClassVar[str | None] = None
     """The option that takes everything after the other options, commas included."""
-
-    @property
-    def needs_heads(self) -> bool:
-        return False
-
-    @property
-    def needs(self) -> str:
-        """What must exist before, for tables that users read."""
-        return "trained heads" if self.needs_heads else "nothing"
-
-    @property
-    def takes_tree(self) -> bool:
-        """Whether the user chooses the tree for the guesses."""
-        return False
+    needs: str = "nothing"
+    """What the user must have, for tables."""
+    needs_heads: bool = False
+    takes_tree: bool = False
+    """Whether the user chooses the tree for the guesses."""
 
     def check(self, config: PretrainedConfig) -> None:
         """Check the backbone's configuration, before its weights are loaded.

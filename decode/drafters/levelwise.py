@@ -1,8 +1,8 @@
-"""Trees that are grown level by level, with one pass of the drafter per level, over the nodes that get children.
+"""Trees that are grown level by level: one pass per level predicts the children of all nodes that get children.
 
-A static tree says which nodes these are. In a dynamic tree they are the most probable nodes of a level, equally many in
-every step, so that shapes are fixed (unless drafting stops early, `DynamicTree.min_probability`). A drawn tree draws
-the children of each node from the node's own distribution. `PathDrafter` grows trees of heads that follow the path.
+A static tree says which nodes get children. In a dynamic tree they are the most probable nodes of a level, equally many
+in every step, so that shapes are fixed (unless `DynamicTree.min_probability` stops drafting). In a drawn tree the
+children of each node are drawn from the node's own distribution.
 
 Shapes: B rows, W nodes of a level that get children, R guesses considered, S size of a part of a state, V vocabulary,
 N nodes, M nodes of a level.
@@ -31,16 +31,16 @@ from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
 class Level(NamedTuple):
-    """How the nodes of one depth of a static tree hang under the nodes with children of the depth above."""
+    """The nodes of one depth of a static tree, and their parents among the W nodes with children above."""
 
     parent: Tensor
-    """[M] which of the W nodes with children is the parent."""
+    """[M] which of the W nodes is the parent."""
     rank: Tensor
     """[M] which of the parent's guesses the node holds."""
     place: Tensor
     """[M] the node's place among its siblings."""
     expanded: Tensor
-    """[W of the next level] which of these nodes have children."""
+    """[W of the next level] the nodes of this level that have children."""
 
 
 def levels_of(tree: Tree) -> list[Level]:
@@ -57,15 +57,15 @@ def levels_of(tree: Tree) -> list[Level]:
 
 
 def min_width(nodes: int) -> int:
-    """Nodes of a level that get children, in a dynamic tree of `nodes` nodes (root included).
+    """How many nodes of a level get children in a dynamic tree of `nodes` nodes, root included.
 
-    By measurement: with 8 nodes two are as good as all, with 16 three, with 64 eight cost a hundredth of tau.
+    Measured: for 8 nodes two are as good as all, for 16 three are; for 64, eight cost a hundredth of tau.
     """
     return max(2, round(nodes**0.5))
 
 
 def width_of(tree: DynamicTree) -> int:
-    """`min_width`, or more where the levels of a shallow tree would hold too few nodes to choose from."""
+    """`min_width`, or more if the levels of a shallow tree would hold too few nodes to choose from."""
     width, wanted = min_width(tree.num_nodes), tree.num_nodes - 1
     for wider in range(width, wanted):
         found = level = min(wanted, TOP)
@@ -94,18 +94,11 @@ class LevelwiseDrafter(ABC):
 
     @abstractmethod
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        """Predict the children of nodes at `depth`.
-
-        Args:
-            state: parts [B, W, S] of the nodes' states, as their parents left them.
-            tokens: [B, W] the nodes' tokens.
-
-        Returns:
-            Logits of the children [B, W, V], and the states that the children start from.
-        """
+        """Predict the children of nodes at `depth`, from the states [B, W, S] that their parents left and their tokens
+        [B, W]; returns logits of the children [B, W, V], and the nodes' new states."""
 
     def token_ids(self, guesses: Tensor) -> Tensor:
-        """The tokens [...] that indices [...] into the logits stand for."""
+        """The tokens [...] of indices [...] into the logits."""
         return guesses
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
@@ -159,17 +152,16 @@ class LevelwiseDrafter(ABC):
         return _most_probable(tree, *(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
-        """Draw a tree `copies` times from each row; the children of a node come from the node's own distribution.
+        """Draw a tree `copies` times from each row; several copies are possible for a single row only.
 
-        Copies that have drawn the same path share a distribution, so a million of them take one pass for each different
-        path. More than one copy is possible for a frontier of one row only.
+        Copies that have drawn the same path share a distribution, so that many copies take one pass per different path.
         """
         root, shared = frontier.root.repeat_interleave(copies), copies > 1
         rows = len(frontier.rows)
-        assert not shared or rows == 1, "copies are of one row"
+        assert not shared or rows == 1, "copies of one row only"
         everyone = torch.arange(len(root), device=root.device)
-        # P different paths, those of a row together: states [rows, P / rows, S] and the last token of each path;
-        # `path` [B, W] says which path each node with children is on.
+        # P different paths, sorted by row, with states [rows, P / rows, S] and last tokens [rows, P / rows]; `path`
+        # [B, W] is the path of each node with children.
         state, tokens = self.begin(frontier), frontier.root[:, None]
         path = torch.arange(rows, device=root.device).repeat_interleave(copies)[:, None]
         ids, distributions, of_children, known = [root[:, None]], [], [path], 0

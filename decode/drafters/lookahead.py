@@ -1,8 +1,8 @@
 """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the backbone's own guesses about its future, kept as n-grams.
 
 A window of made-up tokens, `window` columns wide and `n` - 1 levels deep, hangs under the root. The forward that
-verifies the draft also reads the window (their section 4.1: lookahead and verification branch). Level 0 is a line that
-starts with the root. A column hangs from each of its tokens; every step has filled one of the column's levels:
+verifies the draft also reads the window (section 4.1). Level 0 is a line that starts with the root. A column hangs from
+each of its tokens, with one level from each earlier step:
 
     level 0   root ─ a1 ─ a2      the backbone predicts d0, d1, d2 after c0, c1, c2
                │     │    │
@@ -105,8 +105,8 @@ class Window:
     def learn(self, answers: list[int]) -> None:
         """Take the backbone's predictions after each column: n-grams for the pool, and a new last level.
 
-        Columns advance by one position, however many tokens the step wrote. Keeping their positions in the text, with
-        new columns for the passed ones, does not raise acceptance (docs/log.md)."""
+        Columns advance by one position, however many tokens the step wrote; other advances accept no more (docs/log.md).
+        """
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]

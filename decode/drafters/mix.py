@@ -1,7 +1,7 @@
 """Several drafters at once: the union of their trees, which is verified in one forward.
 
-Nodes are equal if their paths from the root hold the same tokens. Of equal nodes the first one is kept, in the order in
-which the drafters were named. A limit on the number of nodes therefore drops nodes of the last drafters first.
+Nodes are equal if their paths from the root hold the same tokens. Of equal nodes the first one is kept, in the order of
+the drafters, and a limit on the number of nodes drops those of the last drafters first.
 
 Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth, N nodes that are kept.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +26,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixConfig(DrafterConfig):
     """Options of a mix."""
 
@@ -47,36 +46,24 @@ class MixConfig(DrafterConfig):
             raise RequestError(f"drafter mix: {self.parts!r} is one drafter; join several by +, as in mix:heads+ngram")
         if len(set(names)) < len(names):
             raise RequestError(f"drafter mix: {self.parts!r} names a drafter twice; name each once")
-        if any(isinstance(plan, MixConfig) for plan in self.plans):
+        self.configs = [parse(name) for name in names]
+        if any(isinstance(config, MixConfig) for config in self.configs):
             raise RequestError("drafter mix: a mix cannot contain a mix; name all drafters in one, joined by +")
-
-    @cached_property
-    def plans(self) -> list[DrafterConfig]:
-        return [parse(name) for name in self.parts.split("+")]
-
-    @property
-    def needs_heads(self) -> bool:
-        return any(plan.needs_heads for plan in self.plans)
-
-    @property
-    def takes_tree(self) -> bool:
-        return any(plan.takes_tree for plan in self.plans)
-
-    @property
-    def needs(self) -> str:
-        found = dict.fromkeys(plan.needs for plan in self.plans)
-        return " and ".join([name for name in found if name != "nothing"]) or "nothing"
+        self.needs_heads = any(config.needs_heads for config in self.configs)
+        self.takes_tree = any(config.takes_tree for config in self.configs)
+        needs = dict.fromkeys(config.needs for config in self.configs if config.needs != "nothing")
+        self.needs = " and ".join(needs) or "nothing"
 
     def check(self, config: PretrainedConfig) -> None:
-        for plan in self.plans:
-            plan.check(config)
+        for part in self.configs:
+            part.check(config)
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        return tuple(found for plan in self.plans for found in plan.layouts(heads, tree, stop_drafting))
+        return tuple(layout for part in self.configs for layout in part.layouts(heads, tree, stop_drafting))
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
         without = context._replace(tree=None, stop_drafting=0.0)
-        return Mix([plan.factory(context if plan.takes_tree else without) for plan in self.plans], self.nodes)
+        return Mix([part.factory(context if part.takes_tree else without) for part in self.configs], self.nodes)
 
 
 class Mix(DrafterFactory):
@@ -128,8 +115,8 @@ class MixDrafter:
 def union(drafts: Sequence[Draft], most: int) -> Draft:
     """Join drafts with the same roots: every node once, and of all nodes the first `most`, root included.
 
-    In every draft a parent comes before its children, and so does the first node equal to it. Keeping the first nodes
-    therefore never separates a node from its parent. Rows with fewer nodes get arbitrary nodes after their last one.
+    A parent, or the first node equal to it, always comes before its children, so the first nodes form a tree. Rows with
+    fewer nodes get arbitrary nodes after their last one.
     """
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1

@@ -1,7 +1,7 @@
-"""A small model that drafts for a large one (Leviathan et al. 2023, Chen et al. 2023): a chain, or a tree.
+"""A small model that drafts a chain or a tree for a large one (Leviathan et al. 2023, Chen et al. 2023).
 
-The model reads the text into its own KV cache, and then its own drafts, one level of the tree per forward. In the next
-step, the drafted nodes that became text are kept in the cache, and the others are dropped.
+The model reads the text into its own KV cache, then its own drafts, one level of the tree per forward. In the next step
+the accepted nodes are kept in the cache, and the others are dropped.
 
 Shapes: B rows, W nodes of a level that are read, A their ancestors in the tree, V vocabulary, S slots, N nodes.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,15 +113,6 @@ class DraftModel(DrafterFactory):
         return DraftModel(self.model, change(self.tree), self.topk)
 
 
-class ReadLevel(NamedTuple):
-    """One level of drafted nodes that the model has read, in the slots after the text."""
-
-    tokens: Tensor
-    """[B, W]."""
-    parent: Tensor
-    """[B, W] the slot of each node's parent, counted from the text's end; -1 for the root."""
-
-
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose cache follows the texts of a session.
 
@@ -140,7 +130,8 @@ class ModelDrafter(LevelwiseDrafter):
         self.rows = list(range(len(session.sequences)))
         self.text_lengths: list[int] = []
         """Tokens of each row's text, root included: where the nodes of the last draft start in the cache."""
-        self.read: list[ReadLevel] = []
+        self.levels_read: list[tuple[Tensor, Tensor]] = []
+        """The drafted nodes in the cache, by level: tokens [B, W] and their parents' slots [B, W], -1 for the root."""
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft a chain or a tree, or the root alone once the text exceeds the model's context."""
@@ -161,17 +152,14 @@ class ModelDrafter(LevelwiseDrafter):
         else:
             self._keep_accepted()
             logits = self._read_new_text(rows)
-        self.text_lengths, self.read = list(self.cache.lengths), []
+        self.text_lengths, self.levels_read = list(self.cache.lengths), []
         return logits
 
     def _select(self, rows: list[int]) -> None:
         left = [self.rows.index(row) for row in rows]
-        if self.cache.longest:
-            self.cache.select(left)
-        else:
-            self.cache = TreeCache(self.source.model.config, len(rows), self.cache.capacity)
-        self.text_lengths = [self.text_lengths[place] for place in left] if self.text_lengths else []
-        self.read = [ReadLevel(level.tokens[left], level.parent[left]) for level in self.read]
+        self.cache.select(left)
+        self.text_lengths = [self.text_lengths[place] for place in left if self.text_lengths]
+        self.levels_read = [(tokens[left], parents[left]) for tokens, parents in self.levels_read]
         self.rows = list(rows)
 
     def _read_new_text(self, rows: list[int]) -> Tensor:
@@ -187,13 +175,10 @@ class ModelDrafter(LevelwiseDrafter):
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
-        """Keep the drafted nodes in the cache that were accepted.
-
-        The text's last token is not kept. It is read again, for the logits after it.
-        """
-        if not self.read:
+        """Keep the accepted nodes in the cache, except the text's last token, which is read again for its logits."""
+        if not self.levels_read:
             return
-        levels = [(level.tokens.tolist(), level.parent.tolist()) for level in self.read]
+        levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]
         kept: list[list[int]] = []
         for place, (row, start) in enumerate(zip(self.rows, self.text_lengths, strict=True)):
             path, at, first = [0], -1, 0  # the root, which ended the text, and then the nodes
@@ -244,7 +229,7 @@ class ModelDrafter(LevelwiseDrafter):
         offset = self.cache.lengths[0] - self.text_lengths[0]
         itself = torch.arange(offset, offset + width, device=self.device).expand(rows, -1)[:, :, None]
         parent = above[:, :, -1] if above.shape[-1] else torch.full_like(tokens, -1)
-        self.read.append(ReadLevel(tokens, parent))
+        self.levels_read.append((tokens, parent))
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
         positions = torch.tensor(self.text_lengths, device=self.device)[:, None] + (depth - 1)
         with grouped(self.backbone.config):
@@ -267,6 +252,6 @@ class ModelDrafter(LevelwiseDrafter):
             return None
         starts = torch.tensor(self.text_lengths, device=self.device)
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
-        depths = [depth for depth, level in enumerate(self.read) for _ in level.tokens[0]]
+        depths = [level for level, (tokens, _) in enumerate(self.levels_read) for _ in tokens[0]]
         of_all = torch.tensor(depths, device=self.device)
         return grown_masks(self.layers, self.backbone.dtype, starts, seen, depth, of_all)

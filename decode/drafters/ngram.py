@@ -1,9 +1,8 @@
 """Prompt lookup: draft what followed the text's last n-gram earlier (Saxena 2023; LLMA, arXiv 2304.04487).
 
-No model and no training are needed. The longest n-gram at the end of the text that occurred before is looked up in an
-index that grows with the text. The tokens after it are drafted: a chain, or a trie if there are several matches. A
-match that reaches the end of the text continues with itself, as in Lempel and Ziv's compression, so a loop is predicted
-to any length.
+The longest n-gram at the end of the text that occurred before is looked up in an index that grows with the text. The
+tokens after it are drafted: a chain, or a trie if there are several matches. A match that reaches the end of the text
+continues with itself, as in Lempel and Ziv's compression, so a loop is predicted to any length.
 """
 
 from __future__ import annotations

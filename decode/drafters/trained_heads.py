@@ -24,6 +24,7 @@ from medusa.tree import Layout, Tree
 class HeadsDrafterConfig(DrafterConfig):
     """The heads on a tree. There are no options: the tree sets the shape and the number of nodes."""
 
+    needs = "trained heads"
     needs_heads = True
     takes_tree = True
     compiles = True

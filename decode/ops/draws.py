@@ -89,16 +89,11 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Draw C tokens per row without replacement [R, C], in order.
+    """Draw C tokens per row without replacement [R, C], from distributions q [M, V] and uniform numbers u [R, C].
 
-    Each draw is uniform over the mass that the row's earlier draws have left: their intervals are cut out of [0, 1),
-    and the number is stretched over the gaps. Where at most `MASS_LEFT` is left, the row's first token is repeated and
+    `index` [R] says which distribution each row takes. The intervals of the row's earlier draws are cut out of [0, 1),
+    and the number is stretched over the gaps. If at most `MASS_LEFT` is left, the row's first token is repeated and
     does not count as a draw. This adds no bias: whether there is a draw depends on the earlier tokens, not on `u`.
-
-    Args:
-        q: [M, V] the distributions.
-        index: [R] which distribution each row takes.
-        u: [R, C] uniform numbers.
     """
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)

@@ -1,9 +1,8 @@
 """Attention of several tokens with a mask, without copying keys for every query head.
 
-Where g query heads share a key head, transformers' sdpa copies keys and values g times for any forward of more than
-one token with a mask. With 32 heads on 8 and 8192 tokens of context, these copies take three quarters of the attention
-time of a 16-node step. Here the g heads are stacked as g x N queries of the one key head. The numbers are the same, on
-a CPU to the last bit.
+If g query heads share a key head, transformers' sdpa copies keys and values g times in forwards of several tokens with
+a mask. With 32 heads on 8 and 8192 tokens of context, the copies take three quarters of the attention time of a 16-node
+step. Here the g heads are stacked as g x N queries of one key head. The results are equal, on a CPU to the last bit.
 
 The model's configuration keeps the name "sdpa", because several models (Falcon, Gemma 4, DeepSeek 3.2) compare that
 name and use a different mask if it differs.
@@ -61,11 +60,10 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 
 @contextmanager
 def grouped(config: PretrainedConfig) -> Iterator[None]:
-    """Use `sdpa_grouped` in models with sdpa attention, as long as the context lasts.
+    """Use `sdpa_grouped` in models with sdpa attention while the context is open.
 
-    It replaces transformers' function in the registry from which models take their attention by name. Models with
-    another attention, and models that do not use the registry, are not affected. A function that the user has
-    registered under the name "sdpa" stays. A model that another thread runs meanwhile computes the same with either.
+    It replaces transformers' own function in the registry of attention functions, but not a function that the user has
+    registered. Models that other threads run meanwhile get the same results.
     """
     if config._attn_implementation != SDPA:
         yield

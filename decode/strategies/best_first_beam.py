@@ -1,11 +1,9 @@
 """Best-first beam search (Meister, Vieira, Cotterell 2020, arXiv 2007.03909): the result of beam search in fewer calls.
 
-Beam search keeps the k best hypotheses of each length, and reads all of them to the end. Best-first beam search always
-expands the most promising hypothesis of any length, but at most k of each length. Scores only fall as a text grows, so
-the hypotheses of a length come up in the order of their scores, and the first k are the beam. The first finished text
-that comes up is the best one, because no hypothesis in the queue can exceed its score. The queue's rest is never read.
-
-A call is a hypothesis whose continuations were scored. All hypotheses lie in one KV cache, as a tree.
+Beam search expands the k best hypotheses of each length. Best-first beam search always expands the most promising
+hypothesis of any length, but at most k of each length. Scores only fall as a text grows, so the hypotheses of a length
+come up in the order of their scores, and the first k are the beam. The first finished text that comes up is the best
+one, because no hypothesis in the queue can exceed its score. All hypotheses lie in one KV cache, as a tree.
 
 Shapes: W hypotheses of a forward, V vocabulary.
 """
@@ -52,12 +50,12 @@ class Search:
     hypotheses: list[Hypothesis] = field(default_factory=list)
     """Best first."""
     calls: int = 0
-    """Hypotheses whose continuations were used, the prompt included."""
+    """Hypotheses that were expanded, the prompt included."""
     read: int = 0
-    """Hypotheses that the model read; more than `calls` where forwards read some in advance."""
+    """Hypotheses that the model read; some of them are read in advance and never expanded."""
     forwards: int = 0
     dropped: int = 0
-    """Hypotheses that exceeded `max_queued`; if 0, beam search finds the same texts."""
+    """Hypotheses beyond `max_queued`; if 0, beam search finds the same texts."""
 
     def beam_calls(self, num_beams: int) -> int:
         """The fewest calls that beam search needs: `num_beams` for each length up to that of the best text."""
@@ -163,11 +161,9 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """For each of logits [W, V], the tokens that a beam could take, and their log-probabilities.
+    """The tokens that a beam could take after each of W hypotheses, and their log-probabilities, from logits [W, V].
 
-    Of one hypothesis's continuations, at most the k best can be among the k best of all that do not end. An end counts
-    if it is among the k best of all.
-    """
+    They are its k best continuations without an end, and all ends among the k best."""
     log_p = logits.float().log_softmax(-1)
     best = top_k(log_p, min(num_beams + len(ends), log_p.shape[-1]))
     return [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
@@ -188,10 +184,9 @@ class _Queue:
         self.dropped = 0
 
     def bound(self, partial: _Partial) -> float:
-        """The score of a finished text, or a score that no continuation of another hypothesis exceeds.
+        """The score of a finished text, or an upper bound of the scores of all continuations.
 
-        A text only loses log-probability as it grows. Divided by a positive power of the length, it loses least at the
-        greatest length; for other powers, at its own length.
+        Log-probabilities only fall. A positive power of the length favours the greatest length, others the present one.
         """
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty

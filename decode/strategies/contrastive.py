@@ -1,10 +1,8 @@
-"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): prefer tokens that the backbone predicts more strongly than
-a small model.
+"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): the target is the contrast of two models.
 
-The backbone is the expert, and the small model the amateur. Their contrast is a target like any other, for every
-drafter and every acceptance rule. The amateur reads what the backbone reads: the prompts, and in each step the same
-tree, with a cache of its own that keeps the same path. The contrast replaces the logits before temperature and
-penalties.
+It prefers tokens that the backbone, the expert, predicts more strongly than a small model, the amateur. Every drafter
+and acceptance rule works with this target. The amateur reads what the backbone reads, the prompts and in each step the
+same tree, into a cache of its own. The contrast replaces the logits before temperature and penalties.
 
 Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
@@ -57,9 +55,7 @@ class Contrast(ContrastOptions):
         return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
 
     def margin(self, expert: Tensor) -> Tensor:
-        """How far each token is above the plausibility limit, from the expert's log probabilities or logits [..., V].
-
-        Tokens below 0 are implausible."""
+        """How far each token lies above the plausibility limit [..., V], from the expert's logits [..., V]."""
         limit = math.log(self.alpha) if self.alpha else -math.inf
         return expert - expert.amax(-1, keepdim=True) - limit
 
@@ -72,7 +68,7 @@ class Contrast(ContrastOptions):
 
 @dataclass(frozen=True)
 class Amateur:
-    """A small model with the backbone's vocabulary, and how to contrast it (a `decode.verify.VerifierFactory`)."""
+    """A small model with the backbone's vocabulary, and its contrast (a `decode.verify.VerifierFactory`)."""
 
     model: PreTrainedModel
     contrast: Contrast = Contrast()

@@ -5,14 +5,11 @@
     DIR/datastore.json   written last: the tokenizer, the settings and the counts
     DIR/building.json    instead of datastore.json during the build: its progress
 
-Both .bin files are memory-mapped: an open datastore takes no memory except the pages that are read, and processes share
-them. A search bisects `order`, so it reads log2(n) places: 26 for 100 MB of text.
-
-A build of n tokens takes 6 n bytes on disk (8 n with uint32). In memory it holds one piece of the text, or the places
-of one group (`decode.drafters.retrieval.suffix_array`): at most 2^20 places of 60 to 80 bytes. If more places start
-with one token, all of them are held at 11 bytes each while they are split: 130 MB if a fifth of 60 M tokens are spaces.
-Progress is recorded after every block of text and every group. A build that continues cuts off what was written after
-the last record, so the files are the same as those of an uninterrupted build.
+Both .bin files are memory-mapped, so an open datastore takes only the memory of the pages that are read. A search
+bisects `order`: it reads log2(n) places of n tokens, 26 for 100 MB of text. A build takes 6 n bytes on disk (8 n with
+uint32), and the memory of one piece or one group of places (`decode.drafters.retrieval.suffix_array`). Progress is
+recorded after every block of text and every group. A build that continues cuts off what was written after the last
+record, so the files are the same as those of an uninterrupted build.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class Match(NamedTuple):
     size: int
     """Tokens that agree."""
     first: int
-    """Start of the range of `order` whose suffixes start with these tokens."""
+    """Start of the range of `order` with these tokens."""
     last: int
     """End of that range, exclusive."""
 
@@ -135,8 +132,7 @@ class Datastore:
     def after(self, match: Match, count: int, most: int) -> list[list[int]]:
         """Up to `count` tokens after each occurrence of a match, fewer where the document ends.
 
-        If there are more than `most` occurrences, every k-th one is taken. They are sorted by what follows, so frequent
-        continuations keep their share."""
+        Of more than `most` occurrences, sorted by what follows, every k-th one is taken: frequencies stay the same."""
         step = -(-(match.last - match.first) // most)
         places = self.order[match.first : match.last : step].astype(np.int64) + match.size
         following = np.minimum(places[:, None] + np.arange(count), len(self.tokens) - 1)

@@ -1,8 +1,7 @@
 """Retrieval: what followed the text's last tokens in a datastore of other texts (REST, arXiv 2311.08252).
 
 The longest end of the text that the datastore contains is looked up. What follows its occurrences is merged into a
-trie with counts, whose most frequent nodes are drafted (section 3.2). This needs no model and no training, but a
-datastore of similar text: code to draft code, the backbone's own answers to draft answers.
+trie, whose most frequent nodes are drafted (section 3.2). No model is needed, but a datastore of similar text.
 """
 
 from __future__ import annotations
