@@ -11,7 +11,7 @@ from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, Fix
 from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.loop import Acceptor, StepOutcome, Timer, unpack
 from decode.session import Session
 from decode.settings import ONE_SHAPE

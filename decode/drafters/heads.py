@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target

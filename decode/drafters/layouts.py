@@ -1,18 +1,181 @@
-"""The tree for the heads' guesses, from what a user gives."""
+"""The trees that drafts are laid out on: what a user asks for, and trees that are chosen in every step.
+
+A `DynamicTree` drafts the most probable nodes of a fixed set of candidates. The log probability of a path is the sum of
+its drafter's log confidences (EAGLE-2, OPT-Tree). Every step drafts the same number of nodes, so shapes are fixed and
+only the topology changes. A child is never more probable than its parent, so the most probable nodes are connected. A
+confidence is a softmax at the head's temperature, which is fitted on text that the backbone wrote
+(`decode.bench.calibration`), because heads are often too confident or not confident enough.
+
+Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes, M nodes of any set.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from decode.drafters.dynamic_tree import DynamicTree
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout, Tree
+from medusa.tree import Layout, RankPath, Tree
 from medusa.tree_files import load_tree
 
 TreeLike = Layout | str | Sequence[Sequence[int]] | None
 """A tree, its name or file, its paths, or `None` for the tree saved with the heads."""
+TOP = 16
+"""Guesses of a head that are considered."""
+MAX_NODES, MAX_CANDIDATES = 256, 1024
+MIN_LOG_CONFIDENCE = -50.0
+"""Smaller log confidences are raised to this; no tree reaches such guesses."""
+STEEPNESS = 1e-4
+"""Subtracted from log confidences per level, so that rounding never ranks a child before its parent."""
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicTree:
+    """In every step, the `num_nodes` most probable nodes (root included) of `candidates`."""
+
+    num_nodes: int
+    candidates: Tree
+    temperatures: tuple[float, ...] = ()
+    """One temperature for each head that the candidates reach; empty: all are 1."""
+    min_probability: float = 0.0
+    """Nodes whose path probability is lower are pruned with their subtrees; 0 keeps all nodes."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_probability <= 1:
+            raise RequestError(
+                f"stop-drafting is {self.min_probability}; it must be between 0 (drafting never stops) and 1"
+            )
+        given = len(self.temperatures)
+        if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
+            raise RequestError(
+                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, or ()"
+            )
+
+    @classmethod
+    def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
+        """The tree of `num_nodes` nodes for the guesses of `num_heads` heads.
+
+        Raises:
+            RequestError: the number of nodes is out of range."""
+        most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
+        if not 2 <= num_nodes <= most:
+            raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
+        return cls(num_nodes, _candidates(num_nodes, num_heads), temperatures)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return True
+
+    @property
+    def max_depth(self) -> int:
+        return self.candidates.max_depth
+
+    def to_json(self) -> dict[str, object]:
+        """The tree as JSON, for results."""
+        content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
+        return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
+
+    def to(self, device: torch.device | str) -> DynamicTree:
+        """The same tree with its tensors on `device`."""
+        if self.candidates.depth.device == torch.device(device):
+            return self  # with its cached tables
+        return replace(self, candidates=self.candidates.to(device))
+
+    def clip(self, max_depth: int) -> DynamicTree:
+        """The tree without candidates deeper than `max_depth`; it has fewer nodes if no more are left."""
+        candidates = self.candidates.clip(max_depth)
+        return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
+
+    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
+        """Raises:
+        RequestError: as in `Tree.require_fit`."""
+        self.candidates.require_fit(num_heads, vocab_size, name)
+
+    @cached_property
+    def _on_path(self) -> Tensor:
+        """[S, D] the guesses on each candidate's path, as places in the flattened [K, R] table; K R stands for none."""
+        tree, top = self.candidates, self.candidates.max_rank + 1
+        place = (tree.depth - 1) * top + tree.rank
+        return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        """[K, 1, 1] the temperatures; cached, because a step waits for every copy to a device."""
+        return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
+
+    def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
+        """Log probabilities [k, B, V] of the heads' logits [k, B, V] at each head's temperature, float32.
+
+        With `head`, all logits [..., V] are of that head.
+        """
+        if self.temperatures and head is not None:
+            logits = logits.float() / self.temperatures[head]
+        elif self.temperatures:
+            logits = logits.float() / self._scale[: len(logits)].to(logits.device)
+        return logits.log_softmax(-1, dtype=torch.float32)
+
+    def path_log_probs(self, confidences: Tensor) -> Tensor:
+        """The log probability of each candidate's path [B, S], from log confidences [B, k, R] of the best guesses."""
+        used = confidences[:, : self.max_depth, : self.candidates.max_rank + 1]
+        known = F.pad(bounded(used).flatten(1), (0, 1))
+        return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
+
+    def num_worthwhile(self, log_probs: Tensor) -> int:
+        """How many nodes reach `min_probability` in the row with most of them, from path log probabilities [B, M].
+
+        All rows of a batch draft the same number of nodes, so the other rows also draft less probable ones.
+        """
+        if not self.min_probability:
+            return log_probs.shape[1]
+        return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
+
+    def most_probable(self, log_probs: Tensor) -> Tensor:
+        """The nodes to draft, root included, ascending [B, N], from path log probabilities [B, S] with the root's."""
+        count = min(self.num_nodes - 1, self.num_worthwhile(log_probs[:, 1:]))
+        best = log_probs[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
+        return F.pad(best.sort(dim=-1).values, (1, 0))
+
+
+def bounded(confidences: Tensor) -> Tensor:
+    """Log confidences made finite, and large enough that rounding does not lose the difference of a level.
+
+    NaN (from heads that overflow in float16) becomes the minimum. `topk` treats NaN as the maximum, so it would choose
+    a child without its parent, and the text could be wrong.
+    """
+    return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
+
+
+def _candidates(num_nodes: int, num_heads: int) -> Tree:
+    """All paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
+
+    For a path of ranks r1, r2, ..., all paths that are not longer and whose ranks are not greater are at least as
+    probable: (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included. If this measure exceeds the number of nodes, the
+    path is never chosen. Of more than MAX_CANDIDATES paths, those with the greatest measure are left out, as are ranks
+    from TOP on.
+    """
+    paths: list[RankPath] = []
+    # (measure, path), and for the path without its last rank the measure and the product of all r + 1.
+    open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]
+    while open_paths and len(paths) < MAX_CANDIDATES - 1:
+        measure, path, above, product = heapq.heappop(open_paths)
+        if measure > num_nodes - 1:
+            break
+        paths.append(path)
+        *prefix, rank = path
+        if rank + 1 < TOP:
+            heapq.heappush(open_paths, (measure + product, (*prefix, rank + 1), above, product))
+        if len(path) < num_heads:
+            product *= rank + 1
+            heapq.heappush(open_paths, (measure + product, (*path, 0), measure, product))
+    return Tree.from_paths(paths)
 
 
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:

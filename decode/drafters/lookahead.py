@@ -51,7 +51,7 @@ class LookaheadConfig(DrafterConfig):
     def factory(self, context: DrafterContext) -> DrafterFactory:
         return TextDrafterFactory(
             num_nodes=(self.guesses + self.window) * (self.n - 1),  # all guesses, and the window with the root
-            make=lambda session: LookaheadDrafter(self, session.sequences, session.backbone.device),
+            make=lambda session: LookaheadDrafter(session.sequences, self, session.backbone.device),
             warm_up=16,
         )
 
@@ -105,8 +105,7 @@ class Window:
     def learn(self, answers: list[int]) -> None:
         """Take the backbone's predictions after each column: n-grams for the pool, and a new last level.
 
-        Columns advance by one position, however many tokens the step wrote; other advances accept no more (docs/log.md).
-        """
+        Columns advance by one position per step; advancing with the text accepts no more tokens (docs/log.md)."""
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]
@@ -115,7 +114,7 @@ class Window:
 class LookaheadDrafter(TextDrafter):
     """Drafts from one window and pool per row."""
 
-    def __init__(self, config: LookaheadConfig, sequences: Sequences, device: torch.device) -> None:
+    def __init__(self, sequences: Sequences, config: LookaheadConfig, device: torch.device) -> None:
         super().__init__(sequences)
         self.config = config
         self.topology = window_topology(config.window, config.n - 1, device)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
 from decode.drafters.tries import TextDrafter, Trie
-from decode.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class NgramConfig(DrafterConfig):
         return self.nodes or 1 + self.tokens * self.matches
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        return TextDrafterFactory(self.num_nodes, lambda session: NgramDrafter(self, session.sequences))
+        return TextDrafterFactory(self.num_nodes, lambda session: NgramDrafter(session.sequences, self))
 
 
 class NgramIndex:
@@ -82,13 +81,12 @@ class NgramIndex:
         return (period * (count // len(period) + 1))[:count] if len(period) < count else period[:count]
 
 
+@dataclass(eq=False)
 class NgramDrafter(TextDrafter):
     """Drafts what followed the end of each row earlier, with one index per row."""
 
-    def __init__(self, config: NgramConfig, sequences: Sequences) -> None:
-        super().__init__(sequences)
-        self.config = config
-        self.rows: dict[int, NgramIndex] = {}
+    config: NgramConfig
+    rows: dict[int, NgramIndex] = field(default_factory=dict)
 
     def trie(self, row: int) -> Trie:
         if row not in self.rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -72,11 +73,11 @@ def chain(count: int, device: torch.device) -> Topology:
     return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
 
 
+@dataclass(eq=False)
 class TextDrafter(ABC):
     """Drafts one trie per row, computed on the host from the texts."""
 
-    def __init__(self, sequences: Sequences) -> None:
-        self.sequences = sequences
+    sequences: Sequences
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft the trie of each row."""

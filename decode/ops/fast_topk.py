@@ -1,7 +1,8 @@
 """Argmax and top-k over a vocabulary, faster than PyTorch's on a CPU.
 
 PyTorch searches a row value by value: 1.7 ms for 64 rows of 32,000 values in float32, and 7.4 ms in bfloat16, a third
-of the forward. `amax` is vectorised, so these functions search only the blocks with the greatest maxima: 0.2 and 0.4 ms.
+of the forward. `amax` is vectorised, so these functions search only the blocks with the largest maxima, in 0.2 and
+0.4 ms.
 
 Shapes: V values in each row, in blocks of BLOCK.
 """

@@ -512,8 +512,7 @@ def choose_tree(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads, se
     from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.recording import own_texts
     from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
-    from decode.drafters.dynamic_tree import DynamicTree
-    from decode.drafters.layouts import resolve_tree
+    from decode.drafters.layouts import DynamicTree, resolve_tree
     from decode.tree_check import require_tree_forward
 
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size

@@ -18,7 +18,7 @@ from decode.bench.calibration.recording import record
 from decode.bench.losslessness.cases import Rule, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import heads_drafter
 from decode.request import prepare

@@ -3,7 +3,7 @@
     speed(tree) = tau(tree) / T(tree)
 
 tau is predicted by replaying recorded texts of the backbone (`grow`), and T, the time of a step, is measured in the
-decoding loop. Dynamic trees (`decode.drafters.dynamic_tree`) are tried as well as static ones. They accept more with
+decoding loop. Dynamic trees (`decode.drafters.layouts`) are tried as well as static ones. They accept more with
 the same number of nodes, but choosing the nodes takes time.
 """
 
@@ -21,7 +21,7 @@ from decode.bench.calibration.recording import Recording, Text, record
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
 from decode.bench.machine import stopwatch
 from decode.bench.methods import Method, medusa_method, one_by_one
-from decode.drafters.dynamic_tree import TOP, DynamicTree
+from decode.drafters.layouts import TOP, DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
 from decode.request import prepare

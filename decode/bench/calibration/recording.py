@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.bench.methods import plain_method
-from decode.drafters.dynamic_tree import TOP, DynamicTree
+from decode.drafters.layouts import TOP, DynamicTree
 from decode.results import prompt_seeds
 from decode.settings import Settings
 from medusa.backbone import Backbone

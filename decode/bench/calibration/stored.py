@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from decode.bench.machine import machine
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.settings import Settings
 from medusa.files import read_json, write_json
 from medusa.fingerprint import heads_fingerprint

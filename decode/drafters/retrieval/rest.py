@@ -17,7 +17,6 @@ from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, 
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.drafters.tries import TextDrafter, Trie
-from decode.sequences import Sequences
 from medusa.errors import RequestError
 
 
@@ -65,15 +64,14 @@ class RestConfig(DrafterConfig):
         self.opened.require_vocabulary(context.model.config.get_text_config(decoder=True).vocab_size, context.name)
         # The files are mapped into memory; a lookup reads only a few of their pages.
         mapped = self.opened.tokens.nbytes + self.opened.order.nbytes
-        return TextDrafterFactory(self.nodes, lambda session: RestDrafter(self, session.sequences), mapped)
+        return TextDrafterFactory(self.nodes, lambda session: RestDrafter(session.sequences, self), mapped)
 
 
+@dataclass(eq=False)
 class RestDrafter(TextDrafter):
     """Looks up the end of every row in each step; nothing is kept between steps."""
 
-    def __init__(self, config: RestConfig, sequences: Sequences) -> None:
-        super().__init__(sequences)
-        self.config = config
+    config: RestConfig
 
     def trie(self, row: int) -> Trie:
         count = self.depth(row, self.config.tokens)

@@ -17,7 +17,7 @@ from decode.bench.calibration.grow import grow, path_counts, predicted_tau, star
 from decode.bench.calibration.recording import OPENING_TOKENS, OWN_TEXTS, TEMPERATURES, Recording, own_texts, record
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation, store, stored
 from decode.bench.methods import medusa_method, plain_method
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone

@@ -14,7 +14,7 @@ from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, pass
 from decode.bench.losslessness.experiment import Experiment, narrowed
 from decode.bench.losslessness.verify import compare_greedy, tie_bound
 from decode.bench.methods import medusa_method, plain_method
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.results import Result
 from decode.settings import Settings

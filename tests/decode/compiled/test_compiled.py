@@ -30,8 +30,7 @@ from decode.compiled.region import Regions
 from decode.compiled.sampler import FixedSampler
 from decode.compiled.stepper import CompiledStepper, _has_compiler
 from decode.draft import Draft
-from decode.drafters.dynamic_tree import DynamicTree
-from decode.drafters.layouts import resolve_tree
+from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import plain_decoding, steps, tree_decoding
 from decode.loop import Acceptor

@@ -1,4 +1,4 @@
-"""decode/drafters/dynamic_tree.py: the most probable candidates, against an obvious search; decoding with them is
+"""decode/drafters/layouts.py: the most probable candidates, against an obvious search; decoding with them is
 lossless."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from decode.draft import Frontier
-from decode.drafters.dynamic_tree import TOP, DynamicTree, _candidates
 from decode.drafters.heads import HeadsDrafter
-from decode.drafters.layouts import resolve_tree
+from decode.drafters.layouts import TOP, DynamicTree, _candidates, resolve_tree
 from decode.generation import generate
 from decode.topology import Topology, chosen_part
 from medusa import Tree

@@ -321,5 +321,5 @@ def test_the_window_ends_with_the_text() -> None:
     for room, there in ((4, True), (3, False)):
         sequences = Sequences([Request([1, 2, 3], room)], None, CPU)  # type: ignore[list-item]
         sequences.extend(0, [4])
-        drafter = LookaheadDrafter(PLAN, sequences, CPU)
+        drafter = LookaheadDrafter(sequences, PLAN, CPU)
         assert bool(drafter.propose(Frontier(torch.tensor([4]), torch.zeros(1, 1), [0])).side_branches) == there

@@ -14,7 +14,7 @@ from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Draft, Frontier
 from decode.drafters.base import DrafterContext
-from decode.drafters.dynamic_tree import DynamicTree
+from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
 from decode.loop import Acceptor

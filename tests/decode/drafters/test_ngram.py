@@ -69,7 +69,7 @@ def drafts(plan: NgramConfig, *prompts: list[int], room: int = 20) -> Any:
     for row, prompt in enumerate(prompts):
         sequences.extend(row, prompt[-1:])
     frontier = Frontier(torch.tensor([p[-1] for p in prompts]), torch.zeros(len(prompts), 1), [*range(len(prompts))])
-    return NgramDrafter(plan, sequences).propose(frontier)
+    return NgramDrafter(sequences, plan).propose(frontier)
 
 
 def test_by_hand() -> None:

@@ -12,8 +12,7 @@ from decode.bench.calibration.calibrate import calibrate
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
 from decode.drafters import levelwise
-from decode.drafters.dynamic_tree import DynamicTree
-from decode.drafters.layouts import resolve_tree
+from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Acceptor

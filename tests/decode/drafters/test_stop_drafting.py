@@ -11,8 +11,7 @@ import torch
 from decode import generate, steps
 from decode.bench.methods import medusa_method
 from decode.draft import Draft, Frontier
-from decode.drafters.dynamic_tree import STEEPNESS, DynamicTree
-from decode.drafters.layouts import resolve_tree
+from decode.drafters.layouts import STEEPNESS, DynamicTree, resolve_tree
 from decode.drafters.levelwise import PathDrafter
 from decode.generation import heads_drafter
 from decode.settings import DecodingOptions, Settings
