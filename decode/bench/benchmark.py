@@ -56,8 +56,7 @@ class Contender:
     rounds: list[list[Result]] = field(default_factory=list)
     """One result per prompt for each round, without the warm-up."""
     batch_of: list[int] = field(default_factory=list)
-    """The batch that each prompt was decoded in. Prompts of one batch share their seconds and are resampled together.
-    """
+    """The batch of each prompt. Prompts of one batch share their seconds and are resampled together."""
 
     def tokens_per_second(self, chosen: Sequence[int] | None = None) -> list[float]:
         """Tokens per second in each round: all tokens of the `chosen` prompts (default: all) over their seconds."""
@@ -66,16 +65,12 @@ class Contender:
 
     def prompt_figures(self, chosen: Sequence[int]) -> list[PromptFigures]:
         """Counts and times of each of the `chosen` prompts."""
-        return [
-            PromptFigures(
-                batch=self.batch_of[index],
-                new_tokens=len(self.rounds[0][index].new_ids),
-                steps=len(self.rounds[0][index].uncut_lengths),
-                uncut_tokens=sum(self.rounds[0][index].uncut_lengths),
-                seconds=[round(results[index].seconds, 6) for results in self.rounds],
-            )
-            for index in chosen
-        ]
+        found = []
+        for index in chosen:
+            seconds = [round(results[index].seconds, 6) for results in self.rounds]
+            new_ids, lengths = self.rounds[0][index].new_ids, self.rounds[0][index].uncut_lengths
+            found.append(PromptFigures(self.batch_of[index], len(new_ids), len(lengths), sum(lengths), seconds))
+        return found
 
     def step_ms(self) -> dict[str, float] | None:
         """Milliseconds of a step by stage, if the method has a clock."""
@@ -135,6 +130,8 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
     for index, category in enumerate(categories):
         if category is not None:
             groups[category].append(index)
+    if len(groups) == 1:
+        groups.clear()
     found = {}
     for contender in contenders:
         everything = range(len(contender.batch_of))
@@ -142,8 +139,7 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
         figures.tau_by_position = tau_by_position(contender.rounds[0])
         figures.prompts = contender.prompt_figures(everything)
         figures.step_ms = contender.step_ms()
-        several = groups if len(groups) > 1 else {}
-        figures.by_category = {name: _figures(contender, *baselines, chosen) for name, chosen in several.items()}
+        figures.by_category = {name: _figures(contender, *baselines, chosen) for name, chosen in groups.items()}
     return found
 
 
@@ -208,8 +204,7 @@ def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list
     for table, result in zip(ranks, results, strict=True):
         at, lines = 0, table.tolist()
         for length in result.uncut_lengths:
-            # A last root needs no forward, and guesses beyond the end of the text have no ranks.
-            if at + length <= len(lines):
+            if at + length <= len(lines):  # a last root needs no forward, and guesses beyond the end have no ranks
                 steps += 1
                 for depth in range(1, length):
                     counts[tuple(lines[at][:depth])] += 1

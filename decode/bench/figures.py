@@ -153,12 +153,11 @@ class RunSettings:
 
 
 def _with_generation(content: object) -> object:
-    """Move the entries that are not fields of `RunSettings` into its field `generation`."""
+    """Collect the entries that are not fields of `RunSettings` in its field `generation`."""
     if not isinstance(content, dict):
         return content
     own = {field.name for field in fields(RunSettings)}
-    rest = {name: value for name, value in content.items() if name not in own}
-    return {name: value for name, value in content.items() if name in own} | {"generation": rest}
+    return content | {"generation": {name: value for name, value in content.items() if name not in own}}
 
 
 @dataclass
@@ -222,14 +221,11 @@ class BenchmarkResult:
         except ValidationError:
             raise RequestError(f"{name} is not a benchmark; give a file that medusa benchmark --json wrote") from None
 
-    def require_prompts(self, name: str) -> list[PromptFigures]:
-        """The figures of each prompt, from which runs are compared.
+    def require_prompts(self, name: str) -> None:
+        """Check that the figures of each prompt are there, from which runs are compared.
 
         Raises:
             RequestError: the file `name` lacks these figures, as an earlier version wrote it."""
-        found = self.methods["medusa"].prompts if "medusa" in self.methods else None
-        if found is None or self.settings.prompts_sha256 is None:
-            raise RequestError(
-                f"{name} holds no figures of its prompts: an earlier version wrote it; run the benchmark again"
-            )
-        return found
+        if "medusa" not in self.methods or None in (self.medusa.prompts, self.settings.prompts_sha256):
+            why = "an earlier version wrote it; run the benchmark again"
+            raise RequestError(f"{name} holds no figures of its prompts: {why}")

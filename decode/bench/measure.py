@@ -77,18 +77,14 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
     generation = json.loads(json.dumps(job.settings.to_dict()))
     settings = RunSettings(
         **{name: generation.pop(name) for name in ("max_new_tokens", "temperature", "acceptance")},
+        **{
+            name: getattr(job, name) for name in ("heads", "drafter", "tree", "rounds", "batch_size", "seed", "command")
+        },
         generation=generation,
         backbone=job.loaded.name,
-        heads=job.heads,
         prompts=len(job.prompts),
-        rounds=job.rounds,
-        batch_size=job.batch_size,
-        drafter=job.drafter,
-        tree=job.tree,
         nodes=job.source.num_nodes,
         prompts_sha256=prompts_hash(job.prompts),
-        seed=job.seed,
-        command=job.command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=commit(),
     )
@@ -133,17 +129,13 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
     job.run(contenders, 1, "lossy rules")
     figures = summarize(contenders, [None] * len(job.prompts))
     backbone = Backbone(job.loaded.model)
-    return [
-        LossyFigures(
-            acceptance=contender.name,
-            lossless=contender.name not in LOSSY,
-            temperature=warm.temperature,
-            tau=figures[contender.name].tau,
-            speedup_vs_generate=figures[contender.name].speedup_vs_generate,
-            log_likelihood=log_likelihood(backbone, contender.rounds[0], warm.temperature),
-        )
-        for contender in contenders[:-1]
-    ]
+    rows = []
+    for contender in contenders[:-1]:
+        name, found = contender.name, figures[contender.name]
+        likelihood = log_likelihood(backbone, contender.rounds[0], warm.temperature)
+        speed = (warm.temperature, found.tau, found.speedup_vs_generate)
+        rows.append(LossyFigures(name, name not in LOSSY, *speed, likelihood))
+    return rows
 
 
 @torch.inference_mode()

@@ -120,8 +120,8 @@ def transformers_method(
     `assistance`: options of its assisted generation or beam search, such as `prompt_lookup_num_tokens`. `generate` does
     not report the steps of these modes, so their results have none."""
     backbone, amateur = Backbone(model), settings.amateur
-    contexts = [backbone.context, None if amateur is None else Backbone(amateur.model).context]
-    context = min((end for end in contexts if end is not None), default=None)
+    models = [model] if amateur is None else [model, amateur.model]
+    context = min((end for end in (Backbone(some).context for some in models) if end is not None), default=1 << 30)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop and tokenizer is not None else None
     eos = None if settings.ignore_eos else model.generation_config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -133,13 +133,10 @@ def transformers_method(
         if seeds:
             torch.manual_seed(seeds[0])
         results = [Result(list(prompt)) for prompt in prompts]
-        groups: dict[int, list[Result]] = {}
-        for result in results:  # `generate` takes one length for a batch, and the context may allow a row less
-            room = settings.max_new_tokens if context is None else context - len(result.input_ids)
-            groups.setdefault(min(settings.max_new_tokens, room), []).append(result)
-        for limit, group in groups.items():
+        limits = [min(settings.max_new_tokens, context - len(prompt)) for prompt in prompts]
+        for limit in dict.fromkeys(limits):  # `generate` takes one limit for all rows
             if limit > 0:
-                write(group, limit)
+                write([result for result, own in zip(results, limits, strict=True) if own == limit], limit)
         for result in results:
             result.seconds = perf_counter() - start
         return results
@@ -147,10 +144,9 @@ def transformers_method(
     def write(group: list[Result], limit: int) -> None:
         kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit} | assistance
         inputs = left_padded([result.input_ids for result in group], backbone.device)
-        longest = inputs["input_ids"].shape[1]
         if amateur is not None:
             kwargs |= _contrast_kwargs(amateur, settings, inputs["attention_mask"])
-        out = model.generate(**inputs, **kwargs)[:, longest:].tolist()  # type: ignore[operator]
+        out = model.generate(**inputs, **kwargs)[:, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[operator]
         for result, ids in zip(group, out, strict=True):
             result.new_ids = ids
             _cut(result, ends, stops)
@@ -189,8 +185,7 @@ def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> No
             length, result.finish_reason = at, "stop"
             break
     result.new_ids = result.new_ids[:length]
-    result.step_lengths = [1] * length
-    result.uncut_lengths = [1] * length
+    result.step_lengths, result.uncut_lengths = [1] * length, [1] * length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,9 @@ class Calibration:
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
     """Everything that a calibration depends on: machine, backbone, heads, dtype, batch size and sampling."""
-    here = asdict(machine())
+    here = machine()
     return {
-        **{name: here[name] for name in ("processor", "gpu", "threads", "torch", "transformers")},
+        **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
         "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": getattr(model.config, "_attn_implementation", None),
@@ -134,12 +134,12 @@ def store(places: Sequence[Path], calibration: Calibration) -> Path:
     Raises:
         OSError: no file can be written.
     """
-    for index, place in enumerate(places):
+    for place in places:
         try:
             kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
             write_json(place, [*kept, calibration.to_json()])
             return place
         except OSError:
-            if index + 1 == len(places):
+            if place == places[-1]:
                 raise
-    raise OSError("there is no place to keep a calibration")
+    raise OSError("there is no file to keep a calibration in")

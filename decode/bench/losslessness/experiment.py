@@ -45,6 +45,8 @@ MAX_SCORES = 2**28  # scores that are kept, 1 GiB of float32
 
 Take = Callable[[int], tuple[Draft, Acceptance]]
 """Draws a number of rows: their drafts and what was accepted of them."""
+OnDraws = Callable[[int], object]
+"""Receives the number of draws just taken."""
 
 
 def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: PreTrainedModel) -> None:
@@ -83,8 +85,7 @@ class FixedContext:
         slack = max(source.num_nodes, STAR)
         self.session = Session(model, requests, slack=slack, heads=source.heads, verifiers=self.amateur)
         self.drafter = source.start(self.session)
-        self.stepper = TreeStepper(self.session, self.drafter, Acceptor("greedy"))
-        self.frontier = self.stepper.frontier = self.session.prefill(most_probable_first=True)
+        self.frontier = self.session.prefill(most_probable_first=True)
         self.session.sequences.extend(0, self.frontier.root.tolist())
         self._warm_up(source.warm_up)
         self.root = int(self.frontier.root)
@@ -93,16 +94,19 @@ class FixedContext:
     def _warm_up(self, steps: int) -> None:
         """Take at least `steps` greedy steps without accepting guesses, until the drafter drafts."""
         session, sequences = self.session, self.session.sequences
-        room = (session.backbone.context or 1 << 30) - 2
+        stepper, room = (
+            TreeStepper(session, self.drafter, Acceptor("greedy")),
+            (session.backbone.context or 1 << 30) - 2,
+        )
         for step in range(steps * PATIENCE):
             draft = self.drafter.propose(self.frontier)
             ready = step >= steps and draft.topology.num_nodes > 1
             if ready or sequences.finish_reason[0] is not None or sequences.lengths[0] > room:
                 return
-            readout = session.verifier(draft)
+            readout, stepper.frontier = session.verifier(draft), self.frontier
             root = session.target.next([0], sequences, readout.logits[:, 0], most_probable_only=True)
             accepted = ended_at(draft, draft.ids.new_zeros(1), root.to(draft.ids.device))
-            self.frontier = self.stepper.frontier = self.stepper.compact(draft, readout, accepted, [1])
+            self.frontier = stepper.compact(draft, readout, accepted, [1])
             sequences.extend(0, self.frontier.root.tolist())
 
     def first_head(self) -> Tensor | None:
@@ -119,16 +123,15 @@ class FixedContext:
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
         """The target's scores [F, V] after texts of one length, by plain forwards and transformers' processors."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
-        logits = torch.cat([self._plain_logits(part) for part in ids.split(TEXTS)])
-        rows = range(len(ids))
-        return torch.cat([self.processors(ids[i : i + 1], logits[i : i + 1].float()) for i in rows])  # type: ignore[arg-type]
-
-    def _plain_logits(self, ids: Tensor) -> Tensor:
-        """Logits [F, V] after texts [F, T], before the processors."""
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, -1]
-        if self.amateur is None:
-            return logits
-        return self.amateur.contrast(logits, self.amateur.model(input_ids=ids, use_cache=False).logits[:, -1])
+        found = []
+        for part in ids.split(TEXTS):
+            logits = self.model(input_ids=part, use_cache=False).logits[:, -1]
+            if self.amateur is not None:
+                theirs = self.amateur.model(input_ids=part, use_cache=False).logits[:, -1]
+                logits = self.amateur.contrast(logits, theirs)
+            rows = zip(part.split(1), logits.float().split(1), strict=True)
+            found += [self.processors(text, scores) for text, scores in rows]
+        return torch.cat(found)
 
     def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
         """The target's scores [F, V] after the root and each of F tokens, by tree forwards.
@@ -147,11 +150,9 @@ class FixedContext:
         session = self.session
         logits = session.verifier(draft).logits[0]
         session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
-        scores = []
-        for node, path in enumerate(draft.topology.paths[0, :, 1:]):
-            prefix = session.sequences.prefix(0, draft.ids[0, path[path >= 0]])
-            scores.append(session.target.scores(0, prefix, logits[node]))
-        return torch.cat(scores)
+        paths = [path[path >= 0] for path in draft.topology.paths[0, :, 1:]]
+        prefixes = [session.sequences.prefix(0, draft.ids[0, path]) for path in paths]
+        return torch.cat([session.target.scores(0, *pair) for pair in zip(prefixes, logits, strict=True)])
 
 
 class Experiment:
@@ -180,21 +181,15 @@ class Experiment:
         self.is_independent = model.dtype in (torch.float32, torch.float64)
         self.after_root = context.expected([context.text])[0] if self.is_independent else context.verified()[0]
         self.firsts = self.after_root.softmax(-1).topk(min(FIRST_TOKENS, self.vocab)).indices.tolist()
-        self.known: dict[int, Tensor] = {}
+        texts = [[*context.text, token] for token in self.firsts]
+        self.after_firsts = context.expected(texts) if self.is_independent else context.verified(self.firsts)
+        known = [] if self.is_independent else zip(self.firsts, self.after_firsts, strict=True)
+        self.known: dict[int, Tensor] = dict(known)
         """Scores [V] after the root and a token, by tree forwards."""
-        if self.is_independent:
-            self.after_firsts = context.expected([[*context.text, token] for token in self.firsts])
-        else:
-            self.after_firsts = context.verified(self.firsts)
-            self.known = dict(zip(self.firsts, self.after_firsts, strict=True))
 
     @torch.inference_mode()
-    def run(
-        self, rule: Rule, number: int, draws: int, on_progress: Callable[[int], object] = lambda draws: None
-    ) -> Case:
-        """Take `draws` steps by `rule` and test their tokens against the target.
-
-        `number`: the number of the prompt, for the result. `on_progress` receives the number of draws just taken."""
+    def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda draws: None) -> Case:
+        """Take `draws` steps by `rule` and test their tokens against the target. `number`: of the prompt."""
         truncation = Truncation(self.settings.epsilon, self.settings.delta)
         truncate = truncation if rule.acceptance == "typical-sampled" else None
         after_root, after_firsts = self.after_root, self.after_firsts
@@ -226,16 +221,13 @@ class Experiment:
             mean_accepted=accepted_tokens / draws,
         )
 
-    def _count(
-        self, take: Take, draws: int, on_progress: Callable[[int], object], same: bool
-    ) -> tuple[Tensor, Tensor, int]:
+    def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
         """Counts of the first drafted tokens [V] and of the second token after each [F, V], and all accepted tokens.
 
         `same`: all draws have the same outcome, so one draw counts for all."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
-        place = torch.full((self.vocab,), -1)
-        place[self.firsts] = torch.arange(len(self.firsts))
+        place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
         accepted_tokens, at_once = 0, max(1_000, min(MAX_ROWS, 2**27 // self.vocab))
         for start in range(0, draws, draws if same else at_once):
             rows, weight = (1, draws) if same else (min(at_once, draws - start), 1)
@@ -318,7 +310,5 @@ def narrowed(tree: Tree, num_children: int) -> Tree:
     return Tree.from_paths([path for path, keep in zip(tree.rank_paths, kept[1:], strict=True) if keep])
 
 
-def _truncated(scores: Tensor, truncation: Truncation | None) -> Tensor:
-    if truncation is None:
-        return scores
-    return scores.masked_fill(~typical(scores.softmax(-1), *truncation), -torch.inf)
+def _truncated(scores: Tensor, by: Truncation | None) -> Tensor:
+    return scores if by is None else scores.masked_fill(~typical(scores.softmax(-1), *by), -torch.inf)

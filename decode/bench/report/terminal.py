@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,11 +18,11 @@ from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
 
 
-def table_of(columns: Sequence[str], title: str | None = None) -> Table:
-    """A table whose first column is text and whose other columns are figures, on the right."""
+def table_of(columns: Sequence[str], title: str | None = None, justify: Literal["left", "right"] = "right") -> Table:
+    """A table whose first column is text, and whose other columns are figures."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True, min_width=len(name) if index else 0)
+        table.add_column(name, justify=justify if index else "left", no_wrap=True, min_width=len(name) if index else 0)
     return table
 
 
@@ -83,10 +84,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.title = f"{outcome.asked.draws:,} draws by each rule"
-    for column in narrow:
-        table.add_column(head[column], no_wrap=True)
+    table = table_of([head[column] for column in narrow], f"{outcome.asked.draws:,} draws by each rule", "left")
     for row in rows:
         style = {"DIFFERS": "red", "passed": ""}.get(row[head.index("verdict")], "dim")
         table.add_row(*(row[column] for column in narrow), style=style)
@@ -99,16 +97,14 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
     """Print the trees that were tried.
 
     `measured`: tau on held-out texts; `place`: the file that keeps the calibration."""
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("nodes", "tree", "predicted tau", "ms per step", "tokens/s", "x plain", ""):
-        table.add_column(name, justify="right")
+    table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
         rate = point.tokens_per_second
         kind = "plain" if point.nodes == 1 else "dynamic" if point.dynamic else "static"
         figures = (f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}")
         chosen, style = ("chosen", "bold") if index == found.chosen else ("", "")
-        table.add_row(str(point.nodes), kind, *figures, chosen, style=style)
+        table.add_row(kind, str(point.nodes), *figures, chosen, style=style)
     console.print(table)
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
