@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -120,7 +119,7 @@ class ApiAnswer:
     def _leave(self) -> None:
         """End the rows that are still running."""
         for row in self.rows:
-            row.reader.left.set()
+            row.left.set()
 
     def _usage(self) -> dict[str, int]:
         given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
@@ -202,7 +201,9 @@ class CompletionApi:
         asked = parse(bytes(content), kind)
         answer = self.begin(asked)
         if asked.stream:
-            return StreamingResponse(answer.chunks(asked.wants_usage), media_type="text/event-stream")
+            return StreamingResponse(
+                answer.chunks(bool(asked.stream_options.include_usage)), media_type="text/event-stream"
+            )
         return JSONResponse(await answer.whole(request))
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
@@ -217,14 +218,14 @@ class CompletionApi:
             require_fitting(prompts, self.backbone)
         except RequestError as error:
             raise ApiError(str(error)) from None
-        count = len(prompts) * asked.copies
+        count = len(prompts) * asked.n
         if count > MAX_CHOICES:
             raise ApiError(f"{count} texts were asked for; a request has at most {MAX_CHOICES}")
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
         answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), sum(map(len, prompts)))
         for index in range(count):
-            number, copy = divmod(index, asked.copies)
+            number, copy = divmod(index, asked.n)
             # If the request has a seed, equal prompts get equal texts; otherwise all texts differ.
             offset = index if asked.seed is None else copy
             answer.rows.append(BatchRow(prompts[number], settings, (seed + offset) % 2**63, answer.listener(index)))
@@ -244,23 +245,13 @@ async def _no_such_route(request: HttpRequest, error: Exception) -> Response:
     return await _refuse(request, ApiError(f"{request.method} {request.url.path}: {routes}", status))
 
 
-class _AnnouncedServer(uvicorn.Server):
-    """A server that calls a function when it listens."""
-
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
-        super().__init__(config)
-        self.on_start = on_start
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.on_start()
-
-
 def serve(
     api: CompletionApi, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
 ) -> None:
     """Answer requests until the program is ended. `on_start` is called when the server listens."""
     app = api.app(allowed_hosts)
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)
-    _AnnouncedServer(config, on_start).run()
+    listening = config.bind_socket()
+    listening.listen()  # clients that connect now wait until the server accepts
+    on_start()
+    uvicorn.Server(config).run(sockets=[listening])

@@ -58,6 +58,7 @@ class StreamOptions(StrictModel):
     """The object `stream_options`."""
 
     include_usage: bool | None = None
+    """Whether a stream ends with the usage."""
 
 
 class TextPart(StrictModel):
@@ -80,7 +81,6 @@ class Message(StrictModel):
 
 WholeNumber = Annotated[int | None, Field(description="a whole number")]
 Number = Annotated[float | None, Field(allow_inf_nan=False, description="a number")]
-Flag = Annotated[bool | None, Field(description="true or false")]
 
 
 def _require_temperature(value: float | None) -> float | None:
@@ -111,45 +111,41 @@ class GenerationRequest(StrictModel):
     top_k: WholeNumber = None
     min_p: Number = None
     repetition_penalty: Number = Field(None, ge=0.01, description="a number of at least 0.01")
-    ignore_eos: Flag = None
+    ignore_eos: bool | None = Field(None, description="true or false")
     stop: Annotated[list[str] | None, BeforeValidator(_as_strings)] = Field(
         None, description="a string or a list of strings"
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
-    stream: Flag = None
-    stream_options: StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
+    """Texts for each prompt."""
+    stream: bool = Field(False, description="true or false")
+    stream_options: StreamOptions = Field(StreamOptions(), description='an object such as {"include_usage": true}')
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, body: dict[str, object]) -> dict[str, object]:
-        for name, neutral in UNSUPPORTED.items():
-            value = body.get(name)
-            # `logprobs: 0` is a request, although 0 == False.
-            if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
+    def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
+        """Drop null values, and unsupported parameters whose values request nothing.
+
+        Raises:
+            ApiError: the value of an unsupported parameter requests something."""
+        given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+        for name in filter(given.__contains__, UNSUPPORTED):
+            value, neutral = given.pop(name), UNSUPPORTED[name]
+            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):  # 0 == False, but requests 0
                 raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
-        return {name: value for name, value in body.items() if name not in UNSUPPORTED and name not in IGNORED}
-
-    @property
-    def copies(self) -> int:
-        """Texts for each prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return given
 
     def settings(self, defaults: Settings) -> Settings:
         """The generation settings of the request; `defaults` are the server's.
 
         Raises:
-            RequestError: a value out of range, or values that cannot be combined."""
-        same_names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
-        asked: dict[str, object] = {name: getattr(self, name) for name in same_names}
-        asked["max_new_tokens"] = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        asked["stop"] = None if self.stop is None else tuple(self.stop)
-        return replace(defaults, **{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
+            RequestError: a value is out of range, or values cannot be combined."""
+        same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
+        asked = self.model_dump(include=same_names, exclude_none=True)
+        for limit in (self.max_tokens, self.max_completion_tokens):
+            asked |= {} if limit is None else {"max_new_tokens": limit}
+        asked |= {} if self.stop is None else {"stop": tuple(self.stop)}
+        return replace(defaults, **asked)
 
 
 def _as_list(prompt: object) -> object:

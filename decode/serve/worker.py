@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,31 +32,6 @@ class RowEvent(NamedTuple):
     error: Exception | None = None
 
 
-class ReaderLeft(StoppingCriteria):
-    """Ends a row whose reader has left."""
-
-    def __init__(self) -> None:
-        self.left = threading.Event()
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.left.is_set(), device=input_ids.device)
-
-
-class StopInNewText(StoppingCriteria):
-    """Ends a row whose new text contains a stop string. As in OpenAI's API, the prompt does not count."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_length: int) -> None:
-        self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
-        # A token may end inside the character that completes a string, and a character may take several tokens.
-        self.window = 4 * max(map(len, stop)) + 4
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
-        rows = input_ids[:, self.prompt_length :].tolist()
-        texts = [str(self.tokenizer.decode(ids[-self.window :], skip_special_tokens=True)) for ids in rows]
-        found = [any(string in text for string in self.stop) for text in texts]
-        return torch.tensor(found, device=input_ids.device)
-
-
 @dataclass
 class BatchRow:
     """One requested text, from its prompt to the function that informs its reader."""
@@ -66,7 +41,8 @@ class BatchRow:
     seed: int
     tell: Callable[[RowEvent], object]
     """Called by the thread that decodes."""
-    reader: ReaderLeft = field(default_factory=ReaderLeft)
+    left: threading.Event = field(default_factory=threading.Event)
+    """Set when the reader has left."""
     new_tokens: int = 0
 
     @property
@@ -80,10 +56,28 @@ class BatchRow:
         Raises:
             RequestError: as `decode.request.prepare`."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
-        ends = StoppingCriteriaList([self.reader])
-        if self.settings.stop:
-            ends.append(StopInNewText(generator.tokenizer, self.settings.stop, len(self.prompt)))
+        ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
         return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
+
+
+class RowEnd(StoppingCriteria):
+    """Ends a row whose reader has left, or whose new text contains a stop string.
+
+    As in OpenAI's API, stop strings in the prompt do not count."""
+
+    def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.row, self.tokenizer = row, tokenizer
+        # A token may end inside the character that completes a string, and a character may take several tokens.
+        self.window = 4 * max(map(len, row.settings.stop), default=0) + 4
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
+        ended = torch.full((len(input_ids),), self.row.left.is_set(), device=input_ids.device)
+        if self.row.settings.stop:
+            new_ids = input_ids[:, max(len(self.row.prompt), input_ids.shape[1] - self.window) :].tolist()
+            texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
+            found = [any(string in text for string in self.row.settings.stop) for text in texts]
+            ended |= torch.tensor(found, device=input_ids.device)
+        return ended
 
 
 class BatchWorker:
@@ -132,7 +126,7 @@ class BatchWorker:
     def stop(self) -> None:
         """End the thread after the current step."""
         for row in (*self.waiting, *self.running):
-            row.reader.left.set()
+            row.left.set()
         self.arrivals.put(None)
         if self.thread is not None:
             self.thread.join(timeout=10)
@@ -146,7 +140,7 @@ class BatchWorker:
             arrived.append(self.arrivals.get())
         if None in arrived:
             return None
-        self.waiting = [row for row in (*self.waiting, *filter(None, arrived)) if not row.reader.left.is_set()]
+        self.waiting = [row for row in (*self.waiting, *filter(None, arrived)) if not row.left.is_set()]
         if not self.waiting:
             return []
         first = self.waiting[0]

@@ -27,7 +27,6 @@ from decode.bench.report import plots
 from decode.settings import is_lossy
 from medusa.files import readable, write_text
 
-FOLDER = Path(__file__).parent
 SHOWN_SHARE = 0.01  # of steps that accept a node: dynamic trees have many nodes that are hardly ever accepted
 
 
@@ -55,7 +54,7 @@ class ReportPage:
     def html(self) -> str:
         """The whole page."""
         environment = Environment(
-            loader=FileSystemLoader(FOLDER / "templates"),
+            loader=FileSystemLoader(plots.FOLDER / "templates"),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -67,7 +66,7 @@ class ReportPage:
             title=self.title,
             drawn={name: Picture(name, figure) for name, figure in self.figures.items()},
             colors=plots.COLORS,
-            css=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),
+            css=Markup((plots.FOLDER / "report.css").read_text(encoding="utf-8")),
         )
 
     def save(self, path: Path) -> None:

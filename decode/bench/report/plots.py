@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,23 +12,11 @@ from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
 from decode.bench.figures import AcceptedNode, Interval, MethodFigures, PositionFigures, TemperatureFigures
 from decode.bench.losslessness.cases import Case
+from medusa.files import read_json
 
-COLORS = {
-    # name: (light, dark). Pages replace the light colour of a picture by a variable that follows the theme.
-    "ink": ("#1f2933", "#e4e7eb"),
-    "faint": ("#616e7c", "#9aa5b1"),
-    "line": ("#d9dee3", "#3e4c59"),
-    "paper": ("#ffffff", "#161b20"),
-    "card": ("#f5f7f8", "#1f272e"),
-    "good": ("#0a7a4b", "#5fd39a"),
-    "bad": ("#b3261e", "#ff8a80"),
-    "plain": ("#9aa5b0", "#77838f"),
-    "transformers": ("#52606d", "#b8c2cc"),
-    "medusa": ("#0b7a75", "#3cbcb1"),
-    "amber": ("#f2a541", "#f2b661"),
-    "violet": ("#7a3e9d", "#c59ae0"),
-    "blue": ("#3b76c4", "#7fb0ec"),
-}
+FOLDER = Path(__file__).parent
+COLORS: dict[str, tuple[str, str]] = read_json(FOLDER / "colors.json")
+"""(light, dark) by name. Pages replace the light colour of a picture by a variable that follows the theme."""
 INK = {name: light for name, (light, _) in COLORS.items()}
 """The colours to draw with, by name."""
 WIDTH = 5.2  # inches: two next to each other on a desktop, one on a phone, where 10 points can still be read

@@ -280,9 +280,9 @@ def test_a_batch_is_of_rows_that_are_alike_and_near_in_length() -> None:
 def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(generator: TextGenerator) -> None:
     worker, told = BatchWorker(generator, 4), [[], []]  # type: ignore[var-annotated]
     rows = [row_of(generator, PROMPTS[0], Settings(max_new_tokens=40), events) for events in told]
-    rows[0].tell = lambda event: (told[0].append(event), rows[0].reader.left.set())  # leaves after the first words
+    rows[0].tell = lambda event: (told[0].append(event), rows[0].left.set())  # leaves after the first words
     never = row_of(generator, PROMPTS[1])
-    never.reader.left.set()
+    never.left.set()
     for row in (*rows, never):
         worker.add(row)
     batch = worker.next_batch()
