@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import PretrainedConfig, set_seed
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_config
 from train.architecture import learning_rate
@@ -29,7 +30,7 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the se
 
 
 class LoadedRun(NamedTuple):
-    """What a run is made of, before its trainer."""
+    """The parts of a run, without its trainer."""
 
     config: TrainConfig
     arguments: MedusaTrainingArguments
@@ -37,7 +38,36 @@ class LoadedRun(NamedTuple):
     dataset: Rows
     evaluated: Rows | None
     quality_rows: Rows
+    """Rows on which an adapted backbone's perplexity is measured."""
     heads: MedusaHeads
+
+
+def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
+    """Check a recipe, load the backbone and the data, and make the heads.
+
+    Raises:
+        RequestError: an error of the recipe; something cannot be loaded; or the heads differ from the checkpoint's.
+    """
+    arguments, sizes = check(config, quiet)
+    loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
+    if checkpoint is not None:
+        require_same_heads(checkpoint, config, loaded.model)
+    backbone = Backbone(loaded.model)
+    reading = (loaded.tokenizer, backbone.vocab_size, backbone.context)
+    dataset: Rows
+    if is_features(config.data.path):
+        dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
+    else:
+        dataset = load_dataset(config.data, *reading, arguments.seed)
+    evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
+    quality_rows = dataset
+    if config.adapter is not None and config.adapter.quality_data is not None:
+        changed = {"path": config.adapter.quality_data, "exclude": None, "streaming": False}
+        quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
+    set_seed(arguments.seed)  # the heads' start depends on the seed alone
+    heads = _heads(config, loaded, dataset, quiet)
+    require_adaptable(config, heads)
+    return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
@@ -46,19 +76,24 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     Raises:
         RequestError: no such data or backbone, or keys that do not go together.
     """
-    for data in (None if _is_features(config) else config.data, config.eval_data):
-        if data is not None:
-            require_data(data)
+    data = config.data
+    if is_features(data.path):
+        unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}
+        for name, given in {"cache_features": config.cache_features, **unused}.items():
+            if given:
+                raise RequestError(f"{data.path} holds features; leave {name} out")
+    else:
+        require_data(data)
+    if config.eval_data is not None:
+        require_data(config.eval_data)
     sizes = load_config(config.backbone, config.load_options)
     if launched_alone():
         say(
-            "warning: accelerate launch --cpu starts one process, whatever --num_processes says; "
+            "warning: accelerate launch --cpu starts one process for any --num_processes; "
             "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
         )
     arguments = training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
-    if config.data.streaming and config.cache_features:
-        raise RequestError("data.streaming has no end, so its hidden states cannot be kept; leave cache_features out")
-    if config.data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
+    if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     return arguments, sizes
 
@@ -67,9 +102,9 @@ def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> Me
     """The section `training`, with the defaults that depend on the rest of the recipe.
 
     Raises:
-        RequestError: values that `TrainingArguments` refuses, or that the rest of the recipe rules out.
+        RequestError: values that `TrainingArguments` or the rest of the recipe rules out.
     """
-    given: dict[str, Any] = {
+    given: Json = {
         "save_strategy": "steps",
         "save_steps": 500,
         "dataloader_pin_memory": config.device not in (None, "cpu"),
@@ -81,76 +116,17 @@ def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> Me
         given |= {"eval_strategy": "steps", "eval_steps": 500}
     try:
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
+    except RequestError:
+        raise
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
     # Several GPUs need a launcher: DataParallel would copy the heads, but not the backbone outside the module tree.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     if config.adapter is None and any(getattr(arguments, name, False) for name in CHECKPOINTING):
-        raise RequestError("training.activation_checkpointing saves nothing where the backbone is frozen; leave it out")
-    if config.adapter is not None and config.eval_data is not None:
-        raise RequestError("eval_data is for a frozen backbone; with an adapter, leave it out")
+        raise RequestError("training.activation_checkpointing saves nothing if the backbone is frozen; leave it out")
     if arguments.eval_strategy != "no" and config.eval_data is None:
         raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
     return arguments
-
-
-def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Check a recipe, load the backbone and the data, and make the heads.
-
-    Raises:
-        RequestError: see `check`; or something cannot be loaded, or the heads differ from the checkpoint's.
-    """
-    arguments, sizes = check(config, quiet)
-    loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
-    if checkpoint is not None:
-        require_same_heads(checkpoint, config, loaded.model)
-    backbone = Backbone(loaded.model)
-    dataset, evaluated = _datasets(config, loaded.tokenizer, backbone, arguments.seed)
-    quality_rows = _quality_rows(config, dataset, loaded.tokenizer, backbone)
-    set_seed(arguments.seed)  # the heads' start depends on the seed alone, whatever ran before
-    heads = _heads(config, loaded, dataset, quiet)
-    require_adaptable(config, heads)
-    return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
-
-
-def _is_features(config: TrainConfig) -> bool:
-    """Whether the data are hidden states already.
-
-    Raises:
-        RequestError: they are, and something is asked for that they cannot give.
-    """
-    if not is_features(config.data.path):
-        return False
-    for name, given in (
-        ("cache_features", config.cache_features),
-        *((f"data.{key}", getattr(config.data, key)) for key in ("exclude", "max_examples", "streaming")),
-    ):
-        if given:
-            raise RequestError(f"{config.data.path} holds features; leave {name} out")
-    return True
-
-
-def _datasets(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone, seed: int
-) -> tuple[Rows, Rows | None]:
-    """What to train on, and what to evaluate on."""
-    sizes = (backbone.vocab_size, backbone.context)
-    dataset: Rows
-    if _is_features(config):
-        dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
-    else:
-        dataset = load_dataset(config.data, tokenizer, *sizes, seed)
-    return dataset, None if config.eval_data is None else load_dataset(config.eval_data, tokenizer, *sizes)
-
-
-def _quality_rows(
-    config: TrainConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone
-) -> Rows:
-    """The rows whose perplexity is measured."""
-    if config.adapter is None or config.adapter.quality_data is None:
-        return rows
-    changed = {"path": config.adapter.quality_data, "exclude": None, "streaming": False}
-    return load_dataset(config.data.model_copy(update=changed), tokenizer, backbone.vocab_size, backbone.context)
 
 
 def _heads(config: TrainConfig, loaded: Loaded, dataset: Rows, quiet: bool) -> MedusaHeads:
@@ -166,28 +142,22 @@ def _heads(config: TrainConfig, loaded: Loaded, dataset: Rows, quiet: bool) -> M
 
 
 def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
-    """Check that the backbone can be adapted together with these heads.
+    """Check that the recipe's adapter can be trained together with these heads.
 
     Raises:
-        RequestError: something in the recipe rules it out.
+        RequestError: an adapter that needs other heads.
     """
-    if config.adapter is None:
-        return
-    if config.shard_backbone:
-        raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
-    if config.data.streaming and config.adapter.quality_data is None:
-        raise RequestError("data.streaming has no end to measure a perplexity on; name a file as adapter.quality_data")
-    if config.adapter.teacher_tilt and heads.vocabulary is not None:
+    if config.adapter is not None and config.adapter.teacher_tilt and heads.vocabulary is not None:
         raise RequestError(
             "adapter.teacher_tilt needs heads that guess among all tokens; "
             "add adapter.teacher_tilt=0, or leave heads.vocabulary out"
         )
-    if config.adapter.lm_head and heads.config.lm_head == "shared":
+    if config.adapter is not None and config.adapter.lm_head and heads.config.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:
-    """The trainer, with the backbone sharded or adapted where the recipe says so."""
+    """Make the trainer, and shard or adapt the backbone as the recipe says."""
     config, arguments, model, heads = run.config, run.arguments, run.loaded.model, run.heads
     if config.shard_backbone:
         shard_backbone(model.requires_grad_(False), arguments.device)
@@ -198,5 +168,5 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
     else:
         adapt(model, config.adapter)
         trainer = Medusa2Trainer(model, heads, arguments, config.adapter)
-    trainer.train_dataset = run.dataset  # not before: a stream has no length, and a budget sets max_steps later
+    trainer.train_dataset = run.dataset  # not earlier: a stream has no length, and a budget sets max_steps later
     return trainer

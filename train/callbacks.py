@@ -143,12 +143,18 @@ class ProgressBar(TrainerCallback):
             self.progress = None
 
 
+def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
+    """Share of labels that are each head's best guess, in a line of the log."""
+    shares: list[float] = []
+    while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
+        shares.append(share)
+    return shares
+
+
 def summarize(logs: Mapping[str, float]) -> str:
     """Summarize a line of the log: the weighted loss in nats, and how often each head's best guess is right."""
     prefix = "eval_" if "eval_loss" in logs else ""
-    shares: list[str] = []
-    while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
-        shares.append(f"{share:.3f}")
+    shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""
     lm = f"  lm {logs['lm_loss']:.4f}" if "lm_loss" in logs else ""  # how far Medusa-2's backbone has moved
     return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}{tau}{lm}"

@@ -174,6 +174,25 @@ class TrainConfig(Section):
     def _empty_section(cls, content: object) -> object:
         return {} if content is None else content
 
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> TrainConfig:
+        adapter, streaming = self.adapter, self.data.streaming
+        for wrong, message in (
+            (streaming and self.cache_features, "data.streaming has no end to cache; leave cache_features out"),
+            (adapter and self.eval_data, "eval_data is for a frozen backbone; with an adapter, leave it out"),
+            (
+                adapter and self.shard_backbone,
+                "a sharded backbone cannot be adapted; leave shard_backbone or adapter out",
+            ),
+            (
+                adapter and streaming and adapter.quality_data is None,
+                "data.streaming has no end to measure a perplexity on; name a file as adapter.quality_data",
+            ),
+        ):
+            if wrong:
+                raise RequestError(message)
+        return self
+
     @property
     def load_options(self) -> LoadOptions:
         """How to load the backbone."""

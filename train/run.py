@@ -10,19 +10,19 @@ from rich.progress import Progress
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill
-from medusa.loading import LoadOptions, load_backbone
+from medusa.loading import load_backbone
 from medusa.memory import bytes_of
+from medusa.options import LoadOptions
 from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
 from train.checkpoints import checkpoint_to_resume, delete_checkpoints, require_room, way_out_of_full_disk
 from train.config import TrainConfig
-from train.curves import PICTURE, draw_curves
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.cache import FeatureCache, FeaturePlan
 from train.heads import describe
 from train.medusa2.adapter import write_merged
 from train.medusa2.lm_loss import Quality, quality
-from train.outcome import RunFigures, provenance
+from train.outcome import PICTURE, RunFigures, draw_curves, provenance
 from train.trainer import MedusaTrainer
 
 
@@ -30,7 +30,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     """Train as `config` says and save the heads in its `output_dir`.
 
     Raises:
-        RequestError: the request cannot be carried out, which is said before anything long starts.
+        RequestError: the recipe cannot be carried out; raised before anything long starts.
         RunError: the disk has filled up.
     """
     output = Path(config.output_dir)
@@ -39,26 +39,34 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     require_room(output, bytes_of(run.heads), run.arguments)
     trainer = build_trainer(run)
     trainer.provenance = provenance(run, trainer.args.max_steps)
-    if overwrite and trainer.args.process_index == 0:
+    first = trainer.args.process_index == 0
+    if overwrite and first:
         delete_checkpoints(output)
     if not quiet:
-        _report_start(run)
+        if not isinstance(run.dataset, StreamedDataset):
+            say(f"data: {run.dataset.counts}")
+        say(describe(run.heads.config, run.heads.num_parameters, Backbone(run.loaded.model)))
     with disk_may_fill(output, lambda: way_out_of_full_disk(output)):
-        if config.cache_features:
-            _cache_features(run, trainer, overwrite, quiet)
+        if config.cache_features and isinstance(run.dataset, PackedDataset):  # otherwise these are features already
+            _cache_features(_feature_cache(run, run.dataset), trainer, overwrite, quiet)
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         figures = RunFigures.of(trainer, outcome.metrics, _quality(run))
         trainer.provenance |= {"data": run.dataset.counts.to_dict(), "result": figures.to_dict()}
         trainer.save_model()
-        if config.adapter is not None and config.adapter.merge and trainer.args.process_index == 0:
+        if config.adapter is not None and config.adapter.merge and first:
             _merge(run)
     if not quiet:
-        _report_end(run, trainer, figures)
+        if isinstance(run.dataset, StreamedDataset):
+            say(f"data read: {run.dataset.counts}")
+        say(str(figures))
+        if first:
+            draw_curves(trainer.state.log_history, output / PICTURE)
+        say(f"heads saved in {output}")
     return figures
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
-    """What features on disk (`cache_features`) would take and save, from a few timed steps; nothing is written.
+    """Estimate the space and the time that `cache_features` takes and saves, from a few timed steps. Writes nothing.
 
     Raises:
         RequestError: the data are features already, or a stream.
@@ -72,33 +80,15 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     return plan
 
 
-def _report_start(run: LoadedRun) -> None:
-    if not isinstance(run.dataset, StreamedDataset):
-        say(f"data: {run.dataset.counts}")
-    say(describe(run.heads.config, run.heads.num_parameters, Backbone(run.loaded.model)))
-
-
-def _report_end(run: LoadedRun, trainer: MedusaTrainer, figures: RunFigures) -> None:
-    output = Path(run.config.output_dir)
-    if isinstance(run.dataset, StreamedDataset):
-        say(f"data, as far as it was read: {run.dataset.counts}")
-    say(str(figures))
-    if trainer.args.process_index == 0 and not draw_curves(trainer.state.log_history, output / PICTURE):
-        say(f"no {PICTURE}: it needs matplotlib")
-    say(f"heads saved in {output}")
-
-
 def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
     folder = Path(run.config.features_dir or Path(run.config.output_dir) / "features")
     backbone, known = Backbone(run.loaded.model), run.heads.config.backbone
     return FeatureCache(folder, dataset, backbone, known, run.config.features_dtype)
 
 
-def _cache_features(run: LoadedRun, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
-    """Train from hidden states on disk, which are written first where they are missing."""
-    if not isinstance(run.dataset, PackedDataset):  # features already
-        return
-    cache, args = _feature_cache(run, run.dataset), trainer.args
+def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
+    """Write the missing hidden states to disk, and train from all of them."""
+    args = trainer.args
     with args.main_process_first(desc="comparing features"):
         cache.require_belonging(replace=overwrite and args.process_index == 0)
     plan = cache.plan(trainer)
@@ -114,17 +104,18 @@ def _cache_features(run: LoadedRun, trainer: MedusaTrainer, overwrite: bool, qui
 
 
 def _quality(run: LoadedRun) -> Quality | None:
-    """Perplexities of an adapted backbone before and after, measured and reported."""
+    """Measure and print the perplexities of an adapted backbone before and after."""
     adapter, rows = run.config.adapter, run.quality_rows
     if adapter is None:
         return None
-    assert not isinstance(rows, StreamedDataset)  # refused with the adapter
+    assert not isinstance(rows, StreamedDataset)  # an error in a recipe with an adapter
     found = quality(Backbone(run.loaded.model), rows)
     say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
     return found
 
 
 def _merge(run: LoadedRun) -> None:
+    """Write the backbone with the adapter merged into it, in the dtype of the training."""
     config, loaded = run.config, run.loaded
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
