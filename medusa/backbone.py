@@ -1,6 +1,6 @@
 """The backbone: a pretrained causal LM of transformers, as hidden states and logits.
 
-The stock model is used as it is: nothing is copied, patched or left on it.
+The stock model is used as it is: it is neither copied nor modified.
 
 Shapes: B rows, T tokens, H hidden size, V vocabulary.
 """
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache
 from medusa.errors import RequestError
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
-REREADS = {"phi3", "phimoe", "phi4_multimodal"}  # their `prepare_inputs_for_generation` drops the cache there
+REREADS = {"phi3", "phimoe", "phi4_multimodal"}
+"""Models whose `prepare_inputs_for_generation` drops the cache at longrope's boundary."""
 
 
 class Readout(NamedTuple):
@@ -37,9 +38,9 @@ class Readout(NamedTuple):
 class Backbone:
     """A causal LM seen as hidden states and logits.
 
-    Most models are `lm_head(base(x))` to the last bit, so that logits can be computed for chosen positions only. A
-    forward over four tokens tests this once a model. Models that scale or cap in between (Cohere, Gemma-2, MiniCPM3)
-    run whole, with a hook on the LM head's input during the call.
+    Most models are `lm_head(base(x))` bit for bit, so that logits can be computed for chosen positions only. A forward
+    over four tokens tests this once a model. Models that scale or cap in between (Cohere, Gemma-2, MiniCPM3) run whole,
+    with a hook on the LM head's input during the call.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,9 +63,7 @@ class Backbone:
     @property
     def head_weight(self) -> Tensor:
         """[V, H] the weights of the LM head, which is a Linear or looks like one."""
-        weight = self.head.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return cast("Tensor", self.head.weight)
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +71,7 @@ class Backbone:
 
     @cached_property
     def context(self) -> int | None:
-        """Number of positions that the model was made for; `None` if its config does not say."""
+        """Number of positions that the model was made for; `None` if its config does not give it."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @cached_property
@@ -87,10 +86,8 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """The device of the input embeddings; in a sharded model the LM head lies on another one."""
-        weight = self.model.get_input_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return weight.device
+        """The device of the input embeddings; in a sharded model the LM head can be on another device."""
+        return cast("Tensor", self.model.get_input_embeddings().weight).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,9 +103,9 @@ class Backbone:
         return torch.equal(self.head(hidden), self.model(input_ids=probe, use_cache=False).logits)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> the LM head's output [..., V]; caps and scales after it would not change the order.
+        """Apply the LM head to hidden [..., H] of any dtype: [..., V] in the LM head's dtype.
 
-        Computed in the LM head's dtype, whatever that of `hidden`: heads in float32 share an LM head in bfloat16.
+        The model's later caps and scales are left out; they would not change the order of tokens.
         """
         return self.head(hidden.to(self.head_weight.dtype))
 
@@ -125,10 +122,10 @@ class Backbone:
     def forward(
         self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: Any
     ) -> Readout:
-        """input_ids [B, T] on top of `cache` -> hidden [B, T, H] and logits [B, T, V].
+        """Run the model on input_ids [B, T] after the tokens in `cache`: hidden [B, T, H] and logits [B, T, V].
 
-        With `last` [B] only position `last[b]` of row b is returned: hidden [B, H] and logits [B, V]. With
-        `all_hidden` this holds for the logits only.
+        With `last` [B] only position `last[b]` of row b is returned: hidden [B, H] and logits [B, V]. With `all_hidden`
+        this applies to the logits only.
         """
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
@@ -144,12 +141,12 @@ class Backbone:
 
     @cached_property
     def keeps_logits(self) -> bool:
-        """Whether the model takes `logits_to_keep`, as those of transformers do."""
+        """Whether the model's forward takes `logits_to_keep`, as models of transformers do."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the LM head's inputs inside this context; does nothing for a model that splits."""
+        """Record the LM head's inputs inside this context; without effect for a model that splits."""
         if self.splits or self._seen is not None:
             yield
             return
@@ -171,7 +168,7 @@ class Backbone:
         return Readout(hidden, logits)
 
 
-# The result of the test for each living LM head; nothing is left on the model itself.
+# The result of the test for each living LM head, kept here so that the model is not modified.
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 

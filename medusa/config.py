@@ -1,4 +1,4 @@
-"""The shapes and kind of a set of Medusa heads: the published JSON keys and ours."""
+"""The shapes and kind of a set of Medusa heads, as in `config.json`."""
 
 from __future__ import annotations
 
@@ -10,38 +10,32 @@ from medusa.files import Json
 from medusa.heads import KINDS
 from medusa.tree import Tree
 
-GATED = "gated"
-"""The block of EAGLE-3."""
-GATED_EPS = 1e-6
-"""The epsilon of its norms."""
+GATED, GATED_EPS = "gated", 1e-6
+"""The block of EAGLE-3, and the epsilon of its norms."""
 ORIGINAL_HYDRA = "hydra"
-"""The block of the original Hydra's checkpoints. Such heads can decode and cannot be trained."""
+"""The block of the original Hydra's checkpoints, whose heads can decode but cannot be trained."""
 BLOCKS = ("square", "mlp", GATED)
 LM_HEADS = ("own", "shared")
 MIN_VOCABULARY = 32
-"""Tokens that a vocabulary of the heads' own has at least: more than trees usually need."""
+"""The smallest draft vocabulary, in tokens: more than trees usually need."""
 
-# Our names, and the JSON keys that FasterDecoding, TGI and LoRAX read.
-PUBLISHED_KEYS = {
-    "num_heads": "medusa_num_heads",
-    "num_layers": "medusa_num_layers",
-    "base_model_name_or_path": "base_model_name_or_path",
-}
-OUR_KEYS = (
-    *("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size", "vocabulary"),
-    *("prefix", "backbone", "tree"),
-)
+PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
+PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}
+"""Fields, and the JSON keys under which FasterDecoding, TGI and LoRAX read them."""
+OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
+OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree")
+"""Fields whose JSON keys are their names."""
 
 
 class Fingerprint(TypedDict, total=False):
-    """The identity of a backbone, stored as JSON (`medusa.fingerprint`)."""
+    """The identity of a backbone (`medusa.fingerprint`)."""
 
     name: str | None  # a folder or Hub id
     revision: str | None
     dtype: str
     architecture: str  # the class of transformers
     weights: list[float]  # values at fixed places of the weights
-    embedding: list[float]  # the same of the input embeddings alone, which heads of the original Hydra come with
+    embedding: list[float]  # values of the input embeddings alone, for heads of the original Hydra
 
 
 class PrefixSizes(TypedDict):
@@ -60,9 +54,12 @@ class MedusaConfig:
     """Shapes and kind of a set of heads, and the backbone that they belong to.
 
     `num_heads` heads of `num_layers` residual blocks each read hidden states of `hidden_size` and guess among
-    `vocab_size` tokens. `block` is the paper's square one (section 2.1) or an MLP `expansion` times as wide as the
-    hidden state (`gated`: of three matrices, in heads of kind `eagle`). With `lm_head` own each head owns an LM head;
+    `vocab_size` tokens. `block` is the paper's square block (section 2.1) or an MLP `expansion` times as wide as the
+    hidden state (`gated`: of three matrices, in heads of kind `eagle`). With `lm_head` own each head has an LM head;
     with shared all use the backbone's.
+
+    Raises:
+        RequestError: a value that is not allowed.
     """
 
     hidden_size: int
@@ -72,9 +69,9 @@ class MedusaConfig:
     num_layers: int = 1
     kind: str = "medusa"
     prefix_layers: int = 0
-    """Decoder layers of the heads' own, between the backbone and the heads (`medusa.heads.prefix`)."""
+    """Number of decoder layers between the backbone and the heads (`medusa.heads.prefix`)."""
     prefix: PrefixSizes | None = None
-    """Sizes of the prefix layers, if they are not ours."""
+    """Sizes of prefix layers that were not trained here; `None`: the default sizes."""
     block: str = "square"
     expansion: float = 1.0
     lm_head: str = "own"
@@ -102,7 +99,10 @@ class MedusaConfig:
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
         if self.vocabulary is not None:
-            self._require_vocabulary(self.vocabulary)
+            _require_count("vocabulary", self.vocabulary, at_least=MIN_VOCABULARY)
+            if self.vocab_size is None or self.vocabulary >= self.vocab_size:
+                tokens = self.vocab_size or "an unknown number of"
+                raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
@@ -113,20 +113,13 @@ class MedusaConfig:
                 raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")
             Tree.from_paths(self.tree)
 
-    def _require_vocabulary(self, size: int) -> None:
-        _require_count("vocabulary", size, at_least=MIN_VOCABULARY)
-        if self.vocab_size is None or size >= self.vocab_size:
-            raise RequestError(
-                f"heads.vocabulary is {size} of {self.vocab_size or 'an unknown number of'} tokens; take fewer"
-            )
-
     @property
     def inner_size(self) -> int:
         """Width of an MLP's hidden layer."""
         return max(1, round(self.expansion * self.hidden_size))
 
     def draft_vocab_size(self, vocab_size: int) -> int:
-        """Number of tokens that the heads guess among, out of the `vocab_size` of their backbone."""
+        """Number of tokens that the heads guess among, out of the backbone's `vocab_size`."""
         return self.vocabulary or vocab_size
 
     @property
@@ -138,11 +131,11 @@ class MedusaConfig:
 
     @property
     def is_published(self) -> bool:
-        """Whether the published format has names for these tensors (for MLP blocks, names that we added)."""
+        """Whether the published format, with this project's names for MLP blocks, has names for these tensors."""
         return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
     def to_dict(self) -> Json:
-        """The JSON form. `version` is the file format's: "2" if the heads share the backbone's LM head (TGI, LoRAX)."""
+        """The JSON form. Its `version` is the format's: "2" if heads share the backbone's LM head (TGI, LoRAX)."""
         out: Json = {published: getattr(self, ours) for ours, published in PUBLISHED_KEYS.items()}
         if self.lm_head == "shared":
             out["version"] = "2"
@@ -156,10 +149,8 @@ class MedusaConfig:
             RequestError: a value that is not allowed.
             TypeError: no hidden size.
         """
-        known = {key: content[key] for key in OUR_KEYS if key in content}
-        return cls(
-            **known | {ours: content[published] for ours, published in PUBLISHED_KEYS.items() if published in content}
-        )
+        keys = PUBLISHED_KEYS | {key: key for key in OUR_KEYS}
+        return cls(**{field: content[key] for field, key in keys.items() if key in content})
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

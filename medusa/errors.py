@@ -1,4 +1,4 @@
-"""Errors with a message of one line: a wrong request, and a run that cannot go on."""
+"""Errors with a message of one line: wrong requests, and runs that cannot continue."""
 
 
 class RequestError(ValueError):
@@ -9,7 +9,7 @@ class RequestError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on for outside reasons, such as a full disk or a server that is gone, with the way out.
+    """A run that cannot continue, for example because a disk is full or a server is gone. The message has a way out.
 
     The command line prints it as one line and exits with status 1.
     """

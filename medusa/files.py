@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON, and the space on disks."""
+"""Files and folders that are written whole or not at all, JSON files, and disk space."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ASSETS = Path(__file__).parent / "assets"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Json = dict[str, Any]
-"""A JSON object as it is in a file, before its content is checked."""
+"""A JSON object of a file, before its content is checked."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path in the same folder, which becomes `path` on success and is removed on failure."""
+    """Yield a temporary path in the same folder, which becomes `path` on success and is removed on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give a temporary folder next to `path`, which replaces it on success and is removed on failure."""
+    """Yield a temporary folder next to `path`, which replaces it on success and is removed on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -108,7 +108,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes on the disk of `path`, which need not exist yet."""
+    """The free bytes on the disk of `path`, which need not exist."""
     while not path.exists():
         path = path.absolute().parent
     return shutil.disk_usage(path).free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ SAMPLES = 64
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
     """The fingerprint of a backbone: its name and 64 of its weights, at places that depend on the parameters' names.
 
-    The values tell fine-tuned relatives of one shape apart. A change of dtype hardly moves them; it would change a hash
-    of the bytes.
+    The values differ between fine-tuned models of one shape. A change of dtype hardly changes them, in contrast to a
+    hash of the bytes.
     """
     values = []
     names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")
@@ -44,19 +45,18 @@ def embedding_sample(weight: Tensor) -> list[float]:
 
 
 def heads_fingerprint(heads: nn.Module) -> str:
-    """A hash of a few values of each tensor of heads."""
+    """A hash of 16 values of each parameter of the heads."""
     flat = [parameter.detach().flatten() for parameter in heads.parameters()]
     some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
     return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
 
 
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
-    """Whether `model` is visibly another backbone than the one whose fingerprint is `known`."""
+    """Whether `model` is another backbone than the one with the fingerprint `known`, which can be empty."""
     if known.get("weights"):
         expected, found = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
     elif known.get("embedding"):
-        embedding = model.get_input_embeddings().weight
-        assert isinstance(embedding, Tensor)
+        embedding = cast("Tensor", model.get_input_embeddings().weight)
         expected, found = torch.tensor(known["embedding"]), torch.tensor(embedding_sample(embedding))
     else:
         return False

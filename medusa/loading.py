@@ -1,4 +1,4 @@
-"""Backbones from disk or the Hub, with their tokenizers: on which device, in which dtype, quantised or not."""
+"""Backbones and tokenizers loaded from disk or the Hub, with a device, dtype and quantisation of choice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from medusa.options import DTYPE_NAMES, LoadOptions
 DEMO = ASSETS / "backbone"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
 LOAD_DEFAULTS = LoadOptions()
 
 
@@ -66,18 +64,12 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
         settings = quantization_config(options.quantization)
         placed = {"device_map": placed.get("device_map", {"": device}), "quantization_config": settings}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=options.attention,
-            output_loading_info=True,
-            **placed,
-            **options.hub,
-        )
+        keywords = {"dtype": dtype, "attn_implementation": options.attention, **placed, **options.hub}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **keywords)
     except Exception as error:  # transformers raises some dozen types here; all mean that this is no backbone
         raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
     model, info = loaded
-    # transformers fills what a file lacks with random numbers and only warns.
+    # transformers initialises missing weights at random and only warns.
     lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
     if lacking:
         raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
@@ -105,14 +97,14 @@ def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> P
 
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in the first place that has one: an adapter's folder often leaves it to its base model."""
+    """The tokenizer in the first of `places` with one: an adapter's tokenizer is often in its base model's folder."""
     for place in places:
         try:
             return AutoTokenizer.from_pretrained(place, **options.hub)
         except Exception as error:  # tokenizers raise errors of many types
             if any((Path(place) / name).is_file() for name in TOKENIZER_FILES):
                 raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error
-    return None  # such a backbone takes ids and gives ids
+    return None
 
 
 def quantization_config(kind: str) -> BitsAndBytesConfig:

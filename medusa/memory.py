@@ -1,4 +1,4 @@
-"""Memory: of a module's parameters, and at the peak of the process and its GPUs."""
+"""Memory of a module's parameters, and peak memory of the process and its GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak memory in bytes: `process` is the main memory, `cuda:0` and so on what tensors took on each GPU."""
+    """Peak memory in bytes: of the `process` in main memory, and of tensors on each GPU as `cuda:0` and so on."""
     peak = {"process": _peak_of_process()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         peak |= {f"cuda:{gpu}": torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())}

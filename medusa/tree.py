@@ -1,7 +1,7 @@
 """The static topology of a candidate tree: the parent and the rank of each guess.
 
-Node 0 is the root, the token that is already decided. Nodes are sorted by depth, so a parent always comes before its
-children; a node at depth d holds a guess of head d. `N` nodes count the root.
+Node 0 is the root, the token that is already chosen. Nodes are sorted by depth, so a parent always comes before its
+children. A node at depth d holds a guess of head d (heads counted from 1). The N nodes include the root.
 
     >>> tree = Tree.from_paths([[0], [1], [0, 0]])
     >>> tree.parent.tolist(), tree.depth.tolist(), tree.rank.tolist()
@@ -14,9 +14,11 @@ children; a node at depth d holds a guess of head d. `N` nodes count the root.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain, product
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -31,25 +33,22 @@ MAX_NODES = 4096
 
 @runtime_checkable
 class Layout(Protocol):
-    """A tree that drafts are laid out on: the same in every step (`Tree`), or chosen in every step (`DynamicTree`)."""
+    """The shape of drafts: one tree for all steps (`Tree`), or a tree chosen in every step (`DynamicTree`).
+
+    A draft has `num_nodes` nodes with the root, on at most `max_depth` levels below the root, out of the nodes of
+    `candidates`. Nodes whose path probability is below `min_probability` are not drafted.
+    """
 
     @property
     def is_dynamic(self) -> bool: ...
     @property
-    def num_nodes(self) -> int:
-        """Number of nodes of a draft, the root included."""
-
+    def num_nodes(self) -> int: ...
     @property
-    def max_depth(self) -> int:
-        """Number of levels below the root."""
-
+    def max_depth(self) -> int: ...
     @property
-    def candidates(self) -> Tree:
-        """All nodes that a draft can have: the static tree itself, or the tree that a dynamic one is chosen from."""
-
+    def candidates(self) -> Tree: ...
     @property
-    def min_probability(self) -> float:
-        """Path probability below which no node is drafted; 0 drafts all."""
+    def min_probability(self) -> float: ...
 
     def to(self, device: torch.device | str) -> Self: ...
     def clip(self, max_depth: int) -> Self: ...
@@ -74,38 +73,29 @@ class Tree:
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Make the tree of all `paths`, each a list of ranks, one for each head (the original's form).
+        """Make the tree of all `paths`, each a list of ranks, one for each head, as in the original Medusa.
 
         Raises:
             RequestError: a path is empty, holds something other than ranks, occurs twice, or misses its parent.
         """
-        ranks = [_checked(path) for path in paths]
         index: dict[RankPath, int] = {(): 0}
-        for path in sorted(ranks, key=lambda p: (len(p), p)):
+        for path in sorted(map(_checked, paths), key=lambda p: (len(p), p)):
             if path in index:
                 raise RequestError(f"the tree lists the path {list(path)} twice; remove one")
             if path[:-1] not in index:
                 raise RequestError(f"the tree's path {list(path)} has no parent; add the path {list(path[:-1])}")
             index[path] = len(index)
         _require_size(len(index), "the tree")
-        return cls._build(list(index), index)
-
-    @classmethod
-    def _build(cls, nodes: list[RankPath], index: dict[RankPath, int]) -> Tree:
-        size, deepest = len(nodes), len(nodes[-1])
-        paths = torch.full((size, deepest + 1), -1)
-        ancestors = torch.zeros(size, size, dtype=torch.bool)
-        for node, path in enumerate(nodes):
+        lines = torch.full((len(index), max(map(len, index)) + 1), -1)
+        ancestors = torch.zeros(len(index), len(index), dtype=torch.bool)
+        for node, path in enumerate(index):
             line = [index[path[:depth]] for depth in range(len(path) + 1)]
-            paths[node, : len(line)] = torch.tensor(line)
+            lines[node, : len(line)] = torch.tensor(line)
             ancestors[node, line] = True
-        return cls(
-            parent=torch.tensor([index[path[:-1]] for path in nodes]),
-            depth=torch.tensor([len(path) for path in nodes]),
-            rank=torch.tensor([path[-1] if path else 0 for path in nodes]),
-            ancestors=ancestors,
-            paths=paths,
-        )
+        parent = torch.tensor([index[path[:-1]] for path in index])
+        depth = torch.tensor([len(path) for path in index])
+        rank = torch.tensor([path[-1] if path else 0 for path in index])
+        return cls(parent, depth, rank, ancestors, lines)
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
@@ -118,17 +108,10 @@ class Tree:
         """Make the full product tree: `widths[d]` guesses of head d + 1 under every node of the level above."""
         if not widths or min(widths) < 1:
             raise RequestError(f"topk:{','.join(map(str, widths))} is no tree; give a width of 1 or more per head")
-        size, level = 1, 1
-        for width in widths:
-            level *= width
-            size += level
+        size = 1 + sum(accumulate(widths, operator.mul))
         _require_size(size, f"topk:{','.join(map(str, widths))}")  # before topk:100,100,100 fills the memory
-        paths: list[RankPath] = [()]
-        last = paths
-        for width in widths:
-            last = [(*path, rank) for path in last for rank in range(width)]
-            paths = paths + last
-        return cls.from_paths(paths[1:])
+        levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
+        return cls.from_paths(chain.from_iterable(levels))
 
     def to(self, device: torch.device | str) -> Tree:
         """The same tree with its tensors on `device`."""
@@ -154,13 +137,12 @@ class Tree:
         lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for node, parent in enumerate(self.parent.tolist()[1:], 1):
             lists[parent].append(node)
-        width = max(map(len, lists))
-        table = [nodes + [-1] * (width - len(nodes)) for nodes in lists]
-        return torch.tensor(table, dtype=torch.long, device=self.parent.device).reshape(self.num_nodes, width)
+        nodes = [torch.tensor(nodes, dtype=torch.long, device=self.parent.device) for nodes in lists]
+        return torch.nn.utils.rnn.pad_sequence(nodes, batch_first=True, padding_value=-1)
 
     @cached_property
     def order(self) -> Tensor:
-        """[N] the place of each node among its siblings, from 0; 0 for the root. Unlike ranks, places have no gaps."""
+        """[N] the place of each node among its siblings, from 0; 0 for the root. Places have no gaps."""
         order = torch.zeros_like(self.parent)
         place = torch.arange(self.children.shape[1], device=order.device).expand_as(self.children)
         order[self.children[self.children >= 0]] = place[self.children >= 0]

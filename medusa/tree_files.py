@@ -1,27 +1,20 @@
-"""Trees by name, by description and from files."""
+"""Trees loaded by name, by description or from a file."""
 
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 
 from medusa.errors import RequestError, first_line
 from medusa.tree import Tree
 
-
-def published_trees() -> dict[str, list[list[int]]]:
-    """The nine trees published with the original Medusa, by name, as lists of paths."""
-    return _shipped()["trees"]
+TREES = Path(__file__).parent / "trees.json"
 
 
 def named_trees() -> dict[str, list[list[int]]]:
-    """All trees with a name: the published ones, and `eight`, which is made for a CPU."""
-    return _shipped()["trees"] | _shipped()["ours"]
-
-
-def _shipped() -> dict[str, dict[str, list[list[int]]]]:
-    return json.loads(resources.files("medusa").joinpath("trees.json").read_text(encoding="utf-8"))
+    """The paths of all trees with a name: nine published with the original Medusa, and `eight`, made for a CPU."""
+    shipped = json.loads(TREES.read_text(encoding="utf-8"))
+    return shipped["trees"] | shipped["ours"]
 
 
 def load_tree(spec: str, num_heads: int) -> Tree:

@@ -1,6 +1,6 @@
-"""The properties of a model, as its config shows them, that decide whether it can verify a tree.
+"""Properties of a model's config that decide whether the model can verify a tree.
 
-The decoder on the Hub is made of this file, too (`medusa.export.hub_code`), so it imports nothing of the package.
+The decoder in Hub repositories includes this file (`medusa.export.hub_code`), so it imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ MASK_BLIND = {
 
 
 def text_config(model: PreTrainedModel) -> Any:
+    """The config of the model's language part."""
     return model.config.get_text_config(decoder=True)
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """Length of a text beyond which `longrope` changes the rotations of all its positions; `None` without longrope.
+    """The number of tokens after which `longrope` changes the rotations of all positions; `None` without longrope.
 
-    (`dynamic` also changes them, but only beyond the context, where decoding has ended.)
+    (`dynamic` also changes them, but only after the context's end, where decoding stops.)
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}

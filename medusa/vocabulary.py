@@ -1,8 +1,8 @@
 """Heads that guess among the most frequent tokens only (FR-Spec, arXiv 2502.14856; EAGLE-3's draft vocabulary).
 
 Most of an LM head's 128,000 rows belong to tokens that hardly ever occur. Heads with a `vocabulary` of N tokens give N
-logits, one for each token of that list, the most frequent first. `token_ids` maps places in the list to tokens. Tokens
-outside the list are never guessed; the backbone still writes them, one step later.
+logits, the most frequent token first; `token_ids` maps places in this list to tokens. Heads never guess tokens outside
+the list; the backbone still writes them, one step later.
 
 Shapes: V the backbone's vocabulary, N the heads', H hidden size.
 """
@@ -27,22 +27,20 @@ _ROWS = weakref.WeakKeyDictionary()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
-    """The LM head for heads that share one: the backbone's, or its rows for the heads' tokens."""
+    """The LM head for heads that share one: the backbone's, or its rows for the heads' tokens.
+
+    It maps hidden [..., H] to logits [..., V] or [..., N] in the dtype of its weights.
+    """
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
     rows = rows_for(heads, backbone.head)
-
-    def reduced(hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> [..., N], in the LM head's dtype as `Backbone.lm_head`."""
-        return rows(hidden.to(rows.weight.dtype))
-
-    return reduced
+    return lambda hidden: rows(hidden.to(rows.weight.dtype))
 
 
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
-    """The rows [N, H] of an LM head [V, H] that the heads use; all of them without a vocabulary of the heads' own.
+    """The rows [N, H] of an LM head [V, H] that the heads use; the LM head itself for heads without a `vocabulary`.
 
-    The rows are copied once and kept for as long as the LM head stays the same.
+    The rows are copied once and kept while the LM head stays the same.
     """
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")
@@ -76,7 +74,7 @@ def places_of(vocabulary: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def over_all(heads: MedusaHeads, logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., N] -> [..., V], with -inf for tokens that these heads never guess."""
+    """Spread logits [..., N] over all V tokens: [..., V], with -inf for tokens that the heads never guess."""
     if heads.vocabulary is None:
         return logits
     spread = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)

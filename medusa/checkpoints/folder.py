@@ -13,32 +13,15 @@ from typing import TypedDict, Unpack
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.checkpoints.eagle3 import from_eagle3, is_eagle3
 from medusa.checkpoints.hydra import from_hydra
-from medusa.checkpoints.published import (
-    PREFIX,
-    PUBLISHED,
-    HeadTensors,
-    find_heads,
-    from_published,
-    is_of_heads,
-    to_published,
-)
-from medusa.checkpoints.stored import (
-    CONFIG,
-    DEMO,
-    HEADS_FILES,
-    HYDRA_WEIGHTS,
-    INDICES,
-    PROVENANCE,
-    WEIGHTS,
-    Stored,
-    read_index,
-    save_tensors,
-)
+from medusa.checkpoints.published import PREFIX, HeadTensors, from_others, from_published, is_of_heads, to_published
+from medusa.checkpoints.stored import CONFIG, HEADS_FILES, HYDRA_WEIGHTS, PROVENANCE, WEIGHTS, Stored, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
-from medusa.files import Json, read_json, require_absent, write_json
+from medusa.files import ASSETS, Json, read_json, require_absent, write_json
 
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+DEMO = ASSETS / "heads"
+"""The folder of the heads that come with the package."""
 
 
 class HubOptions(TypedDict, total=False):
@@ -74,7 +57,7 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
     elif is_eagle3(stored):
         checkpoint = from_eagle3(stored, published, source)
     else:
-        checkpoint = _from_others(stored, published, source, str(name_or_path))
+        checkpoint = from_others(stored, published, source, str(name_or_path))
     provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
     return replace(checkpoint, provenance=provenance)
 
@@ -123,13 +106,12 @@ def _download(name: str, hub: HubOptions) -> Path:
     def fetch(*patterns: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*patterns], **hub))
 
-    folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, *INDICES)
+    folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, "*.index.json")
     if any((folder / name).is_file() for name in HEADS_FILES):
         return folder
-    for index in (folder / name for name in INDICES if (folder / name).is_file()):
-        files = read_index(index)
-        inside = {file for tensor, file in files.items() if PREFIX.match(tensor)}
-        return fetch(*sorted(inside or set(files.values())))
+    if (indexed := Stored.of_index(folder)) is not None:
+        inside = {path.name for tensor, path in indexed.places.items() if PREFIX.match(tensor)}
+        return fetch(*sorted(inside or {path.name for path in indexed.paths}))
     fetch("*.safetensors")
     return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
 
@@ -156,13 +138,3 @@ def _from_own_format(tensors: Tensors, published: Json, source: str) -> Checkpoi
     except TypeError:
         raise RequestError(f"{source}: its {CONFIG} does not say what these heads are") from None
     return Checkpoint(config, tensors).require_complete(source)
-
-
-def _from_others(stored: Stored, published: Json, source: str, asked: str) -> Checkpoint:
-    """Heads under other programs' names, alone or inside the model `asked`; `published` is the folder's config."""
-    found = find_heads(stored, published, source)
-    if found.names is not PUBLISHED or found.prefix:  # another program's config: its other keys can mean other things
-        published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
-    if found.prefix and len(found.tensors) < len(stored):  # inside the backbone that they belong to
-        published["base_model_name_or_path"] = asked
-    return from_published(found, published, source)

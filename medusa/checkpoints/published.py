@@ -100,7 +100,7 @@ class HeadTensors:
         return self.prefix + self.names.called(published)
 
 
-def find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> HeadTensors:
+def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> HeadTensors:
     """Find the tensors of heads among those `stored`; `published` is the config of the same folder.
 
     A tensor whose name belongs to no head keeps its name, so that `from_published` rejects it.
@@ -185,6 +185,16 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
         config = replace(config, vocabulary=len(found.vocabulary), vocab_size=vocab_size)
         stacked["vocabulary"] = found.vocabulary
     return Checkpoint(config, stacked).require_complete(source)
+
+
+def from_others(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
+    """Heads under other programs' names, alone or inside the model `asked`; `published` is the folder's config."""
+    found = _find_heads(stored, published, source)
+    if found.names is not PUBLISHED or found.prefix:  # another program's config: its other keys can mean other things
+        published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
+    if found.prefix and len(found.tensors) < len(stored):  # inside the backbone that they belong to
+        published["base_model_name_or_path"] = asked
+    return from_published(found, published, source)
 
 
 def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig:

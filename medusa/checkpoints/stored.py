@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Tensors
 from medusa.errors import RequestError, first_line
-from medusa.files import ASSETS, read_json, replacing
+from medusa.files import read_json, replacing
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -22,8 +22,6 @@ LEGACY_WEIGHTS = "medusa_lm_head.pt"
 HYDRA_WEIGHTS = "hydra_lm_head.pt"
 """The file of the original Hydra."""
 HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
-DEMO = ASSETS / "heads"
-"""The folder of the heads that come with the package."""
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Indices of models in several files."""
 SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -63,11 +61,28 @@ class Stored(Mapping[str, Tensor]):
         Raises:
             RequestError: as `of_files`, or a damaged index.
         """
-        for name in INDICES:
-            if (folder / name).is_file():
-                return cls({tensor: folder / file for tensor, file in read_index(folder / name).items()})
+        if (indexed := cls.of_index(folder)) is not None:
+            return indexed
         found = ([path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()] for suffix in SUFFIXES)
         return cls.of_files(next((paths for paths in found if paths), []))
+
+    @classmethod
+    def of_index(cls, folder: Path) -> Stored | None:
+        """The tensors that a model's index lists; `None` without an index.
+
+        Raises:
+            RequestError: a damaged index.
+        """
+        index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
+        if index is None:
+            return None
+        content = read_json(index)
+        files = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise RequestError(f"{index} has no weight_map of tensors and files; download it again")
+        if outside := next((file for file in files.values() if Path(file).name != file), None):
+            raise RequestError(f"{index} names {outside}, which is not a file in the same folder")
+        return cls({tensor: folder / file for tensor, file in files.items()})
 
     @property
     def paths(self) -> list[Path]:
@@ -129,18 +144,6 @@ def _unpickled(path: Path) -> object:
         with contextlib.suppress(RuntimeError):  # files of before PyTorch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Read which file of the same folder holds each tensor; raise RequestError for a damaged index."""
-    content = read_json(path)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise RequestError(f"{path} has no weight_map of tensors and files; download it again")
-    for place in places.values():
-        if Path(place).name != place:
-            raise RequestError(f"{path} names {place}, which is not a file in the same folder")
-    return places
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:

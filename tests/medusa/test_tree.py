@@ -12,7 +12,7 @@ import torch
 import medusa.tree
 from medusa import RequestError, Tree
 from medusa.tree import MAX_NODES
-from medusa.tree_files import load_tree, published_trees
+from medusa.tree_files import load_tree, named_trees
 from tests.helpers import random_tree
 
 
@@ -69,15 +69,15 @@ def test_clip_keeps_what_is_shallow_enough() -> None:
 
 def test_published_trees_are_those_of_the_original(shared: Path) -> None:
     original = json.loads((shared / "data/original_medusa/published_trees.json").read_text())
-    ours = published_trees()
+    ours = {name: paths for name, paths in named_trees().items() if name != "eight"}
     assert len(ours) == 9
     theirs = original.get("trees", original)
     assert all(ours[name] == theirs[name] for name in ours)
 
 
-@pytest.mark.parametrize("name", sorted(published_trees()))
+@pytest.mark.parametrize("name", sorted(named_trees()))
 def test_published_trees_are_trees(name: str) -> None:
-    assert load_tree(name, 5).num_nodes == len(published_trees()[name]) + 1
+    assert load_tree(name, 5).num_nodes == len(named_trees()[name]) + 1
 
 
 def test_sixty_three_paths_are_sixty_four_nodes() -> None:
