@@ -46,23 +46,23 @@ class Acceptance(NamedTuple):
     """[B] the last node of the path."""
 
 
-def accept_greedy(draft: Draft, best: Tensor, room: Tensor | None = None) -> Acceptance:
+def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the nodes that hold the text of greedy decoding (Stern et al. 2018, here for trees).
 
     Args:
         best: [B, N] the target's most probable token after each node.
-        room: [B] the greatest depth that may be accepted, where the context ends; `None`: any depth.
+        depth_limit: [B] the greatest depth that may be accepted, where the context ends; `None`: any depth.
     """
     topology = draft.topology
     match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
     accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: the node and all its ancestors match
-    if room is not None:
-        accepted &= topology.depth <= room[:, None]
+    if depth_limit is not None:
+        accepted &= topology.depth <= depth_limit[:, None]
     end = torch.where(accepted, topology.depth, -1).argmax(-1)  # [B]
     return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
-def accept_walk(draft: Draft, target: Scores, decide: Decide, room: Tensor | None = None) -> Acceptance:
+def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None) -> Acceptance:
     """Let the target decide one token at a time, and follow its text down the tree while the draft contains it.
 
     At each node on the way, the target's token is decided once. A child that holds the token is accepted; if no child
@@ -71,7 +71,7 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, room: Tensor | Non
     no lossless rule accepts more on a tree that does not depend on the draws. If `decide` takes the most probable
     token, this is greedy decoding with processors that see each node's own prefix.
     """
-    walk = TreeWalk(draft, room)
+    walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
         token = decide(walk.rows, scores, index)
@@ -80,7 +80,7 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, room: Tensor | Non
     return walk.ended()
 
 
-def accept_longest(draft: Draft, target: Scores, passes: Passes, room: Tensor | None = None) -> Acceptance:
+def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of tokens that pass, and of equally long paths the most probable one. Lossy.
 
     The next root is the target's most probable token after the path. If that token always passes, no step is shorter
@@ -88,7 +88,7 @@ def accept_longest(draft: Draft, target: Scores, passes: Passes, room: Tensor | 
     """
     topology, end, roots = draft.topology, [], []
     tables = topology.children.tolist()
-    limits = [topology.max_depth] * len(draft.ids) if room is None else room.tolist()
+    limits = [topology.max_depth] * len(draft.ids) if depth_limit is None else depth_limit.tolist()
     for row, tokens in enumerate(draft.ids.tolist()):
         children = tables[0 if topology.is_shared else row]
         found: list[tuple[int, float, int, int]] = []  # length, log probability, node, next root
@@ -142,8 +142,8 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
 class TreeWalk:
     """B rows on their way down a draft; all rows that still walk are at the same depth."""
 
-    def __init__(self, draft: Draft, room: Tensor | None) -> None:
-        self.draft, self.room = draft, room
+    def __init__(self, draft: Draft, depth_limit: Tensor | None) -> None:
+        self.draft, self.depth_limit = draft, depth_limit
         self.end = draft.ids.new_zeros(len(draft.ids))  # [B] the node that each row has reached
         self.root = draft.ids.new_zeros(len(draft.ids))  # [B] the token decided after that node
         self.rows = torch.arange(len(draft.ids), device=draft.ids.device)  # [R]
@@ -158,9 +158,9 @@ class TreeWalk:
         """[R, C] the children that each walking row may step to, in order, padded with -1."""
         topology = self.draft.topology
         children = topology.at(topology.children, self.rows, self.nodes)
-        if self.room is None:
+        if self.depth_limit is None:
             return children
-        return torch.where(self.room[self.rows, None] > self.depth, children, -1)
+        return torch.where(self.depth_limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
         """[R] the child that holds each row's token [R]; -1 where there is none."""
@@ -178,7 +178,7 @@ class TreeWalk:
         self.depth += 1
 
     def ended(self) -> Acceptance:
-        """What the rows accepted, once all of them have ended."""
+        """The acceptance of all rows, after each of them has ended."""
         return ended_at(self.draft, self.end, self.root)
 
 

@@ -38,7 +38,7 @@ class Arena:
         return self.used - 1
 
     def grow(self, capacity: int) -> None:
-        """Copy everything into a larger buffer."""
+        """Copy all keys and values into a larger buffer."""
         old = self.buffer
         self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
         self.buffer[..., : old.shape[3], :] = old

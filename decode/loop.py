@@ -66,7 +66,7 @@ class Stepper(Protocol):
         ...
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Decode one step of all rows that are left."""
+        """Decode one step of all unfinished rows."""
         ...
 
     def keep(self, left: list[int]) -> None:
@@ -82,10 +82,10 @@ class Timer:
     """Measures nothing; `StageTimer` in `decode.bench.benchmark` measures."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Note the start of a step."""
 
     def lap(self, stage: str) -> None:
-        """A stage of the step ends."""
+        """Note the end of a stage of the step."""
 
 
 @torch.inference_mode()
@@ -151,7 +151,7 @@ class TreeStepper:
         """Decide which nodes stay, by the acceptance rule."""
         session, rows = self.session, self.frontier.rows
         return self.acceptor.accept(
-            draft, readout.logits, rows, session.target, session.sequences, session.verifier.room(draft)
+            draft, readout.logits, rows, session.target, session.sequences, session.verifier.depth_limit(draft)
         )
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
@@ -184,7 +184,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def passes(self) -> Passes | None:
-        """What the rules accept that keep the longest path; `None` for the rules that walk down one path."""
+        """The test for tokens of a rule that keeps the longest path; `None` for rules that walk down one path."""
         if self.rule == "typical":
             return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
         if self.limit is None:
@@ -198,24 +198,30 @@ class Acceptor(AcceptanceRule):
         return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
     def accept(
-        self, draft: Draft, logits: Tensor, rows: list[int], target: Target, sequences: Sequences, room: Tensor | None
+        self,
+        draft: Draft,
+        logits: Tensor,
+        rows: list[int],
+        target: Target,
+        sequences: Sequences,
+        depth_limit: Tensor | None,
     ) -> Acceptance:
         """Decide which nodes of `draft` stay, from the backbone's logits [B, N, V] after each node.
 
         Args:
             rows: the session's number of each row.
-            room: [B] the greatest depth that may be accepted; `None`: any.
+            depth_limit: [B] the greatest depth that may be accepted; `None`: any.
         """
         passes = self.passes
         if target.is_argmax and passes is None:
-            return accept_greedy(draft, most_probable(logits).to(draft.ids.device), room)
+            return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
         scores = scores_after(draft, logits, rows, target, sequences)
         if passes is not None:
-            return accept_longest(draft, scores, passes, room)
+            return accept_longest(draft, scores, passes, depth_limit)
         draws = target.draws.of(rows)
         if draft.proposal is not None:
-            return accept_sampled(draft, scores, draws, room)
-        return accept_walk(draft, scores, lambda *asked: target.decide(draws, *asked), room)
+            return accept_sampled(draft, scores, draws, depth_limit)
+        return accept_walk(draft, scores, lambda *asked: target.decide(draws, *asked), depth_limit)
 
 
 def scores_after(

@@ -17,7 +17,7 @@ from decode.draft import Draft
 from decode.ops.draws import Draws
 
 
-def accept_sampled(draft: Draft, target: Scores, draws: Draws, room: Tensor | None = None) -> Acceptance:
+def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept nodes of a drawn tree by rejection sampling; the text has exactly the target's distribution.
 
     At each node on the way, its children are tried in the order in which they were drawn. A child x is accepted with
@@ -27,7 +27,7 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, room: Tensor | No
     The draft must have a `proposal`: for chosen tokens, p / q is wrong for every q.
     """
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
-    walk = TreeWalk(draft, room)
+    walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
         child, left = _first_accepted(draft, walk, Residuals.at_first(draft, walk, scores, index), draws)

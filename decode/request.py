@@ -151,8 +151,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Raises:
-    RequestError: several rows, of which one outgrows the length at which longrope changes all rotations."""
+    """Raise a `RequestError` if one of several rows outgrows the length at which longrope changes all rotations."""
     boundary = Backbone(model).rope_boundary
     if boundary is None or len(requests) == 1:
         return
@@ -187,8 +186,7 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
 
 def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model: str = "backbone") -> None:
-    """Raises:
-    RequestError: a prompt is longer than the context, or holds an id outside the vocabulary."""
+    """Raise a `RequestError` if a prompt is longer than the context, or holds an id outside the vocabulary."""
     context = backbone.context
     for prompt in prompts:
         if context is not None and len(prompt) > context:

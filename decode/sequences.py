@@ -82,7 +82,7 @@ class Sequences:
             return self.new_ids[row][start - len(prompt) :]
         return prompt[start:] + self.new_ids[row]
 
-    def room(self, row: int) -> int:
+    def tokens_left(self, row: int) -> int:
         """How many more tokens a row may write."""
         return self.limits[row] - len(self.new_ids[row])
 

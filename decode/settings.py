@@ -193,7 +193,7 @@ class Settings(DecodingOptions):
         return kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings for JSON."""
+        """All settings as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         amateur = None if self.amateur is None else self.amateur.to_dict()
         return values | {"acceptance": self.rule.name, "amateur": amateur}
@@ -229,8 +229,7 @@ def is_lossy(acceptance: str) -> bool:
 
 
 def require_uncontrasted(compile: bool, amateur: object) -> None:
-    """Raises:
-    RequestError: contrastive decoding is to be compiled."""
+    """Raise a `RequestError` if contrastive decoding is to be compiled."""
     if compile and amateur is not None:
         raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
 

@@ -59,8 +59,8 @@ class Verifier:
             positions = torch.tensor(lengths, device=ids.device)[:, None] + topology.depth
         end = self._end(topology)
         if end is not None:
-            # Nodes beyond the end are never accepted (`room`), nor is any node under them. They only must not ask for
-            # a position beyond the end.
+            # Nodes beyond the end are never accepted (`depth_limit`), nor are the nodes below them. They only must not
+            # ask for a position beyond the end.
             positions = positions.clamp(max=end - 1)
         # A root alone, in rows of one length, sees everything in the cache.
         alone = self.cache.is_even and topology.num_nodes == 1
@@ -68,7 +68,7 @@ class Verifier:
         with grouped(self.backbone.config):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
-    def room(self, draft: Draft) -> Tensor | None:
+    def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None` where nothing limits it."""
         end = self._end(draft.topology)
         if end is None:

@@ -50,19 +50,19 @@ class FixedSampler:
             raise RequestError("--compile cannot be combined with draft sample; use draft topk")
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
-    def accept(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
+    def accept(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
         """Decide which nodes to accept.
 
         Args:
             logits: [B, N, V] the backbone's.
             u: [B, D + 1] uniform numbers, one per depth.
-            room: [B] the greatest depth that may be accepted.
+            depth_limit: [B] the greatest depth that may be accepted.
         """
         if not self.do_sample and not self.processors:
-            return accept_greedy(draft, most_probable(logits), room)
+            return accept_greedy(draft, most_probable(logits), depth_limit)
         if self.acceptor.rule == "typical":
-            return self._typical(draft, logits, room)
-        return self._walk(draft, logits, u, room)
+            return self._typical(draft, logits, depth_limit)
+        return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
         """The target's scores [X, V] from logits [X, V]; these processors do not read ids."""
@@ -73,7 +73,7 @@ class FixedSampler:
             scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
         return scores
 
-    def _walk(self, draft: Draft, logits: Tensor, u: Tensor, room: Tensor) -> Acceptance:
+    def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
         """`accept_walk` with a fixed number of steps: rows that have ended stay at their node."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
@@ -86,11 +86,11 @@ class FixedSampler:
                 children = topology.at(table, rows, end)  # [B, C]
                 held = (draft.ids.gather(1, children.clamp_min(0)) == token[:, None]) & (children >= 0)
                 child = torch.where(held, children, -1).amax(-1)
-                walking = walking & (child >= 0) & (room > depth)
+                walking = walking & (child >= 0) & (depth_limit > depth)
                 end = torch.where(walking, child, end)
         return ended_at(draft, end, root)
 
-    def _typical(self, draft: Draft, logits: Tensor, room: Tensor) -> Acceptance:
+    def _typical(self, draft: Draft, logits: Tensor, depth_limit: Tensor) -> Acceptance:
         """`accept_longest` with typical acceptance, for all nodes at once."""
         topology, ids = draft.topology, draft.ids
         rows, nodes = ids.shape
@@ -102,7 +102,7 @@ class FixedSampler:
         log_p = p.flatten(1).gather(1, of_token).log()
         fits[:, 0], log_p[:, 0] = True, 0.0
         ancestors = topology.ancestors.expand(rows, -1, -1)
-        accepted = (fits[:, None] | ~ancestors).all(-1) & (topology.depth <= room[:, None])
+        accepted = (fits[:, None] | ~ancestors).all(-1) & (topology.depth <= depth_limit[:, None])
         path_log_p = torch.where(ancestors, log_p[:, None], 0.0).sum(-1)
         depth = torch.where(accepted, topology.depth, -1)
         longest = depth == depth.amax(-1, keepdim=True)

@@ -126,8 +126,7 @@ class CompiledStepper:
 
 
 def require_compilable(session: Session) -> None:
-    """Raises:
-    RequestError: this model, these heads or this machine do not allow compiled steps."""
+    """Raise a `RequestError` if this model, these heads or this machine do not allow compiled steps."""
     backbone = session.backbone
     reason = None
     if backbone.rope_boundary is not None:

@@ -117,8 +117,7 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 
 
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
-    """Raises:
-    RequestError: a tree or `stop_drafting` was given for a drafter that has its own shape."""
+    """Raise a `RequestError` if a tree or `stop_drafting` was given for a drafter with its own shape."""
     if stop_drafting:
         raise RequestError("stop-drafting is for dynamic trees of heads; this drafter has options of its own")
     if tree is not None:
@@ -126,8 +125,7 @@ def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
 
 
 def require_at_least(minimum: int, name: str, /, **options: int) -> None:
-    """Raises:
-    RequestError: an option of drafter `name` is smaller than `minimum`."""
+    """Raise a `RequestError` if an option of drafter `name` is smaller than `minimum`."""
     for option, value in options.items():
         if value < minimum:
             raise RequestError(f"drafter {name}: {option} is {value}; it must be at least {minimum}")

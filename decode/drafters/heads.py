@@ -32,8 +32,7 @@ class HeadsDrafter:
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
-        """Raises:
-        RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
+        """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
@@ -98,8 +97,7 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
 
 
 def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raises:
-    RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
+    """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
     tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
     if drawn:
@@ -107,15 +105,13 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
 
 
 def require_drawable(tree: Layout) -> None:
-    """Raises:
-    RequestError: a dynamic tree, whose guesses choose its nodes."""
+    """Raise a `RequestError` for a dynamic tree: its guesses choose its nodes, so they cannot be drawn."""
     if tree.is_dynamic:
         raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 
 
 def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:
-    """Raises:
-    RequestError: the heads were made for another hidden size or vocabulary."""
+    """Raise a `RequestError` if the heads were made for another hidden size or vocabulary."""
     owner = f"they belong to {config.base_model_name_or_path or 'another backbone'}"
     if config.hidden_size != hidden_size:
         raise RequestError(f"the heads have hidden size {config.hidden_size} but the backbone {hidden_size}; {owner}")

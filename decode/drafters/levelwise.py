@@ -205,8 +205,7 @@ class PathDrafter(LevelwiseDrafter):
     """Drafts with heads that follow the path (`medusa.heads.sequential`), one head per level."""
 
     def __init__(self, heads: SequentialHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
-        """Raises:
-        RequestError: heads of another size than the backbone, or a tree that they cannot fill or draw."""
+        """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         super().__init__(tree.to(backbone.device), target)
         self.heads, self.backbone, self.dtype = heads, backbone, heads.dtype

@@ -126,7 +126,7 @@ class LookaheadDrafter(TextDrafter):
         """Draft n-grams of the pools, with the windows as a side branch."""
         self._learn()
         draft = super().propose(frontier)
-        if max(map(self.sequences.room, frontier.rows)) < 3:
+        if max(map(self.sequences.tokens_left, frontier.rows)) < 3:
             return draft  # no step is left that could draft the window's n-grams
         tokens = [self.rows[row].tokens(self._root(row), self.sequences.lengths[row]) for row in frontier.rows]
         ids = torch.tensor(tokens, device=frontier.root.device)

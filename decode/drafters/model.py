@@ -96,8 +96,7 @@ class DraftModel(DrafterFactory):
     can_draw = True
 
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
-        """Raises:
-        RequestError: a model that cannot hold a tree, or a tree wider than its vocabulary."""
+        """Raise a `RequestError` if the model cannot hold a tree, or the tree is wider than its vocabulary."""
         require_tree_support(model)
         require_tree_forward(model)
         tree.require_fit(tree.max_depth, Backbone(model).vocab_size)
@@ -204,7 +203,7 @@ class ModelDrafter(LevelwiseDrafter):
         """Draft the most probable continuation token by token, with no node states; a single row needs no mask."""
         logits, ids = self._root_logits(frontier.rows), [frontier.root]
         probability = torch.ones(len(logits), device=self.device)
-        count = min(self.tree.max_depth, max(self.sequences.room(row) for row in frontier.rows) - 1)
+        count = min(self.tree.max_depth, max(self.sequences.tokens_left(row) for row in frontier.rows) - 1)
         state: State = (frontier.root.new_empty(len(frontier.rows), 1, 0),)
         for depth in range(1, count + 1):
             token = argmax(logits)

@@ -33,8 +33,7 @@ def load_small_model(name: str, context: DrafterContext, role: str = "draft mode
 def require_same_vocabulary(
     name: str, small: PretrainedConfig, backbone: PretrainedConfig, role: str = "draft model"
 ) -> None:
-    """Raises:
-    RequestError: the small model has another number of tokens."""
+    """Raise a `RequestError` if the small model has another number of tokens."""
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (small, backbone)]
     if sizes[0] != sizes[1]:
         raise RequestError(
@@ -49,8 +48,7 @@ def require_same_tokenizer(
     backbone_name: str,
     role: str = "draft model",
 ) -> None:
-    """Raises:
-    RequestError: both have a tokenizer, and one token has different ids."""
+    """Raise a `RequestError` if both have a tokenizer, and one token has different ids."""
     if small is None or backbone is None:
         return
     ids, backbone_ids = small.get_vocab(), backbone.get_vocab()

@@ -29,7 +29,7 @@ class Trie:
         self.is_chain = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a continuation, as far as there is room."""
+        """Add a continuation, as far as the budget of nodes allows."""
         node = 0
         for token in tokens:
             child = self.child.get((node, token))
@@ -89,4 +89,4 @@ class TextDrafter(ABC):
 
     def depth(self, row: int, most: int) -> int:
         """How many tokens to draft: `most`, or fewer near a row's end. Its last token is decided without a draft."""
-        return min(most, self.sequences.room(row) - 1)
+        return min(most, self.sequences.tokens_left(row) - 1)

@@ -97,8 +97,7 @@ class Amateur:
         return ContrastVerifier(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request]) -> None:
-        """Raises:
-        RequestError: the vocabularies differ, a prompt does not fit, or the amateur cannot hold a tree."""
+        """Raise a `RequestError` if vocabularies differ, a prompt does not fit, or the amateur cannot verify a tree."""
         require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
         require_tree_forward(self.model)
         require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")
@@ -129,9 +128,9 @@ class ContrastVerifier(Verifier):
     def _contrasted(self, expert: Readout, amateur: Readout) -> Readout:
         return expert._replace(logits=self.contrast(expert.logits, amateur.logits))
 
-    def room(self, draft: Draft) -> Tensor | None:
-        rooms = [room for room in (super().room(draft), self.amateur.room(draft)) if room is not None]
-        return torch.stack(rooms).amin(0) if rooms else None
+    def depth_limit(self, draft: Draft) -> Tensor | None:
+        limits = [limit for limit in (super().depth_limit(draft), self.amateur.depth_limit(draft)) if limit is not None]
+        return torch.stack(limits).amin(0) if limits else None
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         super().commit(path, counts, in_place)

@@ -71,8 +71,7 @@ class Datastore:
     """A complete datastore, open for searches."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises:
-        RequestError: there is no datastore, its build is not finished, or its files are damaged."""
+        """Raise a `RequestError` if there is no datastore, its build is unfinished, or its files are damaged."""
         self.folder = Path(folder)
         if not (self.folder / DONE).is_file():
             if (self.folder / BUILDING).is_file():
@@ -86,8 +85,7 @@ class Datastore:
         self.order = _mapped(self.folder / ORDER, np.dtype(np.uint32), self.about["tokens"] - self.about["documents"])
 
     def require_vocabulary(self, vocab_size: int, name: str) -> None:
-        """Raises:
-        RequestError: it holds ids that the backbone `name` does not have."""
+        """Raise a `RequestError` if the datastore holds ids that the backbone `name` does not have."""
         if self.about["largest"] >= vocab_size:
             raise RequestError(
                 f"the datastore {self.folder} belongs to {self.about['backbone']}: it holds the id "
@@ -160,8 +158,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | 
 
 
 def require_output(folder: Path, overwrite: bool) -> None:
-    """Raises:
-    RequestError: `folder` holds something that a build can neither continue nor replace."""
+    """Raise a `RequestError` if `folder` holds something that a build can neither continue nor replace."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names -= {path.name for path in _temporary_files(folder)}
     if names and not names & {DONE, BUILDING}:

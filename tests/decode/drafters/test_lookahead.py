@@ -162,7 +162,7 @@ def test_drafts_are_those_of_plain_jacobi_iteration(family: str) -> None:
             for index, row in enumerate(frontier.rows):
                 text = session.sequences.tail(row, 0)
                 oracle = oracles.setdefault(row, Jacobi(model, plan, text))
-                count = min(plan.n, session.sequences.room(row)) - 1
+                count = min(plan.n, session.sequences.tokens_left(row)) - 1
                 guesses = oracle.guesses(text, count)
                 expected = {guess[:end] for guess in guesses for end in range(1, len(guess) + 1)}
                 found = told(draft, index)
