@@ -1,8 +1,9 @@
-"""The `medusa` command. Each sub-command is a module of `medusa.commands`, imported only when it is called."""
+"""The `medusa` command. Each sub-command is a module of `medusa.commands`: a class of options and `run(options)`."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,19 +14,19 @@ import medusa
 from medusa.commandline import OneLineParser, exit_status
 
 COMMANDS = {
-    "demo": "the whole story in one command, offline, on the embedded backbone",
-    "info": "what a set of heads is: kind, shapes, tree, backbone, recipe",
-    "train": "fit heads on a frozen backbone",
-    "generate": "text from a prompt, streamed",
-    "chat": "a conversation in the terminal, or in the browser (--web)",
-    "serve": "an OpenAI-compatible server",
-    "evaluate": "how often each head's top guesses are the backbone's own tokens",
-    "calibrate": "the best tree for these heads on this machine",
-    "benchmark": "speedup, tokens per step, and where the time goes",
-    "verify": "evidence that decoding with heads changes nothing",
-    "distill": "training data in the backbone's own words",
-    "export": "heads in the form that a server or another toolkit loads",
-    "datastore": "text to look up what comes next, for --drafter rest:DIR",
+    "demo": "run the whole workflow offline on the embedded backbone",
+    "info": "describe heads: kind, shapes, tree, backbone, training",
+    "train": "train heads on a frozen backbone",
+    "generate": "generate text from prompts",
+    "chat": "chat in the terminal, or in the browser (--web)",
+    "serve": "serve an OpenAI-compatible API",
+    "evaluate": "measure how often the heads predict the backbone's own tokens",
+    "calibrate": "find the best tree for these heads on this machine",
+    "benchmark": "measure speedup, tokens per step and the time of each phase",
+    "verify": "test that decoding with heads changes nothing",
+    "distill": "generate training data with the backbone",
+    "export": "write heads in the format of a server or another toolkit",
+    "datastore": "build the text that --drafter rest:DIR looks tokens up in",
 }
 
 EPILOG = """\
@@ -35,7 +36,7 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; only the options of `command` are filled in, as only its module is imported."""
+    """The parser of all commands, with the options of `command`; the modules of the others are not imported."""
     parser = OneLineParser(
         prog="medusa",
         description="Train Medusa heads on a frozen language model, decode with them, measure the speedup.",
@@ -51,45 +52,48 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
             name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if module:
-            module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            from medusa.commands.arguments import add_arguments, read
+
+            kind = getattr(module, module.run.__annotations__["options"])
+            add_arguments(sub, kind)
+            sub.set_defaults(run=lambda args, kind=kind, run=module.run: run(read(kind, args)))
     return parser
 
 
-def in_our_place() -> str | None:
-    """What stands in the place of one of our packages and the way out, in a line; nothing where all are ours.
+def foreign_package() -> str | None:
+    """The error if another package shadows one of ours, in one line; `None` if all are ours.
 
-    A `train.py` in the folder from which `python -m medusa` or `torchrun -m medusa` is called is found before ours, and
-    another distribution may have installed a package of one of our names.
+    `python -m medusa` and `torchrun -m medusa` find a `train.py` in the current folder before our package, and another
+    distribution may have installed a package of the same name.
     """
     if "MedusaHeads" not in getattr(medusa, "__all__", ()):
-        return f"{medusa.__file__} is another distribution's; install medusa-heads in an environment of its own"
+        return f"{medusa.__file__} belongs to another distribution; install medusa-heads in an environment of its own"
     home = Path(__file__).resolve().parents[1]
     for name in ("train", "decode"):
         spec = find_spec(name)
         found = spec.origin or next(iter(spec.submodule_search_locations or ()), "nowhere") if spec else "nowhere"
         if Path(found).resolve() != home / name / "__init__.py":
             return (
-                f"the package {name!r} is found at {found}, not beside {home / 'medusa'}; run from another folder or "
-                "with PYTHONSAFEPATH=1 if that is yours, else install medusa-heads in an environment of its own"
+                f"the package {name!r} was found at {found}, not next to {home / 'medusa'}; if that file is yours, run "
+                "from another folder or set PYTHONSAFEPATH=1, else install medusa-heads in an environment of its own"
             )
     return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `medusa` with `argv`; returns the exit status."""
-    if reason := in_our_place():
+    """Run `medusa` with `argv` and return the exit status."""
+    if reason := foreign_package():
         print(f"medusa: error: {reason}", file=sys.stderr)
         return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = next((word for word in arguments if not word.startswith("-")), None)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command if command in COMMANDS else None)
     args, rest = parser.parse_known_args(arguments)
-    if rest and hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
-        args.overrides += rest  # argparse takes key=value behind an option for a stranger
+    if rest and hasattr(args, "overrides") and not any(argument.startswith("-") for argument in rest):
+        args.overrides = [*args.overrides, *rest]  # argparse does not take a key=value that follows an option
     elif rest:
-        parser.error(f"unknown words: {' '.join(rest)}")
-    args.words = arguments  # what results say they were made by
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    args.command_line = shlex.join(["medusa", *arguments])  # for results
     return exit_status(f"medusa {args.command}", lambda: args.run(args))
 
 

@@ -32,16 +32,17 @@ def option(
         allowed: describes the valid values, for messages.
         check: whether a value is valid. `None`, which means that the option was not given, always is.
         name: of the argument, where it is not the field's.
-        argparse: further keywords for `add_argument`.
+        argparse: further keywords for `add_argument`; also `positional`, and `hidden` for what no argument sets.
     """
     about: dict[str, object] = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name}
     about["argparse"] = argparse
     return field(default=default, metadata=about)
 
 
-def count(default: object, help: str, metavar: str = "N") -> Any:
+def count(default: object, help: str, metavar: str = "N", **argparse: Any) -> Any:
     """An option whose value is a whole number of at least 1."""
-    return option(default, help, "a whole number of at least 1", lambda value: value >= 1, metavar, type=int)
+    allowed = "a whole number of at least 1"
+    return option(default, help, allowed, lambda value: value >= 1, metavar, type=int, **argparse)
 
 
 @dataclass(frozen=True)

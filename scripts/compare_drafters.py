@@ -13,10 +13,9 @@ drafter that does not fit a backbone, such as a draft model of another vocabular
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,20 +27,39 @@ from decode.bench.losslessness.cases import p_values, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.drafters import parse
+from decode.drafters import parse as parse_drafter
 from decode.drafters.base import DrafterConfig, DrafterFactory
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
-from measuring import Models, open_models, take_turns
+from measuring import Measured, MeasuringOptions, open_measured, take_turns
 from medusa.__main__ import main as medusa
-from medusa.commands import common
+from medusa.commands.arguments import group, parse
+from medusa.commands.models import open_drafter
+from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import Loaded
+from medusa.options import REQUIRED, LoadOptions, count, option
 from script_tools import plain_table, run_script, script_parser
 
 WIDTH = 112  # characters that the wider table takes; a narrow terminal wraps lines, and no figure is cut off
 DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftersOptions(MeasuringOptions):
+    """Options of this script."""
+
+    models: Models = group(Models, "models", only=("tree",), backbone="")
+    load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))
+    settings: Settings = group(Settings, "generation", only=("max_new_tokens",), max_new_tokens=96, ignore_eos=True)
+    on: tuple[tuple[str, str], ...] = option(
+        REQUIRED, "measure on this backbone; repeatable", metavar=("BACKBONE", "HEADS"), nargs=2, action="append"
+    )
+    drafters: tuple[str, ...] = option(tuple(DRAFTERS), "rest alone: that of --text", metavar="NAME", nargs="+")
+    text: str | None = option(None, "build the datastore of rest from this text", metavar="DATA")
+    draws: int = count(100_000, "draw N times by each rule")
+    sampled_prompts: int = count(2, "draw from the first N prompts")
 
 
 class Entry(NamedTuple):
@@ -51,18 +69,19 @@ class Entry(NamedTuple):
     source: DrafterFactory
 
 
-def compare(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+def compare(options: DraftersOptions, folder: Path) -> dict[str, object]:
     """All drafters on one backbone; `folder`: where the datastore may go."""
-    models, settings = open_models(args), Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    entries, left_out = open_drafters(args, models.loaded, settings, folder)
-    rows = measure(args, models, entries, settings)
+    models, settings = open_measured(options), options.settings
+    entries, left_out = open_drafters(options, models.loaded, settings, folder)
+    rows = measure(options, models, entries, settings)
     for name, (config, source) in entries.items():
-        rows[name] |= {"needs": config.needs, "megabytes": source.num_bytes / 1e6} | verify(args, models, source)
-    table = {"backbone": args.backbone, "heads": args.heads, "prompts": len(models.prompts), "rounds": args.rounds}
-    table |= {"max_new_tokens": args.max_new_tokens, "draws": args.draws, "left_out": left_out, "rows": rows}
-    console = common.output_console(args)
+        rows[name] |= {"needs": config.needs, "megabytes": source.num_bytes / 1e6} | verify(options, models, source)
+    table = {"backbone": models.loaded.name, "heads": options.models.heads}
+    table |= {"prompts": len(models.prompts), "rounds": options.rounds}
+    table |= {"max_new_tokens": settings.max_new_tokens, "draws": options.draws, "left_out": left_out, "rows": rows}
+    console = options.output.console
     console.width = max(console.width, WIDTH)
-    title = f"{args.backbone}, {len(models.prompts)} prompts, {args.max_new_tokens} greedy tokens"
+    title = f"{models.loaded.name}, {len(models.prompts)} prompts, {settings.max_new_tokens} greedy tokens"
     console.print(speed_table(title, rows), price_table(rows))
     for name, why in left_out.items():
         console.print(f"{name} left out: {why}", highlight=False)
@@ -70,32 +89,32 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def open_drafters(
-    args: argparse.Namespace, loaded: Loaded, settings: Settings, folder: Path
+    options: DraftersOptions, loaded: Loaded, settings: Settings, folder: Path
 ) -> tuple[dict[str, Entry], dict[str, str]]:
     """The drafters that fit this backbone, and why the others do not."""
     entries, left_out = {}, {}
-    for name in args.drafters:
+    for name in options.drafters:
         if name == "rest":
-            words = ["--backbone", args.backbone, "--data", args.text, "--output", str(folder), "--quiet"]
+            words = ["--backbone", loaded.name, "--data", str(options.text), "--output", str(folder), "--quiet"]
             medusa(["datastore", "build", *words])
-        config = parse(f"rest:{folder}" if name == "rest" else name)
+        config = parse_drafter(f"rest:{folder}" if name == "rest" else name)
         try:
             config.check(loaded.model.config)
-            entries[name] = Entry(config, common.open_source(args, loaded, config, settings))
+            entries[name] = Entry(config, open_drafter(options, loaded, config, settings))
         except RequestError as error:
             left_out[name] = str(error)
     return entries, left_out
 
 
 def measure(
-    args: argparse.Namespace, models: Models, entries: dict[str, Entry], settings: Settings
+    options: DraftersOptions, models: Measured, entries: dict[str, Entry], settings: Settings
 ) -> dict[str, dict[str, object]]:
     """The figures of plain decoding, `model.generate` and all drafters, by name."""
     (model, tokenizer), prompts = (models.loaded.model, models.loaded.tokenizer), [[ids] for ids in models.prompts]
     methods = {"plain": plain_method(model, settings, tokenizer)} | stock_methods(models.loaded, entries, settings)
     for name, (_, source) in entries.items():
         methods[name] = medusa_method(model, source.heads, settings, tokenizer, drafter=source)
-    contenders = take_turns(args, models.loaded, methods, prompts, args.rounds)
+    contenders = take_turns(options, models.loaded, methods, prompts)
     figures = summarize(list(contenders.values()), models.categories)
     kept = ("tau", "speedup", "speedup_vs_generate", "equal_to_plain")
     return {
@@ -122,14 +141,14 @@ def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings)
     return {name: transformers_method(loaded.model, settings, tokenizer, **more) for name, more in found.items()}
 
 
-def verify(args: argparse.Namespace, models: Models, source: DrafterFactory) -> dict[str, object]:
+def verify(options: DraftersOptions, models: Measured, source: DrafterFactory) -> dict[str, object]:
     """Draw as `medusa verify` does: the smallest p-value of those judged, and whether all pass."""
     model, sampling, cases = models.loaded.model, Settings(temperature=1.0), []
-    generator = torch.Generator(model.device).manual_seed(args.seed)
-    for number, prompt in enumerate(models.prompts[: args.sampled_prompts]):
+    generator = torch.Generator(model.device).manual_seed(options.machine.seed)
+    for number, prompt in enumerate(models.prompts[: options.sampled_prompts]):
         experiment = Experiment(model, source, prompt, sampling, generator)
         rules = [rule for rule in rules_for(source) if rule.acceptance == "rejection"]
-        cases += [experiment.run(rule, number, args.draws) for rule in rules]
+        cases += [experiment.run(rule, number, options.draws) for rule in rules]
     return {"smallest_p_value": min(p_values(cases)), "draws_pass": passes(cases)}
 
 
@@ -160,27 +179,15 @@ def price_table(rows: dict[str, dict[str, object]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--on", nargs=2, action="append", required=True, metavar=("BACKBONE", "HEADS"))
-    common.add_prompts(parser)
-    parser.add_argument("--drafters", nargs="+", default=DRAFTERS, metavar="NAME", help="rest alone: that of --text")
-    parser.add_argument("--text", metavar="DATA", help="text for the datastore of rest")
-    parser.add_argument("--tree", metavar="FILE|NAME", help="of the heads, as for medusa generate")
-    parser.add_argument("--max-new-tokens", type=common.positive, default=96)
-    parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
-    parser.add_argument("--draws", type=common.positive, default=100_000, help="of each rule (default: 100,000)")
-    parser.add_argument("--sampled-prompts", type=common.positive, default=2, help="drawn from (default: the first 2)")
-    common.add_machine(parser)
-    args = parser.parse_args(argv)
-    if "rest" in args.drafters and args.text is None:
+    options = parse(DraftersOptions, script_parser(__doc__), argv)
+    if "rest" in options.drafters and options.text is None:
         raise RequestError("the drafter rest needs --text; give one, or leave rest out of --drafters")
     tables = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, (backbone, heads) in enumerate(args.on):
-            own = argparse.Namespace(**vars(args) | {"backbone": backbone, "heads": heads, "compile": False})
-            own.batch_size, own.stop_drafting, own.revision, own.trust_remote_code = 1, 0.0, None, False
-            tables.append(compare(own, Path(folder) / str(number)))
-    common.write_results(args, {"machine": asdict(machine()), "tables": tables})
+        for number, (backbone, heads) in enumerate(options.on):
+            models = replace(options.models, backbone=backbone, heads=heads)
+            tables.append(compare(replace(options, models=models), Path(folder) / str(number)))
+    options.output.write({"machine": asdict(machine()), "tables": tables})
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ bytes that they read and write, in one step for one text, after `--context` toke
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 
@@ -37,11 +36,13 @@ from decode.request import prepare
 from decode.results import tau
 from decode.session import Session
 from decode.settings import Settings
-from measuring import open_models, take_turns
-from medusa.commands import common
+from measuring import MeasuringOptions, open_measured, take_turns
+from medusa.commands.arguments import group, parse
+from medusa.commands.models import choose_tree, heads_folder, open_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
+from medusa.options import REQUIRED, count, option
 from medusa.tree import Layout, Tree
 from script_tools import plain_table, run_script, script_parser
 
@@ -52,6 +53,18 @@ PATH = 4
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's own counter knows those of GPUs only
 # In inference mode, which `costs` uses, scaled_dot_product_attention is one operation.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindsOptions(MeasuringOptions):
+    """Options of this script."""
+
+    settings: Settings = group(
+        Settings, "generation", only=("max_new_tokens", "compile"), max_new_tokens=128, ignore_eos=True
+    )
+    heads: tuple[str, ...] = option(REQUIRED, "compare these heads", metavar="NAME=FOLDER", nargs="+")
+    trees: tuple[str, ...] = option(("dynamic:64",), TREES, metavar="TREE", nargs="+")
+    context: int = count(256, "count the step after N tokens")
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
@@ -100,21 +113,21 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
     }
 
 
-def tree_for(args: argparse.Namespace, loaded: Loaded, heads: MedusaHeads) -> Layout:
-    """Choose the tree as for `medusa generate`, or the calibrated one of `calibrated:N`.
+def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layout:
+    """Choose the tree of `options.models` as for `medusa generate`, or the calibrated one of `calibrated:N`.
 
     Raises:
         RequestError: no such tree, or the heads cannot fill it."""
-    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    if not args.tree.startswith("calibrated:"):
-        return common.choose_tree(args, loaded, heads, settings)
-    files = files_for(common.heads_folder(args.heads))
-    found = stored(files, situation(loaded.model, heads, settings, args.batch_size))
+    folder, tree = options.models.heads, str(options.models.tree)
+    settings = replace(options.settings, compile=False)
+    if not tree.startswith("calibrated:"):
+        return choose_tree(options, loaded, heads, settings)
+    found = stored(files_for(heads_folder(folder)), situation(loaded.model, heads, settings, 1))
     if found is None:
-        raise RequestError(f"{args.heads} has no calibration for this situation; run `medusa calibrate` on it")
+        raise RequestError(f"{folder} has no calibration for this situation; run `medusa calibrate` on it")
     paths = {str(point.nodes): point.paths for point in found.points if not point.dynamic}
-    if (nodes := args.tree.partition(":")[2]) not in paths:
-        raise RequestError(f"tree {args.tree}: {args.heads} was calibrated with {', '.join(paths)} nodes")
+    if (nodes := tree.partition(":")[2]) not in paths:
+        raise RequestError(f"tree {tree}: {folder} was calibrated with {', '.join(paths)} nodes")
     return Tree.from_paths(paths[nodes])
 
 
@@ -132,44 +145,33 @@ def speeds(contender: Contender, plain: Contender) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = script_parser(__doc__)
-    common.add_backbone(parser, heads=False)
-    common.add_prompts(parser)
-    parser.add_argument("--heads", nargs="+", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--trees", nargs="+", default=["dynamic:64"], metavar="TREE", help=TREES)
-    parser.add_argument("--max-new-tokens", type=common.positive, default=128)
-    parser.add_argument("--rounds", type=common.positive, default=3, help="(default: 3)")
-    context_help = "tokens before the step that is counted (default: 256)"
-    parser.add_argument("--context", type=common.positive, default=256, metavar="N", help=context_help)
-    parser.add_argument("--compile", action="store_true", help="compile the steps, plain decoding's too")
-    common.add_machine(parser)
-    args = parser.parse_args(argv)
-    loaded, prompts, _ = open_models(args)
-    settings = Settings(max_new_tokens=args.max_new_tokens, ignore_eos=True, compile=args.compile)
-    text = list(islice(cycle(prompts[0]), args.context))
+    options = parse(KindsOptions, script_parser(__doc__), argv)
+    loaded, prompts, _ = open_measured(options)
+    settings = options.settings
+    text = list(islice(cycle(prompts[0]), options.context))
     methods: dict[str, Method] = {"plain": plain_method(loaded.model, settings)}
     rows: dict[str, dict[str, object]] = {}
-    for named in args.heads:
+    for named in options.heads:
         name, _, folder = named.partition("=")
         if not folder:
             raise RequestError(f"--heads {named}: write NAME=FOLDER")
-        for asked in args.trees:
-            own = argparse.Namespace(**vars(args) | {"heads": folder, "tree": asked, "batch_size": 1})
-            heads = common.open_heads(own, loaded)
+        heads = open_heads(folder, loaded)
+        for asked in options.trees:
+            own = replace(options, models=replace(options.models, heads=folder, tree=asked))
             tree = tree_for(own, loaded, heads)
             methods[f"{name} {asked}"] = medusa_method(loaded.model, heads, settings, tree=tree)
             about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
             rows[f"{name} {asked}"] = about | costs(loaded, heads, tree, text)
     region.KEPT = max(region.KEPT, len(methods))  # taking turns, all of them are needed again and again
-    contenders = take_turns(args, loaded, methods, [[prompt] for prompt in prompts], args.rounds)
+    contenders = take_turns(options, loaded, methods, [[prompt] for prompt in prompts])
     for key, row in rows.items():
         row |= speeds(contenders[key], contenders["plain"])
-    console = common.output_console(args)
+    console = options.output.console
     console.width = max(console.width, WIDTH)
     console.print(table_of(list(rows.values())))
-    about = {"backbone": args.backbone, "compile": args.compile, "prompts": len(prompts), "rounds": args.rounds}
-    about["context"] = args.context
-    common.write_results(args, {"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
+    about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(prompts), "rounds": options.rounds}
+    about["context"] = options.context
+    options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:

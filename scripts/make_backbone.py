@@ -23,12 +23,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from backbone_training import BackboneTrainer, Recipe, Rows, Teacher, encode, evaluate, train_tokenizer
 from decode.bench.machine import has_fast_bfloat16
-from medusa.commands.common import positive
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
 from medusa.loading import LoadOptions, load_backbone, load_tokenizer
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
-from script_tools import markdown_table, run_script, script_parser
+from script_tools import markdown_table, positive, run_script, script_parser
 
 BYTES = 256  # every byte needs a piece in a byte-level vocabulary
 SETTINGS = "training.json"  # in the output folder while a training is unfinished

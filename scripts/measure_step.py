@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,13 +42,16 @@ from decode.request import prepare
 from decode.sequences import Request
 from decode.session import Session
 from decode.topology import Topology
-from measuring import PeakMemory, open_models
+from measuring import MeasuringOptions, PeakMemory, open_measured
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
-from medusa.commands import common
+from medusa.commands.arguments import group, parse
+from medusa.commands.models import open_heads
+from medusa.commands.options import Models
 from medusa.heads.independent import HeadInputs
 from medusa.loading import DTYPES
-from script_tools import run_script, script_parser
+from medusa.options import count, option
+from script_tools import positive, run_script, script_parser
 
 VOCAB, NUM_HEADS = 32000, 5
 WARM_UP = 3  # rounds of each prompt that are not counted
@@ -82,7 +85,7 @@ class Scripted(HeadsDrafter):
 def layers_and_hidden(text: str) -> tuple[int, int]:
     """Read 6x288, for argparse."""
     layers, _, hidden = text.partition("x")
-    return common.positive(layers), common.positive(hidden)
+    return positive(layers), positive(hidden)
 
 
 def counting_llama(layers: int, hidden: int) -> LlamaForCausalLM:
@@ -223,40 +226,45 @@ def show(outcome: dict[str, object], title: str) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(MeasuringOptions):
+    """Options of this script."""
+
+    models: Models = group(Models, "models", without=("drafter",), backbone="")
+    rounds: int = 1
+    random: tuple[int, int] | None = option(
+        None, "measure a random Llama of L layers and hidden size H instead", metavar="LxH", type=layers_and_hidden
+    )
+    tau: float | None = option(None, "with --random: accept so many tokens a step (default: all)", type=float)
+    prompt_tokens: int = count(256, "with --random: measure after N prompt tokens")
+    piece: int | None = count(None, "read N tokens of a prompt at once")
+    lm_head: str = option("own", "with --random: the LM heads of the heads", choices=["own", "shared"])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = script_parser(__doc__)
-    common.add_backbone(parser, required=False, backbone_required=False)
-    common.add_prompts(parser)
-    parser.add_argument("--random", type=layers_and_hidden, metavar="LxH", help="a random Llama instead of --backbone")
-    parser.add_argument("--tau", type=float, help="scripted acceptance, with --random (default: what the heads get)")
-    parser.add_argument("--prompt-tokens", type=common.positive, default=256, help="of --random (default: 256)")
-    parser.add_argument("--piece", type=common.positive, help="tokens of a prompt that are read at once")
-    parser.add_argument("--lm-head", choices=["own", "shared"], default="own", help="of the heads of --random")
-    parser.add_argument("--tree", help="default: the heads' own")
-    parser.add_argument("--max-new-tokens", type=common.positive, default=128)
-    common.add_machine(parser)
-    args = parser.parse_args(argv)
-    if args.piece:
-        prefill_module.TOKENS = prefill_module.LEAST = args.piece
-    if args.random:
-        common.prepare_machine(args)
-        model = counting_llama(*args.random).to(args.device or "cpu", DTYPES[args.dtype or "float32"])
-        heads, prompts = random_heads(model, args.lm_head), [torch.randint(VOCAB, (args.prompt_tokens,)).tolist()]
-    elif not (args.backbone and args.heads):
+    options = parse(StepOptions, script_parser(__doc__), argv)
+    load, length = options.load, options.settings.max_new_tokens
+    if options.piece:
+        prefill_module.TOKENS = prefill_module.LEAST = options.piece
+    if options.random:
+        options.machine.prepare()
+        model = counting_llama(*options.random).to(load.device or "cpu", DTYPES[load.dtype or "float32"])
+        heads, prompts = random_heads(model, options.lm_head), [torch.randint(VOCAB, (options.prompt_tokens,)).tolist()]
+    elif not (options.models.backbone and options.models.heads):
         raise RequestError("nothing to measure: give --backbone B --heads H --prompts P, or --random LxH")
     else:
-        loaded, prompts, _ = open_models(args)
-        model, heads = loaded.model, common.open_heads(args, loaded)
-    tree = resolve_tree(args.tree, heads)
-    about = {name: getattr(args, name) for name in ("random", "lm_head", "prompt_tokens", "piece")}
+        loaded, prompts, _ = open_measured(options)
+        model, heads = loaded.model, open_heads(options.models.heads, loaded)
+    tree = resolve_tree(options.models.tree, heads)
+    about = {name: getattr(options, name) for name in ("random", "lm_head", "prompt_tokens", "piece")}
     about |= {"nodes": tree.num_nodes, "dtype": str(model.dtype).removeprefix("torch.")}
     read = measure_prefill(model, max(prompts, key=len))
-    found = [measure(model, heads, tree, prompt, args.max_new_tokens, args.tau) for prompt in prompts]
+    found = [measure(model, heads, tree, prompt, length, options.tau) for prompt in prompts]
     rounds = [timed for part, _ in found for timed in part]
     outcome = summarize(rounds, statistics.fmean(length for _, lengths in found for length in lengths))
     outcome["prefill"] = read
     show(outcome, f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)")
-    common.write_results(args, {"machine": asdict(machine()), "settings": about} | outcome)
+    options.output.write({"machine": asdict(machine()), "settings": about} | outcome)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +12,28 @@ import torch
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.machine import stopwatch
 from decode.bench.methods import Method
+from decode.settings import Settings
 from decode.tree_check import require_tree_forward
-from medusa.commands import common
+from medusa.commands.arguments import group
+from medusa.commands.models import open_models
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts
 from medusa.loading import Loaded
-from medusa.records.record import prompt_ids
+from medusa.options import count
 
 
-class Models(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions(CommandOptions):
+    """Options of the scripts that measure: greedy decoding of prompts, one at a time, that goes on after EOS."""
+
+    models: Models = group(Models, "models", only=("backbone",))
+    prompts: Prompts = group(Prompts, "prompts")
+    settings: Settings = group(Settings, "generation", only=("max_new_tokens",), max_new_tokens=128, ignore_eos=True)
+    batch_size: int = 1
+    contrasting: Contrasting = NO_CONTRAST
+    rounds: int = count(3, "decode all prompts N times")
+
+
+class Measured(NamedTuple):
     """A backbone and the prompts that it is measured on."""
 
     loaded: Loaded
@@ -27,29 +42,23 @@ class Models(NamedTuple):
     """One for each prompt."""
 
 
-def open_models(args: argparse.Namespace) -> Models:
-    """Load the backbone and the prompts that the command line names; refuse a backbone that holds no tree."""
-    common.prepare_machine(args)
-    loaded = common.open_backbone(args)
+def open_measured(options: MeasuringOptions) -> Measured:
+    """Load the backbone and the prompts; raise RequestError for a backbone that cannot verify a tree."""
+    records = options.prompts.read()
+    loaded, _, prompts, _ = open_models(options, records)
     require_tree_forward(loaded.model)
-    records = common.read_prompts(args)
-    prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    return Models(loaded, prompts, [record.category for record in records])
+    return Measured(loaded, prompts, [record.category for record in records])
 
 
 def take_turns(
-    args: argparse.Namespace,
-    loaded: Loaded,
-    methods: dict[str, Method],
-    batches: Sequence[list[list[int]]],
-    rounds: int,
+    options: MeasuringOptions, loaded: Loaded, methods: dict[str, Method], batches: Sequence[list[list[int]]]
 ) -> dict[str, Contender]:
     """Decode the batches by all methods, which take turns; on one CPU thread, its CPU time is counted."""
     contenders = {name: Contender(name, method) for name, method in methods.items()}
-    with common.progress_bars(args) as start_progress:
-        advance = start_progress("measuring", rounds * len(batches))
+    with options.output.progress_bars() as start_progress:
+        advance = start_progress("measuring", options.rounds * len(batches))
         clock = stopwatch(loaded.model.device)
-        run_rounds(list(contenders.values()), batches, rounds, advance, args.seed, clock)
+        run_rounds(list(contenders.values()), batches, options.rounds, advance, options.machine.seed, clock)
     return contenders
 
 

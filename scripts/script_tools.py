@@ -30,6 +30,13 @@ def medusa(command: str, *more: object) -> None:
     subprocess.run([sys.executable, "-m", "medusa", *command.split(), *map(str, more)], check=True)
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def write_jsonl(path: Path, records: Iterable[dict[str, object]]) -> None:
     """Write one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)

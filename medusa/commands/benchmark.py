@@ -10,53 +10,25 @@ medusa benchmark --compare a.json b.json --report compared.html
 from __future__ import annotations
 
 import argparse
-import shlex
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from decode.settings import Settings
+from medusa.commands.arguments import group
+from medusa.commands.options import CommandOptions, Models, Prompts, require_writable, warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing_folder, require_absent, write_json
+from medusa.options import count, option
 
 if TYPE_CHECKING:
     from decode.bench.compare import Comparison
     from decode.bench.figures import BenchmarkResult
     from decode.bench.measure import BenchmarkJob
-    from decode.drafters.base import DrafterConfig, DrafterFactory
+    from decode.drafters.base import DrafterFactory
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser, required=False, backbone_required=False)
-    common.add_prompts(parser)
-    common.add_generation(parser, max_new_tokens=128)
-    common.add_drafter(parser, several=True)
-    common.add_amateur(parser)
-    group = parser.add_argument_group("what is measured")
-    group.add_argument(
-        "--rounds", type=common.positive, default=3, metavar="N", help="rounds over all prompts (default: %(default)s)"
-    )
-    group.add_argument("--prompt-lookup", action="store_true", help="also measure model.generate with prompt lookup")
-    group.add_argument(
-        "--draft-model", metavar="B", help="also measure model.generate with this draft model; demo is shipped"
-    )
-    group.add_argument(
-        "--temperatures", type=temperatures, default=[], metavar="T,T,...", help="also measure tau and speedup at these"
-    )
-    group.add_argument(
-        "--lossy", action="store_true", help="also measure the lossy rules, with the likelihood of their texts"
-    )
-    group = parser.add_argument_group("report")
-    group.add_argument("--report", metavar="FILE.html|DIR", help="write a page; into a folder also PNGs and JSON")
-    group.add_argument(
-        "--compare",
-        nargs="+",
-        default=[],
-        metavar="OLD.json",
-        help="compare with earlier runs on the same prompts; without --backbone, the first file with the others",
-    )
-    group.add_argument("--overwrite", action="store_true", help="replace an existing report")
-    common.add_machine(parser)
+Earlier = list[tuple[str, "BenchmarkResult"]]
+"""Earlier runs with the names of their files."""
 
 
 def temperatures(text: str) -> list[float]:
@@ -70,28 +42,88 @@ def temperatures(text: str) -> list[float]:
     return values
 
 
-def run(args: argparse.Namespace) -> None:
-    for path in (args.json, args.report):
-        if path != args.report or is_page(path):
-            common.check_output(path)
-    if args.report:
-        require_absent(Path(args.report), args.overwrite)
-    result: BenchmarkResult | None = None
-    earlier = [(name, read_benchmark(name)) for name in args.compare]
-    if args.backbone is None and earlier:
-        comparisons = compare_files(earlier)
-    else:
-        result, comparisons = measure(args, earlier)
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions(CommandOptions):
+    """Options of `medusa benchmark`."""
+
+    models: Models = group(Models, "models", without=("drafter",), backbone="")
+    prompts: Prompts = group(Prompts, "prompts")
+    settings: Settings = group(Settings, "generation", max_new_tokens=128)
+    drafter: tuple[str, ...] = option(
+        (),
+        "measure this drafter (docs/drafters.md; default: heads); repeatable: the first is `medusa` in the results",
+        metavar="NAME[:OPTIONS]",
+    )
+    rounds: int = count(3, "decode all prompts N times")
+    prompt_lookup: bool = option(False, "also measure model.generate with prompt lookup")
+    draft_model: str | None = option(
+        None, "also measure model.generate with this draft model; demo is shipped", metavar="B"
+    )
+    temperatures: tuple[float, ...] = option(
+        (), "also measure tau and speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
+    )
+    lossy: bool = option(False, "also measure the lossy rules, with the likelihood of their texts")
+    report: str | None = option(None, "write a page; a folder also gets PNG pictures and JSON", metavar="FILE.html|DIR")
+    compare: tuple[str, ...] = option(
+        (),
+        "compare with earlier runs on the same prompts; without --backbone, compare the first file with the others",
+        metavar="OLD.json",
+        nargs="+",
+    )
+    overwrite: bool = option(False, "replace an existing report")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_page(self.report):
+            require_writable(self.report)
+        if self.report is not None:
+            require_absent(Path(self.report), self.overwrite)
+
+    @property
+    def drafters(self) -> tuple[str | None, ...]:
+        """The drafters to measure; `None` means the heads."""
+        return self.drafter or (None,)
+
+    def require_measurable(self) -> None:
+        """Check what a measurement needs and a comparison of files does not.
+
+        Raises:
+            RequestError: options that are missing or cannot be combined."""
+        for name in ("backbone", "heads") if self.drafters == (None,) else ("backbone",):
+            if not getattr(self.models, name):
+                raise RequestError(f"--{name} is missing; give it, or two files to --compare")
+        if len(set(self.drafters)) < len(self.drafters):
+            raise RequestError(f"--drafter {' --drafter '.join(self.drafter)}: one is given twice")
+        assisted = self.prompt_lookup or self.draft_model
+        if assisted and self.contrasting.amateur:
+            raise RequestError(
+                "transformers' assisted generation cannot be combined with --amateur; leave out --prompt-lookup and "
+                "--draft-model"
+            )
+        if assisted and self.batch_size > 1:
+            raise RequestError(
+                f"transformers' assisted generation takes one prompt at a time, and --batch-size is {self.batch_size}; "
+                "leave out --prompt-lookup and --draft-model, or use --batch-size 1"
+            )
+
+
+def run(options: BenchmarkOptions) -> None:
     from decode.bench.report.terminal import print_comparison
 
+    result: BenchmarkResult | None = None
+    earlier = [(name, read_benchmark(name)) for name in options.compare]
+    if not options.models.backbone and earlier:
+        comparisons = compare_files(earlier)
+    else:
+        result, comparisons = measure(options, earlier)
     for comparison in comparisons:
-        print_comparison(common.output_console(args), comparison)
+        print_comparison(options.output.console, comparison)
     content = {} if result is None else result.to_json()
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
-    common.write_results(args, content)
-    if args.report:
-        write_report(Path(args.report), result, comparisons, content)
+    options.output.write(content)
+    if options.report:
+        write_report(Path(options.report), result, comparisons, content)
 
 
 def is_page(path: str | None) -> bool:
@@ -99,8 +131,24 @@ def is_page(path: str | None) -> bool:
     return path is not None and Path(path).suffix in (".html", ".htm")
 
 
+def write_report(
+    place: Path, result: BenchmarkResult | None, comparisons: list[Comparison], content: dict[str, object]
+) -> None:
+    """Write one page, or a folder with the page, its pictures and `content`."""
+    from decode.bench.report.page import benchmark_page
+
+    page = benchmark_page(result, comparisons)
+    if is_page(str(place)):
+        page.save(place)
+        return
+    with replacing_folder(place) as folder:
+        page.save(folder / "report.html")
+        page.save_pictures(folder)
+        write_json(folder / "benchmark.json", content)
+
+
 def read_benchmark(name: str) -> BenchmarkResult:
-    """An earlier run that others can be compared with.
+    """Read an earlier run, for comparisons.
 
     Raises:
         RequestError: the file is no benchmark, or an early version wrote it."""
@@ -111,7 +159,7 @@ def read_benchmark(name: str) -> BenchmarkResult:
     return result
 
 
-def compare_files(earlier: list[tuple[str, BenchmarkResult]]) -> list[Comparison]:
+def compare_files(earlier: Earlier) -> list[Comparison]:
     """Compare the first file with each of the others.
 
     Raises:
@@ -121,118 +169,66 @@ def compare_files(earlier: list[tuple[str, BenchmarkResult]]) -> list[Comparison
     (first, base), *others = earlier
     if not others:
         raise RequestError(
-            f"--compare {first} alone has nothing to be compared with; give a second file, or "
+            f"--compare {first} is one file, and a comparison needs two; give a second one, or "
             "--backbone B --heads H --prompts P to measure now"
         )
     return [compare(base, result, (first, name)) for name, result in others]
 
 
-def check_request(args: argparse.Namespace) -> list[DrafterConfig]:
-    """The drafters that take part, checked with the other options before any model is loaded.
-
-    Raises:
-        RequestError: options that are missing or cannot be combined."""
-    specs: list[str | None] = args.drafter or [None]
-    for option in ("backbone", "heads") if specs == [None] else ("backbone",):
-        if getattr(args, option) is None:
-            raise RequestError(f"--{option} is missing; give it, or two files to --compare")
-    if len(set(specs)) < len(specs):
-        raise RequestError(f"--drafter {' --drafter '.join(map(str, specs))}: one is given twice")
-    configs = [common.plan_of(args, spec, alone=len(specs) == 1) for spec in specs]
-    common.contrast_of(args)
-    assisted = args.prompt_lookup or args.draft_model
-    if args.amateur and assisted:
-        raise RequestError(
-            "transformers' assisted generation cannot be combined with --amateur; leave out --prompt-lookup and "
-            "--draft-model"
-        )
-    if args.batch_size > 1 and assisted:
-        raise RequestError(
-            f"transformers' assisted generation takes one prompt at a time, and --batch-size is {args.batch_size}; "
-            "leave out --prompt-lookup and --draft-model, or take --batch-size 1"
-        )
-    return configs
-
-
-def measure(
-    args: argparse.Namespace, earlier: list[tuple[str, BenchmarkResult]]
-) -> tuple[BenchmarkResult, list[Comparison]]:
+def measure(options: BenchmarkOptions, earlier: Earlier) -> tuple[BenchmarkResult, list[Comparison]]:
     """Measure, show the figures, and compare them with earlier runs."""
-    configs = check_request(args)
-    settings, records = common.settings_of(args), common.read_prompts(args)
-    common.check_models(args, *configs)
-
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob, prompts_hash
     from decode.bench.report.terminal import print_benchmark
-    from medusa.records.record import prompt_ids
+    from medusa.commands import models
 
-    common.prepare_machine(args)
-    loaded = common.open_backbone(args)
-    common.hint_at_bfloat16(args, loaded)
-    prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    settings = common.with_amateur(args, loaded, settings)
-    common.require_fitting(prompts, loaded, settings.amateur)
+    options.require_measurable()
+    output, specs = options.output, options.drafters
+    records = options.prompts.read()
+    loaded, settings, prompts, (source, *others) = models.open_models(options, records, specs)
+    models.hint_at_bfloat16(loaded, output)
     for name, result in earlier:
         if result.settings.prompts_sha256 != prompts_hash(prompts):
-            raise RequestError(f"{name} was measured on other prompts, so nothing can be paired; give it the same ones")
-    source, *others = [common.open_source(args, loaded, config, settings) for config in configs]
-    spec, *_ = args.drafter or [None]
-    job = BenchmarkJob(
-        loaded=loaded,
-        source=source,
-        settings=settings,
-        prompts=prompts,
-        categories=[record.category for record in records],
-        heads=args.heads,
-        drafter=spec or "heads",
-        tree=common.drafter_json(spec, source)["tree"],
-        rounds=args.rounds,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        command=shlex.join(["medusa", *args.words]),
-    )
-    with common.progress_bars(args) as start_progress:
-        result = measure_all(args, replace(job, start_progress=start_progress), others)
-    print_benchmark(common.output_console(args), result)
+            raise RequestError(f"{name} was measured on other prompts; measure on the same prompts")
+    with output.progress_bars() as start_progress:
+        job = BenchmarkJob(
+            loaded=loaded,
+            source=source,
+            settings=settings,
+            prompts=prompts,
+            categories=[record.category for record in records],
+            heads=options.models.heads,
+            drafter=specs[0] or "heads",
+            tree=models.drafter_json(specs[0], source)["tree"],
+            rounds=options.rounds,
+            batch_size=options.batch_size,
+            seed=options.machine.seed,
+            command=output.command_line,
+            start_progress=start_progress,
+        )
+        result = measure_all(options, job, dict(zip(options.drafter[1:], others, strict=True)))
+    print_benchmark(output.console, result)
     if source.heads is not None:
-        common.warn_if_useless(result.medusa.new_tokens, result.medusa.tau)
+        warn_if_useless(result.medusa.new_tokens, result.medusa.tau)
     return result, [compare(content, result, (name, "this run")) for name, content in earlier]
 
 
-def measure_all(args: argparse.Namespace, job: BenchmarkJob, others: list[DrafterFactory]) -> BenchmarkResult:
-    """Take all measurements that were asked for; `others` are the further drafters."""
+def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, DrafterFactory]) -> BenchmarkResult:
+    """Take all measurements that were asked for; `others` are the further drafters by name."""
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for
+    from medusa.commands.models import heads_folder
 
-    further = [measure.prompt_lookup(job)] if args.prompt_lookup else []
-    if args.draft_model:
-        further.append(measure.assisted_by(job, args.draft_model, args.trust_remote_code))
-    specs = args.drafter[1:] if others else []
-    for spec, source in zip(specs, others, strict=True):
-        further.append(Contender(spec, job.drafted(job.settings, source=source)))
+    further = [measure.prompt_lookup(job)] if options.prompt_lookup else []
+    if options.draft_model:
+        further.append(measure.assisted_by(job, options.draft_model, options.load.trust_remote_code))
+    further += [Contender(name, job.drafted(job.settings, source=source)) for name, source in others.items()]
     result = measure.run_benchmark(job, further)
-    if args.temperatures:
-        result.temperatures = [measure.at_temperature(job, at) for at in args.temperatures]
-    if args.lossy:
+    if options.temperatures:
+        result.temperatures = [measure.at_temperature(job, at) for at in options.temperatures]
+    if options.lossy:
         result.lossy = measure.compare_lossy_rules(job)
-    if args.report and job.source.heads is not None:
-        measure.add_details(job, result.medusa, files_for(common.heads_folder(args.heads)))
+    if options.report and job.source.heads is not None:
+        measure.add_details(job, result.medusa, files_for(heads_folder(options.models.heads)))
     return result
-
-
-def write_report(
-    place: Path, result: BenchmarkResult | None, comparisons: list[Comparison], content: dict[str, object]
-) -> None:
-    """Write one page; into a folder also its pictures and the figures, `content`."""
-    from decode.bench.report.page import benchmark_page
-
-    made = benchmark_page(result, comparisons)
-    if is_page(str(place)):
-        made.save(place)
-        return
-    with replacing_folder(place) as folder:
-        made.save(folder / "report.html")
-        made.save_pictures(folder)
-        write_json(folder / "benchmark.json", content)

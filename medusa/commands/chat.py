@@ -1,200 +1,190 @@
-"""A conversation with the backbone, in the terminal or in the browser; what the heads guessed is coloured.
+"""Chat with the backbone, in the terminal or in the browser; accepted guesses are coloured.
 
-  medusa chat --backbone demo --heads demo          # in the terminal: /help says what else can be typed
-  medusa chat --backbone demo --heads demo --web    # in the browser, plain decoding beside it
+  medusa chat --backbone demo --heads demo          # in the terminal: type /help for the commands
+  medusa chat --backbone demo --heads demo --web    # in the browser, side by side with plain decoding
 
-The backbone's chat template is used. One without a template is no assistant: it goes on with the text as it is.
+The backbone's chat template is used. A backbone without a template is not an assistant: it continues the text.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from medusa.commands.arguments import group
+from medusa.commands.network import Network
+from medusa.commands.options import CommandOptions, require_extra, speed_line, warn, warn_if_useless
 from medusa.errors import RequestError
+from medusa.options import option
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decode.results import Result
-    from decode.serve.conversation import Conversation, Turn
+    from decode.serve.conversation import Turn
     from decode.serve.texts import TextGenerator, TextPiece
     from decode.settings import Settings
 
 PORT = 8765
 HELP = """\
-/plain   switch the drafter off, or on again
-/reset   forget everything, begin anew
-/help    this
+/plain   turn the drafter off or on
+/reset   forget the conversation
+/help    print this list
 /quit    leave (also Ctrl-D)
 Ctrl-C stops an answer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser, required=False)
-    parser.add_argument("--system", metavar="TEXT", help="what the assistant is told beforehand")
-    parser.add_argument("--web", action="store_true", help="a page for the browser (pip install 'medusa-heads[web]')")
-    common.add_generation(parser, batch_size=None)
-    common.add_drafter(parser)
-    common.add_amateur(parser)
-    parser.add_argument("--plain", action="store_true", help="begin without a drafter: one token a step")
-    common.add_listening(parser, PORT)
-    common.add_machine(parser)
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(CommandOptions):
+    """Options of `medusa chat`."""
+
+    batch_size: int = 1
+    system: str | None = option(None, "begin with this system message", metavar="TEXT")
+    web: bool = option(False, "serve a page for the browser (pip install 'medusa-heads[web]')")
+    plain: bool = option(False, "begin without a drafter: one token a step")
+    network: Network = group(Network, "network (--web)", port=PORT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.models.heads is None and self.models.drafter is None and (self.web or not self.plain):
+            raise RequestError(
+                "there are no heads; give --heads H or --drafter ngram" + (", or --plain" * (not self.web))
+            )
+        if self.web:
+            for name, given in (("json", self.output.json), ("plain", self.plain)):
+                if given:
+                    raise RequestError(f"--{name} belongs to the chat in the terminal; leave out --web or --{name}")
+            return
+        default = Network(port=PORT)
+        for known in fields(Network):
+            if getattr(self.network, known.name) != getattr(default, known.name):
+                raise RequestError(f"--{known.name} belongs to the page in the browser; add --web, or leave it out")
 
 
-def run(args: argparse.Namespace) -> None:
-    settings = common.settings_of(args)
-    common.contrast_of(args)
-    if args.heads is None and args.drafter is None and (args.web or not args.plain):
-        raise RequestError("no heads: give --heads H or --drafter ngram" + ("" if args.web else ", or --plain"))
-    plan = None if args.heads is None and args.drafter is None else common.plan_of(args, args.drafter)
-    _check_place(args)
-    common.check_models(args, *([] if plan is None else [plan]))
-
+def run(options: ChatOptions) -> None:
     from decode.serve.conversation import Conversation
-    from decode.serve.texts import TextGenerator
+    from medusa.commands import models
 
-    loaded, tokenizer = common.open_for_text(args, plan, "a chat is text")
-    Conversation(tokenizer, args.system)  # refused now, if at all
-    settings = common.with_amateur(args, loaded, settings)
-    source = None if plan is None else common.open_source(args, loaded, plan, settings)
-    generator = TextGenerator(loaded.model, tokenizer, source)
-    begin = [loaded.bos_token_id or 0]
-    if args.web:
-        _serve_page(args, generator, settings, begin)
-    else:
-        with common.warming_up(args):
-            generator.warm_up(begin, settings)
-        _Terminal(args, generator, settings).run()
-
-
-def _check_place(args: argparse.Namespace) -> None:
-    """Raises:
-    RequestError: options of the page without it, or those of the terminal with it; a page that cannot be had."""
-    if not args.web:
-        for name in ("host", "port"):
-            if getattr(args, name) is not None:
-                raise RequestError(f"--{name} belongs to the page in the browser; add --web, or leave it out")
-        common.check_output(args.json)
+    if options.web:
+        require_extra("web", "nicegui")
+        options.network.require_free()
+    drafts = options.models.heads is not None or options.models.drafter is not None
+    opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
+    generator, settings = models.text_generator(opened, "a chat"), opened.settings
+    Conversation(generator.tokenizer, options.system)  # raises an error for a system message without a template
+    begin = [opened.loaded.bos_token_id or 0]
+    if options.web:
+        _serve_page(options, generator, settings, begin)
         return
-    for name in ("json", "plain"):
-        if getattr(args, name):
-            raise RequestError(f"--{name} belongs to the chat in the terminal; leave out --web or --{name}")
-    common.require_extra("web", "nicegui")
-    args.host, args.port = args.host or "127.0.0.1", args.port or PORT
-    common.require_listening(args.host, args.port)
+    with options.warming_up():
+        generator.warm_up(begin, settings)
+    terminal = _Terminal(options, generator, settings)
+    terminal.run()
+    about = models.settings_json(options, settings, generator.source)
+    written = [result.to_json(generator.tokenizer, settings.stop) for result in terminal.results]
+    options.output.write({"settings": about, "results": written})
 
 
-def _serve_page(args: argparse.Namespace, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:
+def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:
     from decode.serve.chat_page import PageConfig, serve
     from decode.serve.race import ChatWorker
 
-    worker = ChatWorker(generator)
-    with common.warming_up(args):
+    worker, network = ChatWorker(generator), options.network
+    with options.warming_up():
         worker.call(generator.warm_up, begin, settings)
-    drafter = args.drafter or "heads"
-    config = PageConfig(worker, settings, args.backbone, drafter, args.system, args.seed)
-
-    def say_where() -> None:  # the one thing that must be seen, also with --quiet
-        print(f"chat: {common.url_of(args.host, args.port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
-
-    serve(config, args.host, args.port, common.allowed_hosts(args.host), say_where)
+    names = options.models.backbone, options.models.drafter or "heads"
+    config = PageConfig(worker, settings, *names, options.system, options.machine.seed)
+    serve(config, network.host, network.port, network.allowed_hosts, lambda: network.announce("chat"))
 
 
 class _Terminal:
-    """Reads lines, writes answers: those to standard output, all else to standard error."""
+    """A chat in the terminal: answers go to standard output, all else to standard error."""
 
-    def __init__(self, args: argparse.Namespace, generator: TextGenerator, settings: Settings) -> None:
+    def __init__(self, options: ChatOptions, generator: TextGenerator, settings: Settings) -> None:
         from decode.serve.conversation import Conversation
 
-        self.args, self.generator, self.settings = args, generator, settings
-        self.conversation: Conversation = Conversation(generator.tokenizer, args.system)
-        self.plain = args.plain or generator.source is None
-        self.aside: Console = common.console(args)
-        self.printer = _Printer()
+        self.options, self.generator, self.settings = options, generator, settings
+        self.conversation = Conversation(generator.tokenizer, options.system)
+        self.plain = options.plain or generator.source is None
+        self.notes = options.output.progress
+        self.printer = _PiecePrinter()
         self.results: list[Result] = []
 
     def run(self) -> None:
-        self._say_what_this_is()
+        """Answer every line that is typed, until /quit or the end of the input."""
+        self._introduce()
         for line in _lines():
-            word = line.strip()
-            if word == "/quit":
+            typed = line.strip()
+            if typed == "/quit":
                 break
-            if word.startswith("/"):
-                self._obey(word)
+            if typed.startswith("/"):
+                self._obey(typed)
                 continue
             try:
                 turn = self.conversation.ask(line, *self.generator.models(self.settings))
             except RequestError as error:
-                if word or not self.conversation.has_template:
-                    common.warn(str(error))
+                if typed or not self.conversation.has_template:
+                    warn(str(error))
                 continue
             self._answer(turn)
-        about = self.settings.to_dict() | {"backbone": self.args.backbone, "heads": self.args.heads}
-        about |= common.drafter_json(self.args.drafter, self.generator.source)
-        written = [result.to_json(self.generator.tokenizer, self.settings.stop) for result in self.results]
-        common.write_results(self.args, {"settings": about, "results": written})
 
-    def _say_what_this_is(self) -> None:
-        say = self.aside.print
+    def _introduce(self) -> None:
+        say = self.notes.print
         if not self.conversation.has_template:
             say(
-                f"{self.args.backbone} has no chat template, so it is no assistant: it goes on with your text as it "
-                "is. An empty line lets it go on.",
+                f"{self.options.models.backbone} has no chat template, so it is no assistant: it continues your text. "
+                "An empty line lets it go on.",
                 highlight=False,
             )
         if self.generator.source is not None:
-            say("[green]green[/]: guessed ahead and accepted; the rest: the backbone's own, one forward each")
-        say("/help says what else can be typed.", highlight=False)
+            say("[green]green[/]: drafted and accepted tokens; the others cost one forward of the backbone each")
+        say("Type /help for the commands.", highlight=False)
 
-    def _obey(self, word: str) -> None:
-        if word == "/reset":
+    def _obey(self, command: str) -> None:
+        if command == "/reset":
             self.conversation.reset()
-            self.aside.print("forgotten", style="dim")
-        elif word == "/plain" and self.generator.source is None:
-            self.aside.print("there is no drafter to switch on: start with --heads or --drafter", style="dim")
-        elif word == "/plain":
+            self.notes.print("forgotten", style="dim")
+        elif command == "/plain" and self.generator.source is None:
+            self.notes.print("there is no drafter to turn on; start with --heads or --drafter", style="dim")
+        elif command == "/plain":
             self.plain = not self.plain
-            self.aside.print("one token a step" if self.plain else "guessing ahead again", style="dim")
-        elif word == "/help":
-            self.aside.print(HELP, highlight=False)
+            self.notes.print("drafter off: one token a step" if self.plain else "drafter on", style="dim")
+        elif command == "/help":
+            self.notes.print(HELP, highlight=False)
         else:
-            common.warn(f"no command {word.split()[0]}; there are /plain, /reset, /help and /quit")
+            warn(f"there is no command {command.split()[0]}; choose /plain, /reset, /help or /quit")
 
     def _answer(self, turn: Turn) -> None:
         from decode.results import prompt_seeds, tau
         from decode.serve.texts import TextStream
 
-        tokenizer, templated = self.generator.tokenizer, self.conversation.has_template
-        seed = prompt_seeds(self.args.seed, [len(self.results)])[0]
-        run = self.generator.run(turn.prompt, self.settings, seed, self.plain)
-        stream = TextStream(tokenizer, self.settings.stop, before=() if templated else turn.prompt)
-        text = ""
+        source, templated = self.generator.source, self.conversation.has_template
+        seed = prompt_seeds(self.options.machine.seed, [len(self.results)])[0]
+        decoding = self.generator.run(turn.prompt, self.settings, seed, self.plain)
+        before = () if templated else turn.prompt
+        stream, text = TextStream(self.generator.tokenizer, self.settings.stop, before=before), ""
         with _interruptible() as interrupts:
-            for step in run:
+            for step in decoding:
                 text += self.printer(stream.step(step.ids[0]))
                 if interrupts:
-                    run.stop()
+                    decoding.stop()
                     break
         text += self.printer(stream.end())
         print(flush=True)
-        result = run.results[0]
+        result = decoding.results[0]
         self.results.append(result)
         self.conversation.keep(turn, result, text)
-        per_step = tau([result])
-        told = common.how_it_went(len(result.new_ids), result.seconds, per_step)
-        self.aside.print(told + (" (stopped)" if interrupts else ""), style="dim", highlight=False)
-        if self.generator.source is not None and self.generator.source.heads is not None and not self.plain:
-            common.warn_if_useless(len(result.new_ids), per_step)
+        tokens, per_step = len(result.new_ids), tau([result])
+        line = speed_line(tokens, result.seconds, per_step) + " (stopped)" * bool(interrupts)
+        self.notes.print(line, style="dim", highlight=False)
+        if source is not None and source.heads is not None and not self.plain:
+            warn_if_useless(tokens, per_step)
 
 
-class _Printer:
-    """Writes pieces of text to standard output, the drafted ones in green where that is a terminal."""
+class _PiecePrinter:
+    """Writes pieces of text to standard output; drafted pieces are green if that is a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -208,7 +198,7 @@ class _Printer:
 
         text = joined(pieces)
         if self.console.is_terminal:
-            # A model may write an escape character, which a terminal would obey.
+            # A model may generate escape characters, which a terminal would obey.
             shown = [(piece.text.replace("\x1b", "\u241b"), "green" if piece.drafted else "") for piece in pieces]
             self.console.print(Text.assemble(*shown), end="", soft_wrap=True)
         else:
@@ -218,12 +208,12 @@ class _Printer:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line, until there is no more."""
+    """The lines that the user types, until the end of the input."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives `input` history and editing, where Python has it
+        import readline  # noqa: F401  gives `input` history and editing, if Python has it
     while True:
         try:
             yield input("> ")
@@ -231,12 +221,12 @@ def _lines() -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print("\n/quit or Ctrl-D leaves", file=sys.stderr)
+            print("\ntype /quit or Ctrl-D to leave", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Ctrl-C is put on a list, to be looked at between two steps; a second one ends the program."""
+    """A list that receives the first Ctrl-C, to be read between two steps; a second Ctrl-C ends the program."""
     seen: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -1,23 +1,26 @@
-"""Build a datastore: text to look up what the backbone may say next, for `--drafter rest:DIR`.
+"""Build a datastore: text in which `--drafter rest:DIR` looks up the next tokens.
 
   medusa datastore build --backbone org/model --data own.jsonl --output runs/datastore
   medusa datastore build --backbone org/model --data src --suffix .py --output runs/code
 
-Text like the one to come is worth most: what `medusa distill` wrote, or the sources that are worked on. An interrupted
-build goes on where it stopped, by the same command. Files are as for training data, or with --suffix whole documents.
+The best text resembles the text to generate: the output of `medusa distill`, or the sources of a project. The same
+command continues an interrupted build. Files are read as training data, or with --suffix as whole documents.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from medusa.commands.arguments import group
+from medusa.commands.evaluate import DataOptions
+from medusa.commands.options import Models, Output, warn
 from medusa.errors import RequestError
-from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
+from medusa.options import REQUIRED, LoadOptions, Options, count, option
+from medusa.records.sources import read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,93 +28,81 @@ if TYPE_CHECKING:
     from decode.drafters.retrieval.datastore import Piece
 
 PIECE = 2**16
-"""Characters tokenised at once: a longer text is cut behind a line, so that a word may be told otherwise there."""
+"""Characters that are tokenised at once. A longer text is cut after a line, where its tokens may then differ."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["build"], help="build one, or go on with it")
-    common.add_backbone(parser, heads=False)
-    group = parser.add_argument_group("text")
-    group.add_argument(
-        "--data", required=True, metavar="D", help=".jsonl, .json, .txt or .parquet, a folder or a Hub dataset id"
+@dataclass(frozen=True, kw_only=True)
+class DatastoreOptions(Options):
+    """Options of `medusa datastore`."""
+
+    action: str = option(REQUIRED, "build a datastore, or continue a build", positional=True, choices=["build"])
+    models: Models = group(Models, "models", only=("backbone",))
+    load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
+    data: DataOptions = group(DataOptions, "data", without=("max_prompts",))
+    suffix: tuple[str, ...] = option(
+        (), "read the files in --data whose names end in .EXT, each as one document; repeatable", metavar=".EXT"
     )
-    group.add_argument(
-        "--suffix",
-        action="append",
-        default=[],
-        metavar=".EXT",
-        help="read the files under --data that end so, each as one document; repeatable",
-    )
-    group.add_argument("--max-bytes", type=common.positive, metavar="N", help="with --suffix: stop behind N bytes")
-    group.add_argument("--split", default="train", help="of a Hub dataset (default: train)")
-    group.add_argument(
-        "--document-separator", default=DOCUMENT_SEPARATOR, metavar="LINE", help="in a .txt file (default: %(default)s)"
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--output", required=True, metavar="DIR", help="where the datastore goes")
-    group.add_argument("--overwrite", action="store_true", help="start anew where the output exists")
-    group.add_argument("--json", metavar="FILE", help="write what came out, machine-readable")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    max_bytes: int | None = count(None, "with --suffix: stop after N bytes")
+    out: str = option(REQUIRED, "write the datastore to this folder", metavar="DIR", name="output")
+    overwrite: bool = option(False, "replace an existing datastore")
+    output: Output = group(Output, "output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_bytes and not self.suffix:
+            raise RequestError("--max-bytes limits the files of --suffix; add --suffix, or leave it out")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(options: DatastoreOptions) -> None:
     from decode.drafters.retrieval.datastore import build, require_output, tokenizer_fingerprint
     from medusa.files import readable
     from medusa.loading import load_config, load_tokenizer
 
-    output = Path(args.output)
-    require_output(output, args.overwrite)
-    common.check_output(args.json)
-    if args.max_bytes and not args.suffix:
-        raise RequestError("--max-bytes is for files that --suffix names; give one, or leave it out")
-    options = common.load_options(args)
-    config, tokenizer = load_config(args.backbone, options), load_tokenizer(args.backbone, options)
+    folder, backbone = Path(options.out), options.models.backbone
+    require_output(folder, options.overwrite)
+    config, tokenizer = load_config(backbone, options.load), load_tokenizer(backbone, options.load)
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    about = {
-        "backbone": args.backbone,
+    about: dict[str, object] = {
+        "backbone": backbone,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "vocab_size": max(vocab_size, 0 if tokenizer is None else len(tokenizer)),
-        "data": args.data,
-        "suffixes": args.suffix,
-        "max_bytes": args.max_bytes,
-        "split": args.split,
-        "document_separator": args.document_separator,
+        "data": options.data.data,
+        "suffixes": list(options.suffix),
+        "max_bytes": options.max_bytes,
+        "split": options.data.split,
+        "document_separator": options.data.document_separator,
     }
-    pieces = _files(args) if args.suffix else _records(args, tokenizer)
-    start = time.monotonic()
-    with common.console(args).status("reading") as status:
-        built = build(output, pieces, lambda piece: _ids(piece, tokenizer), about, args.overwrite, status.update)
-    size = sum(path.stat().st_size for path in output.iterdir())
-    common.console(args).print(
-        f"{args.output}: {built['documents']} documents, {built['tokens']} tokens, {readable(size)}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    common.write_results(args, built | {"bytes": size, "seconds": time.monotonic() - start})
+    pieces = _files(options) if options.suffix else _records(options.data, tokenizer)
+    start, progress = time.monotonic(), options.output.progress
+    with progress.status("reading") as status:
+        built = build(folder, pieces, lambda piece: _ids(piece, tokenizer), about, options.overwrite, status.update)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    summary = f"{options.out}: {built['documents']} documents, {built['tokens']} tokens, {readable(size)}"
+    progress.print(summary, highlight=False, soft_wrap=True)
+    options.output.write(built | {"bytes": size, "seconds": time.monotonic() - start})
 
 
-def _records(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
+def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
     from decode.drafters.retrieval.datastore import Piece
     from train.data.examples import to_example
 
-    for record in read_records(args.data, split=args.split, separator=args.document_separator):
+    for record in read_records(data.data, split=data.split, separator=data.document_separator):
         if record.text is not None:
             yield from _cut(record.where, record.text)
         else:
             yield Piece(record.where, to_example(record, tokenizer).input_ids)
 
 
-def _files(args: argparse.Namespace) -> Iterator[Piece]:
-    """Files in the order of their names; those that are no UTF-8 are left out, and counted.
+def _files(options: DatastoreOptions) -> Iterator[Piece]:
+    """The files in the order of their names, without those that are not UTF-8.
 
     Raises:
         RequestError: there is none."""
-    place, skipped, left = Path(args.data), 0, args.max_bytes or float("inf")
-    suffixes = tuple(args.suffix)
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.name.endswith(suffixes))
-    files = [path for path in files if path.name.endswith(suffixes) and path.is_file()]
+    place, skipped, left = Path(options.data.data), 0, options.max_bytes or float("inf")
+    found = [place] if place.is_file() else sorted(place.rglob("*"))
+    files = [path for path in found if path.name.endswith(options.suffix) and path.is_file()]
     if not files:
-        raise RequestError(f"no file at {args.data} ends in {' or '.join(suffixes)}; give a folder with some")
+        raise RequestError(f"no file at {place} ends in {' or '.join(options.suffix)}; give a folder with some")
     for path in files:
         if left <= 0:
             break
@@ -125,10 +116,11 @@ def _files(args: argparse.Namespace) -> Iterator[Piece]:
         if text:
             yield from _cut(str(path), text)
     if skipped:
-        common.warn(f"{skipped} of {len(files)} files are no UTF-8 and were left out; convert them with iconv")
+        warn(f"{skipped} of {len(files)} files are not UTF-8 and were skipped; convert them with iconv")
 
 
 def _cut(where: str, text: str) -> Iterator[Piece]:
+    """A text in pieces of at most PIECE characters."""
     from decode.drafters.retrieval.datastore import Piece
 
     start = 0
@@ -140,10 +132,10 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """As a text is taught (`train.data.datasets`), but for BOS: nothing is ever looked up in front of it."""
+    """The ids as in training (`train.data.datasets`), without BOS, before which nothing is looked up."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:
         raise RequestError(f"{piece.where}: the backbone has no tokenizer; give input_ids")
-    ids: Any = tokenizer(piece.content, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = tokenizer(piece.content, add_special_tokens=False, verbose=False)["input_ids"]
     return ids + [tokenizer.eos_token_id] * (piece.ends and tokenizer.eos_token_id is not None)

@@ -1,232 +1,225 @@
-"""The whole story in one command, offline: a small language model writes its own training text, heads are trained on
-it for three minutes, and the same stories come out sooner.
+"""The whole workflow in one command, offline: a small language model generates its own training text, heads are trained
+on it for three minutes, and the same stories are generated faster.
 
   medusa demo
   medusa demo --output runs/demo --minutes 1
 
-Four stages, each with the command that runs it alone. Takes under six minutes on two CPU cores.
+Each of the four stages prints the command that runs it alone. The demo takes under six minutes on two CPU cores.
 """
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import time
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from medusa.commands import common, distill
+from medusa.commands.arguments import group
+from medusa.commands.distill.engines import LocalEngine
+from medusa.commands.distill.journal import Journal
+from medusa.commands.distill.tasks import Task
+from medusa.commands.options import Machine, Output, read_prompts
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
+from medusa.options import LoadOptions, Options, count, option
 
 if TYPE_CHECKING:
+    from rich.columns import Columns
     from rich.console import Console
     from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
 
     from decode.bench.figures import BenchmarkResult
     from decode.bench.methods import Method
-    from decode.results import Result
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import Loaded
 
-TEXTS, TEXT_TOKENS, TEMPERATURE = 384, 256, 0.7
-WRITING_SECONDS = 50  # at most; a slower machine trains on less text
-SLOWER = 10  # the story is shown this many times slower than it was written
+TEXT_TOKENS, TEMPERATURE = 256, 0.7
+TEXT_SECONDS = 50  # at most; a slower machine trains on less text
+SLOWER = 10  # factor by which the stories are shown slower than they were generated
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", default="medusa-demo", metavar="DIR", help="default: ./%(default)s")
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier demo left there")
-    parser.add_argument("--minutes", type=float, default=3.0, metavar="M", help="of training (default: %(default)g)")
-    parser.add_argument(
-        "--texts", type=common.positive, default=TEXTS, metavar="N", help="it writes to train on (default: %(default)s)"
-    )
-    parser.add_argument("--prompts", metavar="FILE", help="benchmark on these (default: 24 of ours)")
-    parser.add_argument("--max-prompts", type=common.positive, metavar="N", help="the first N of them only")
-    parser.add_argument("--split", default="train", help=argparse.SUPPRESS)
-    common.add_machine(parser)
-    parser.set_defaults(backbone="demo", revision=None, trust_remote_code=False, heads=None)
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Options):
+    """Options of `medusa demo`."""
+
+    out: str = option("medusa-demo", "write into this folder", metavar="DIR", name="output")
+    overwrite: bool = option(False, "replace the results of an earlier demo")
+    minutes: float = option(3.0, "train for M minutes", "above 0", lambda value: value > 0, "M")
+    texts: int = count(384, "generate N texts to train on")
+    prompts: str = option(str(ASSETS / "prompts.jsonl"), "benchmark on these prompts", metavar="FILE")
+    max_prompts: int | None = count(None, "use only the first N prompts")
+    load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))
+    machine: Machine = group(Machine, "machine")
+    output: Output = group(Output, "output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.folder.exists() and not self.overwrite:
+            raise RequestError(f"{self.folder} exists already; choose another place with --output or add --overwrite")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out)
+
+    @property
+    def heads(self) -> Path:
+        """The folder of the trained heads."""
+        return self.folder / "heads"
 
 
-def run(args: argparse.Namespace) -> None:
-    if not args.minutes > 0:
-        raise RequestError(f"--minutes is {args.minutes:g}; it must be above 0")
-    common.check_output(args.json)
-    output = Path(args.output)
-    if output.exists() and not args.overwrite:
-        raise RequestError(f"{output} exists already; choose another place with --output or add --overwrite")
-    if args.prompts is None:
-        args.prompts = str(ASSETS / "prompts.jsonl")
-    records = common.read_prompts(args)
-
+def run(options: DemoOptions) -> None:
+    from medusa.loading import load_backbone
     from medusa.records.record import prompt_ids
 
-    common.prepare_machine(args)
-    console = common.output_console(args)
-    loaded = common.open_backbone(args)
+    records, console = read_prompts(options.prompts, "train", options.max_prompts), options.output.console
+    options.machine.prepare()
+    loaded = load_backbone("demo", options.load)
     console.print(
         f"[bold]The backbone[/bold]: a Llama of {loaded.model.num_parameters():,} parameters that writes children's "
         "stories, shipped with this package.\n"
     )
-    output.mkdir(parents=True, exist_ok=True)
-    text = write(args, console, loaded, output)
-    heads = fit(args, console, loaded, text, output)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    text = generate_text(options, loaded)
+    heads = train_heads(options, loaded, text)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    tell(args, console, loaded, heads, prompts[0])
-    result = measure(args, console, loaded, heads, prompts, [record.category for record in records], output)
-    finish(console, result, output)
-    common.write_results(args, result.to_json())
+    show_stories(options, loaded, heads, prompts[0])
+    result = measure(options, loaded, heads, prompts, [record.category for record in records])
+    write_json(options.folder / "benchmark.json", result.to_json())
+    print_summary(options, result)
+    options.output.write(result.to_json())
 
 
-def stage(console: Console, number: int, title: str, command: str) -> None:
+def print_stage(options: DemoOptions, number: int, title: str, command: str) -> None:
+    """Print the title of a stage, and the command that runs it alone."""
+    console = options.output.console
     console.print(f"[bold cyan]{number}/4 {title}[/bold cyan]")
     console.print(f"    alone: [dim]{command}[/dim]", soft_wrap=True, highlight=False)
 
 
-def write(args: argparse.Namespace, console: Console, loaded: Loaded, output: Path) -> Path:
-    """Stage 1: training text in the backbone's own words."""
+def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
+    """Stage 1: the backbone generates its own training text."""
+    from decode.bench.methods import transformers_method
     from decode.settings import Settings
 
-    text = output / "own_text.jsonl"
-    stage(
-        console,
+    text = options.folder / "own_text.jsonl"
+    print_stage(
+        options,
         1,
-        "The backbone writes its own training text",
-        f"medusa distill --backbone demo --self-talk {args.texts} --temperature {TEMPERATURE} "
+        "The backbone generates its own training text",
+        f"medusa distill --backbone demo --self-talk {options.texts} --temperature {TEMPERATURE} "
         f"--max-new-tokens {TEXT_TOKENS} --batch-size 64 --ignore-eos --overwrite --output {text}",
     )
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
+    method = transformers_method(loaded.model, settings, loaded.tokenizer)
+    about = options.output, settings, options.machine.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
+    engine = LocalEngine(*about, 64, loaded.model, method, TEXT_SECONDS)
     text.unlink(missing_ok=True)
-    args.batch_size = 64
-    prompts = distill.self_talk_prompts(loaded, args.texts)
-    tokens, seconds = distill.write_own_text(loaded, prompts, settings, text, args, seconds_at_most=WRITING_SECONDS)
-    console.print(f"    {tokens:,} tokens in {seconds:.0f} s: {text}\n")
+    with Journal(text) as journal:
+        tasks = [Task(index, f"text {index + 1}", engine.begin()) for index in range(options.texts)]
+        seconds = engine.write(tasks, journal)
+    options.output.console.print(f"    {journal.new_tokens:,} tokens in {seconds:.0f} s: {text}\n")
     return text
 
 
-def fit(args: argparse.Namespace, console: Console, loaded: Loaded, text: Path, output: Path) -> MedusaHeads:
-    """Stage 2: heads, trained on that text."""
+def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads:
+    """Stage 2: heads are trained on that text."""
+    import yaml
+
     from medusa.heads.independent import MedusaHeads
     from train.recipe import parse_recipe
     from train.run import train
 
-    folder = output / "heads"
-    recipe = ASSETS / "demo.yaml"
-    stage(
-        console,
+    recipe, folder = ASSETS / "demo.yaml", options.heads
+    print_stage(
+        options,
         2,
-        f"Heads are trained on it for {args.minutes:g} minute(s); the backbone stays as it is",
-        f"medusa train {recipe} data.path={text} output_dir={folder} training.max_minutes={args.minutes:g} --overwrite",
+        f"Heads are trained on it for {options.minutes:g} minute(s); the backbone is not changed",
+        f"medusa train {recipe} data.path={text} output_dir={folder} training.max_minutes={options.minutes:g} "
+        "--overwrite",
     )
-    import yaml
-
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     content["data"]["path"], content["output_dir"] = str(text), str(folder)
-    content["training"] |= {"max_minutes": args.minutes, "seed": args.seed, "log_lines": False}
-    content |= {"dtype": args.dtype, "device": args.device, "attention": args.attention}
-    figures = train(parse_recipe(content, "demo"), overwrite=True, quiet=args.quiet)
+    content["training"] |= {"max_minutes": options.minutes, "seed": options.machine.seed, "log_lines": False}
+    content |= {name: getattr(options.load, name) for name in ("dtype", "device", "attention")}
+    figures = train(parse_recipe(content, "demo"), overwrite=True, quiet=options.output.quiet)
     shares = ", ".join(f"head {head} {share:.0%}" for head, share in enumerate(figures.top1, 1))
-    console.print(f"    {figures.steps} steps; best guesses that were right: {shares}\n")
+    options.output.console.print(f"    {figures.steps} steps; best guesses that were right: {shares}\n")
     return MedusaHeads.from_pretrained(folder, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
-def tell(args: argparse.Namespace, console: Console, loaded: Loaded, heads: MedusaHeads, prompt: list[int]) -> None:
-    """Stage 3: one story, side by side."""
+def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, prompt: list[int]) -> None:
+    """Stage 3: one story, generated plainly and with heads, side by side."""
     from decode.bench.methods import medusa_method, plain_method
     from decode.settings import Settings
 
-    folder = Path(args.output) / "heads"
-    stage(
-        console,
+    print_stage(
+        options,
         3,
         "The same story, plainly and with heads",
-        f'medusa generate --backbone demo --heads {folder} --prompt "Once upon a time" --max-new-tokens 160',
+        f'medusa generate --backbone demo --heads {options.heads} --prompt "Once upon a time" --max-new-tokens 160',
     )
-    settings = Settings(max_new_tokens=160)
-    plain = Story(plain_method(loaded.model, settings), prompt, loaded.tokenizer)
-    quick = Story(medusa_method(loaded.model, heads, settings), prompt, loaded.tokenizer)
-    play(console, plain, quick)
-    console.print(
-        f"    [green]green[/green]: guessed by heads and confirmed by the backbone. Equal texts: "
-        f"{'yes' if plain.result.new_ids == quick.result.new_ids else 'NO'}\n"
-    )
+    assert loaded.tokenizer is not None
+    settings, console = Settings(max_new_tokens=160), options.output.console
+    plain = Story("one token a step", plain_method(loaded.model, settings), prompt, loaded.tokenizer)
+    fast = Story("with heads", medusa_method(loaded.model, heads, settings), prompt, loaded.tokenizer)
+    play(console, plain, fast)
+    equal = "yes" if plain.result.new_ids == fast.result.new_ids else "NO"
+    console.print(f"    [green]green[/green]: drafted by heads and accepted by the backbone. Equal texts: {equal}\n")
 
 
 class Story:
-    """A story as it was written: what each step gave, and when."""
+    """A story with the tokens and the time of every step."""
 
-    def __init__(self, method: Method, prompt: list[int], tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        method([prompt], None)  # warm-up
-        self.steps: list[tuple[float, list[int]]] = []
+    def __init__(self, title: str, method: Method, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.steps = tokenizer, list[tuple[float, list[int]]]()
+        method([prompt])  # warm-up
         start = time.perf_counter()
-        self.result: Result = method([prompt], lambda row, ids: self.steps.append((time.perf_counter() - start, ids)))[
-            0
-        ]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.result.new_ids) / self.result.seconds
+        self.result = method([prompt], lambda row, ids: self.steps.append((time.perf_counter() - start, ids)))[0]
+        speed = len(self.result.new_ids) / self.result.seconds
+        self.title = f"{title}: {speed:.0f} tokens/s, {len(self.steps)} steps"
 
     def until(self, seconds: float) -> Text:
-        """The story as far as it was written then; accepted guesses in green."""
+        """The story as it was after some seconds, with accepted guesses in green."""
         from rich.text import Text
 
-        text = Text()
-        ids: list[int] = []
-        for at, step in self.steps:
-            if at > seconds:
-                break
+        text, ids, known = Text(), list[int](), ""
+        for _, step in (step for step in self.steps if step[0] <= seconds):
             for index, token in enumerate(step):
-                before = self.tokenizer.decode(ids, skip_special_tokens=True)
                 ids.append(token)
-                piece = self.tokenizer.decode(ids, skip_special_tokens=True)[len(before) :]
-                text.append(piece, style="green" if index else "")
+                whole = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+                text.append(whole[len(known) :], style="green" if index else "")
+                known = whole
         return text
 
 
-def play(console: Console, plain: Story, quick: Story) -> None:
-    """Both stories being written, side by side; on anything but a terminal only how they ended."""
+def play(console: Console, plain: Story, fast: Story) -> None:
+    """Show both stories while they grow; anything but a terminal gets only their ends."""
     from rich.columns import Columns
     from rich.live import Live
     from rich.panel import Panel
 
-    width = max(30, console.width // 2 - 2)
+    width, end = max(30, console.width // 2 - 2), max(plain.steps[-1][0], fast.steps[-1][0])
+    height = 2 + max(6, 1300 // width)
 
     def frame(seconds: float) -> Columns:
-        titles = ((plain, "one token a step"), (quick, "with heads"))
-        return Columns(
-            Panel(
-                story.until(seconds),
-                title=f"{title}: {story.tokens_per_second:.0f} tokens/s, {len(story.steps)} steps",
-                width=width,
-                height=2 + max(6, 1300 // width),
-            )
-            for story, title in titles
-        )
+        stories = (plain, fast)
+        return Columns(Panel(story.until(seconds), title=story.title, width=width, height=height) for story in stories)
 
-    end = max(plain.steps[-1][0], quick.steps[-1][0])
-    if console.is_terminal:
-        console.print(f"    (shown {SLOWER} times slower than it was written)")
-        start = time.perf_counter()
-        with Live(console=console, refresh_per_second=12) as live:
-            while (shown := (time.perf_counter() - start) / SLOWER) < end:
-                live.update(frame(shown))
-                time.sleep(0.05)
-            live.update(frame(end))
-    else:
+    if not console.is_terminal:
         console.print(frame(end))
+        return
+    console.print(f"    (shown {SLOWER} times slower than it was generated)")
+    start = time.perf_counter()
+    with Live(console=console, refresh_per_second=12) as live:
+        while (shown := (time.perf_counter() - start) / SLOWER) < end:
+            live.update(frame(shown))
+            time.sleep(0.05)
+        live.update(frame(end))
 
 
 def measure(
-    args: argparse.Namespace,
-    console: Console,
-    loaded: Loaded,
-    heads: MedusaHeads,
-    prompts: list[list[int]],
-    categories: list[str | None],
-    output: Path,
+    options: DemoOptions, loaded: Loaded, heads: MedusaHeads, prompts: list[list[int]], categories: list[str | None]
 ) -> BenchmarkResult:
     """Stage 4: the speedup."""
     from decode.bench.measure import BenchmarkJob, run_benchmark
@@ -234,43 +227,39 @@ def measure(
     from decode.drafters import drafter_factory
     from decode.drafters.base import DrafterContext
     from decode.settings import Settings
+    from medusa.commands.models import drafter_json
 
-    folder = output / "heads"
-    stage(
-        console,
-        4,
-        "The speedup, measured",
-        f"medusa benchmark --backbone demo --heads {folder} --prompts {args.prompts}",
-    )
+    command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {options.prompts}"
+    print_stage(options, 4, "The speedup, measured", command)
     source = drafter_factory("heads", DrafterContext(loaded.model, heads))
-    job = BenchmarkJob(
-        loaded=loaded,
-        source=source,
-        settings=Settings(max_new_tokens=128),
-        prompts=prompts,
-        categories=categories,
-        heads=str(folder),
-        tree=common.drafter_json(None, source)["tree"],
-        seed=args.seed,
-        command=shlex.join(["medusa", *args.words]),
-    )
-    with common.progress_bars(args) as start_progress:
-        result = run_benchmark(replace(job, start_progress=start_progress))
-    print_benchmark(console, result)
-    write_json(output / "benchmark.json", result.to_json())
+    with options.output.progress_bars() as start_progress:
+        result = run_benchmark(
+            BenchmarkJob(
+                loaded=loaded,
+                source=source,
+                settings=Settings(max_new_tokens=128),
+                prompts=prompts,
+                categories=categories,
+                heads=str(options.heads),
+                tree=drafter_json(None, source)["tree"],
+                seed=options.machine.seed,
+                command=options.output.command_line,
+                start_progress=start_progress,
+            )
+        )
+    print_benchmark(options.output.console, result)
     return result
 
 
-def finish(console: Console, result: BenchmarkResult, output: Path) -> None:
-    figures = result.medusa
-    equal = (
-        "equal to plain decoding on every prompt"
-        if figures.equal_to_plain == 1
-        else (f"equal to plain decoding on {figures.equal_to_plain:.0%} of the prompts (see README on low precision)")
-    )
+def print_summary(options: DemoOptions, result: BenchmarkResult) -> None:
+    """Print the speedup, and where the results are."""
+    figures, console = result.medusa, options.output.console
+    equal = "equal to plain decoding on every prompt"
+    if figures.equal_to_plain != 1:
+        equal = f"equal to plain decoding on {figures.equal_to_plain:.0%} of the prompts (see README on low precision)"
     console.print(
         f"\n[bold green]{figures.speedup_vs_generate:.2f} times as fast as model.generate[/bold green] "
         f"({figures.speedup:.2f} times our own plain loop), {figures.tau:.2f} tokens a step, {equal}."
     )
-    console.print(f"Heads: {output / 'heads'}    Report: {output / 'benchmark.json'}")
+    console.print(f"Heads: {options.heads}    Report: {options.folder / 'benchmark.json'}")
     console.print('Next: [dim]medusa generate --backbone demo --heads demo --prompt "Once upon a time"[/dim]')

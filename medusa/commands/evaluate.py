@@ -7,10 +7,13 @@ The backbone first continues the start of every record greedily. Heads are compa
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from decode.settings import Settings
+from medusa.commands.arguments import group
+from medusa.commands.options import LOADING, Machine, Models, Output, read_prompts
+from medusa.options import REQUIRED, LoadOptions, Options, count, option
 from medusa.records.sources import DOCUMENT_SEPARATOR
 
 if TYPE_CHECKING:
@@ -21,57 +24,70 @@ if TYPE_CHECKING:
 OPENING = 16  # tokens of a text that serve as its prompt
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser)
-    group = parser.add_argument_group("data")
-    group.add_argument("--data", dest="prompts", required=True, metavar="D", help="prompts or texts, as for --prompts")
-    group.add_argument("--max-prompts", type=common.positive, default=100, metavar="N", help="default: %(default)s")
-    group.add_argument("--max-new-tokens", type=common.positive, default=128, metavar="N", help="default: %(default)s")
-    group.add_argument("--split", default="train", help="of a Hub dataset (default: train)")
-    group.add_argument(
-        "--document-separator", default=DOCUMENT_SEPARATOR, metavar="LINE", help="in a .txt file (default: %(default)s)"
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """Which records to read."""
+
+    data: str = option(
+        REQUIRED,
+        "read records from a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset",
+        metavar="D",
     )
-    common.add_machine(parser)
+    max_prompts: int = count(100, "read only the first N records")
+    split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
+    document_separator: str = option(
+        DOCUMENT_SEPARATOR, "split a .txt file into documents at this line", metavar="LINE"
+    )
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Options):
+    """Options of `medusa evaluate`."""
+
+    models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
+    load: LoadOptions = LOADING
+    data: DataOptions = group(DataOptions, "data")
+    settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
+    machine: Machine = group(Machine, "machine")
+    output: Output = group(Output, "output")
+
+
+def run(options: EvaluateOptions) -> None:
     from rich.progress import track
-
-    records = common.read_prompts(args)
-    common.check_output(args.json)
-    common.check_models(args)
 
     from decode.bench.methods import plain_method
     from decode.request import require_fitting
-    from decode.settings import Settings
     from medusa.backbone import Backbone
+    from medusa.commands import models
+    from medusa.loading import load_backbone
     from medusa.records.record import prompt_ids
     from train.evaluate import OwnText, head_accuracy
 
-    common.prepare_machine(args)
-    loaded = common.open_backbone(args)
-    backbone = Backbone(loaded.model)
-    heads = common.open_heads(args, loaded)
+    data, output = options.data, options.output
+    records = read_prompts(data.data, data.split, data.max_prompts, data.document_separator)
+    models.check_models(options.models, options.load)
+    options.machine.prepare()
+    loaded = load_backbone(options.models.backbone, options.load)
+    backbone, heads = Backbone(loaded.model), models.open_heads(str(options.models.heads), loaded)
     prompts = []
     for record in records:
         ids = prompt_ids(record, loaded.tokenizer)
         prompts.append(ids if record.is_prompt or record.prompt_tokens else ids[:OPENING])
     require_fitting(prompts, backbone)
-    method = plain_method(loaded.model, Settings(max_new_tokens=args.max_new_tokens), loaded.tokenizer)
-    texts = []
-    for prompt in track(prompts, "writing", console=common.console(args), disable=args.quiet):
-        result = method([prompt], None)[0]
+    method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
+    for prompt in track(prompts, "generating", console=output.progress, disable=output.quiet):
+        result = method([prompt])[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
     accuracy = head_accuracy(backbone, heads, texts)
-    common.output_console(args).print(_table(accuracy))
-    common.write_results(args, accuracy.to_dict())
+    output.console.print(_table(accuracy))
+    output.write(accuracy.to_dict())
 
 
 def _table(accuracy: Accuracy) -> Table:
     from rich.table import Table
 
     table = Table(title=f"right guesses at {accuracy.tokens} positions of the backbone's own greedy text")
-    for name in ("head", "top 1", "top 5", "top 10", "top 1 if all before were right"):
+    for name in ("head", "top 1", "top 5", "top 10", "top 1 if all earlier heads are right"):
         table.add_column(name, justify="right")
     for head in accuracy.heads:
         shares = [*head.top.values(), head.conditional_top1]

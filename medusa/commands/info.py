@@ -1,4 +1,4 @@
-"""What a set of heads is: kind, shapes, tree, the backbone it belongs to, how it was trained.
+"""Describe a set of heads: kind, shapes, tree, backbone and training.
 
 medusa info demo
 medusa info runs/my-heads --json info.json
@@ -6,63 +6,38 @@ medusa info runs/my-heads --json info.json
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from medusa.commands.arguments import group
+from medusa.commands.options import Output
+from medusa.options import REQUIRED, Options, option
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("heads", metavar="HEADS", help="a local folder, a Hub id, or demo (shipped)")
-    parser.add_argument("--json", metavar="FILE", help="write the same, machine-readable")
-    parser.add_argument("--quiet", action="store_true", help="print nothing")
-
-
-def run(args: argparse.Namespace) -> None:
-    common.check_output(args.json)
-    from medusa.checkpoints.folder import find_folder
-    from medusa.checkpoints.stored import PROVENANCE
-    from medusa.config import GATED
-    from medusa.files import read_json
-    from medusa.heads.independent import MedusaHeads
-    from medusa.tree import Tree
-
-    folder = find_folder(args.heads)
-    heads = MedusaHeads.from_pretrained(folder)
-    provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
-    config = heads.config
-    about: dict[str, Any] = {
-        "folder": str(folder),
-        "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
-        "heads": config.num_heads,
-        "blocks per head": f"{config.num_layers} {config.block}"
-        + (f", {config.inner_size} wide" if config.block in ("mlp", GATED) else ""),
-        "LM head": config.lm_head,
-        "hidden size": config.hidden_size,
-        "vocabulary": config.vocab_size or "the backbone's",
-        "tokens guessed among": config.vocabulary or "all",
-        "parameters": heads.num_parameters,
-        "backbone": config.base_model_name_or_path or "not said",
-        "loadable by servers": "yes"
-        if config.servable
-        else "no: they load independent heads of square blocks, and kind eagle with block gated",
-    }
-    if config.tree:
-        tree = Tree.from_paths(config.tree)
-        about["tree"] = f"{tree.num_nodes} nodes, {tree.max_depth} deep"
-    else:
-        about["tree"] = "none saved; the default one is used"
-    for key in ("command", "data", "versions", "result"):
-        if key in provenance:
-            about[key] = provenance[key]
-    _show(args, about)
-    if args.json:
-        common.write_results(args, about | {"config": config.to_dict()})
+if TYPE_CHECKING:
+    from medusa.config import MedusaConfig
 
 
-def _show(args: argparse.Namespace, about: dict[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions(Options):
+    """Options of `medusa info`."""
+
+    heads: str = option(REQUIRED, "describe these heads: a folder, a Hub id, or demo", metavar="HEADS", positional=True)
+    output: Output = group(Output, "output")
+
+
+def run(options: InfoOptions) -> None:
     from rich.table import Table
 
+    from medusa.checkpoints.folder import find_folder
+    from medusa.checkpoints.stored import PROVENANCE
+    from medusa.files import read_json
+    from medusa.heads.independent import MedusaHeads
+
+    folder = find_folder(options.heads)
+    heads = MedusaHeads.from_pretrained(folder)
+    about = {"folder": str(folder)} | _description(heads.config, heads.num_parameters)
+    provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
+    about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -70,4 +45,29 @@ def _show(args: argparse.Namespace, about: dict[str, Any]) -> None:
         if isinstance(value, dict):
             value = ", ".join(f"{key} {item}" for key, item in value.items())
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
-    common.output_console(args).print(table)
+    options.output.console.print(table)
+    options.output.write(about | {"config": heads.config.to_dict()})
+
+
+def _description(config: MedusaConfig, num_parameters: int) -> dict[str, object]:
+    """What the configuration says, in words."""
+    from medusa.config import GATED
+    from medusa.tree import Tree
+
+    tree = Tree.from_paths(config.tree) if config.tree else None
+    width = f", {config.inner_size} wide" if config.block in ("mlp", GATED) else ""
+    return {
+        "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
+        "heads": config.num_heads,
+        "blocks per head": f"{config.num_layers} {config.block}{width}",
+        "LM head": config.lm_head,
+        "hidden size": config.hidden_size,
+        "vocabulary": config.vocab_size or "the backbone's",
+        "tokens guessed among": config.vocabulary or "all",
+        "parameters": num_parameters,
+        "backbone": config.base_model_name_or_path or "not recorded",
+        "loadable by servers": "yes"
+        if config.servable
+        else "no: servers load independent heads of square blocks, and kind eagle with block gated",
+        "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
+    }

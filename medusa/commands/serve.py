@@ -3,60 +3,56 @@
   medusa serve --backbone demo --heads demo
   medusa serve --backbone org/model --heads org/heads --batch-size 4 --port 8080
 
-Requests that wait are decoded together, those of similar length first. What a request does not say (how long its text
-may be, the temperature) is as the options below say.
+Waiting requests are decoded together, those of similar length first. The options below are the defaults for requests
+that do not set their own length, temperature and so on.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+from dataclasses import dataclass
 
-from medusa.commands import common
+from medusa.commands.arguments import group
+from medusa.commands.network import Network
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
 from medusa.errors import RequestError
-
-PORT = 8000
-HOST = "127.0.0.1"
+from medusa.options import count, option
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser, required=False)
-    parser.add_argument("--name", metavar="NAME", help="what the model is called (default: as --backbone)")
-    common.add_generation(parser, batch_size=8)
-    common.add_drafter(parser)
-    parser.add_argument("--plain", action="store_true", help="decode without a drafter: one token a step")
-    common.add_listening(parser, PORT)
-    common.add_machine(parser, json=False)
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(CommandOptions):
+    """Options of `medusa serve`."""
+
+    batch_size: int = count(8, "decode at most N texts at a time")
+    contrasting: Contrasting = NO_CONTRAST
+    output: Output = group(Output, "output", without=("json",))
+    network: Network = group(Network, "network")
+    name: str | None = option(None, "serve the model under this name (default: that of --backbone)", metavar="NAME")
+    plain: bool = option(False, "decode without a drafter: one token a step")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.models.heads is None and self.models.drafter is None and not self.plain:
+            raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
+        if self.settings.compile and self.batch_size > 1:
+            raise RequestError(
+                f"--compile takes half a minute or more for each batch size, and --batch-size is {self.batch_size}; "
+                "add --batch-size 1, or leave out --compile"
+            )
 
 
-def run(args: argparse.Namespace) -> None:
-    settings = common.settings_of(args)
-    if args.heads is None and args.drafter is None and not args.plain:
-        raise RequestError("no heads: give --heads H, --drafter ngram, or --plain to decode without any")
-    if settings.compile and args.batch_size > 1:
-        raise RequestError(
-            f"--compile takes half a minute and more for each size of a batch, and there are {args.batch_size}; "
-            "add --batch-size 1, or leave it out"
-        )
-    plan = None if args.plain else common.plan_of(args, args.drafter)
-    common.require_extra("serve", "starlette", "uvicorn")
-    host, port = args.host or HOST, args.port or PORT
-    common.require_listening(host, port)
-    common.check_models(args, *([] if plan is None else [plan]))
-
+def run(options: ServeOptions) -> None:
     from decode.serve.app import CompletionApi, serve
-    from decode.serve.texts import TextGenerator
     from decode.serve.worker import BatchWorker
+    from medusa.commands import models
 
-    loaded, tokenizer = common.open_for_text(args, plan, "the API is of texts")
-    source = None if plan is None else common.open_source(args, loaded, plan, settings)
-    generator = TextGenerator(loaded.model, tokenizer, source)
-    worker = BatchWorker(generator, args.batch_size)
-    with common.warming_up(args):
+    require_extra("serve", "starlette", "uvicorn")
+    network = options.network
+    network.require_free()
+    opened = models.open_models(options, drafters=[] if options.plain else [options.models.drafter])
+    loaded, settings = opened.loaded, opened.settings
+    generator = models.text_generator(opened, "the API")
+    worker = BatchWorker(generator, options.batch_size)
+    with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
-    api = CompletionApi(worker, args.name or args.backbone, settings, args.seed)
-
-    def say_where() -> None:  # the one thing that must be seen, also with --quiet
-        print(f"serve: {common.url_of(host, port)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
-
-    serve(api, host, port, common.allowed_hosts(host), say_where)
+    api = CompletionApi(worker, options.name or options.models.backbone, settings, options.machine.seed)
+    serve(api, network.host, network.port, network.allowed_hosts, lambda: network.announce("serve"))

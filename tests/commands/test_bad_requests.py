@@ -121,7 +121,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--strategy", "beam"),
         "--strategy beam searches for the most probable text; leave out --heads",
     ),
-    "beams of nothing": (("--num-beams", "3"), "give --strategy beam or best-first-beam"),
+    "beams of nothing": (("--num-beams", "3"), "add --strategy beam or best-first-beam"),
     "greedy draws": (("--strategy", "greedy", "--temperature", "1"), "leave one out"),
     "samples at temperature 0": (("--strategy", "sample"), "--temperature above 0"),
     "a contrast, compiled": (("--amateur", "demo", "--compile"), "leave out --compile"),
@@ -572,7 +572,7 @@ def test_usage_errors_end_the_same_and_in_one_line(capsys: pytest.CaptureFixture
     [
         (("--data", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
         (("--data", "tests", "--suffix", ".cobol"), "no file at tests ends in .cobol"),
-        (("--data", "tests", "--max-bytes", "9"), "--max-bytes is for files that --suffix names"),
+        (("--data", "tests", "--max-bytes", "9"), "--max-bytes limits the files of --suffix"),
         (("--data", "tests", "--suffix", ".py", "--json", "/no/such/folder/x.json"), "/no/such/folder/x.json"),
         (("--data", "tests", "--suffix", ".py", "--output", "tests"), "tests holds something other than a datastore"),
         (("--data", "tests", "--suffix", ".py", "--backbone", "/no/such/model"), "no backbone at /no/such/model"),

@@ -18,7 +18,9 @@ import pytest
 
 from decode.results import DecodingRun
 from medusa.__main__ import main
-from medusa.commands import common
+from medusa.commands.network import Network
+from medusa.commands.options import require_extra
+from medusa.errors import RequestError
 
 CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")
 WITH_HEADS = (*CHAT, "--heads", "demo", "--tree", "eight")
@@ -106,8 +108,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (CHAT, "no heads: give --heads H or --drafter ngram, or --plain"),
-        ((*CHAT, "--web", "--plain"), "no heads: give --heads H or --drafter ngram"),
+        (CHAT, "there are no heads; give --heads H or --drafter ngram, or --plain"),
+        ((*CHAT, "--web", "--plain"), "there are no heads; give --heads H or --drafter ngram"),
         ((*WITH_HEADS, "--port", "80"), "--port belongs to the page in the browser"),
         ((*WITH_HEADS, "--web", "--json", "x.json"), "--json belongs to the chat in the terminal"),
         ((*WITH_HEADS, "--system", "Be kind."), "--system needs a chat template"),
@@ -126,8 +128,8 @@ def test_wrong_requests_are_told_in_one_line(say: Any, words: tuple[str, ...], t
 def test_without_the_extra_the_page_says_how_to_get_it(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nicegui", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(common.RequestError, match=r"pip install 'medusa-heads\[web\]'"):
-        common.require_extra("web", "nicegui")
+    with pytest.raises(RequestError, match=r"pip install 'medusa-heads\[web\]'"):
+        require_extra("web", "nicegui")
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
@@ -136,19 +138,19 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(common.RequestError, match=r"cannot listen at 127\.0\.0\.1, port"):
-            common.require_listening("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(common.RequestError, match=r"cannot listen at 192\.0\.2\.1"):
-        common.require_listening("192.0.2.1", 8765)
-    with pytest.raises(common.RequestError, match="--port is 70000"):
-        common.require_listening("127.0.0.1", 70_000)
+        with pytest.raises(RequestError, match=r"cannot listen at 127\.0\.0\.1, port"):
+            Network(port=taken.getsockname()[1]).require_free()
+    with pytest.raises(RequestError, match=r"cannot listen at 192\.0\.2\.1"):
+        Network(host="192.0.2.1").require_free()
+    with pytest.raises(RequestError, match="port is 70000; it must be a whole number from 1 to 65535"):
+        Network(port=70_000)
 
 
 @pytest.mark.parametrize(
     ("host", "alone"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("box", False)]
 )
 def test_only_a_server_for_others_takes_any_name(host: str, alone: bool) -> None:
-    assert (common.allowed_hosts(host) == ["*"]) is not alone
+    assert (Network(host=host).allowed_hosts == ["*"]) is not alone
 
 
 def _until(terminal: int, word: bytes) -> bytes:

@@ -24,7 +24,7 @@ from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.results import Result
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
-from medusa.commands import common
+from medusa.commands import generate as generate_command
 from medusa.commands.datastore import PIECE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -288,13 +288,13 @@ def test_a_recording_says_what_it_keeps_and_quiet_does_not(medusa: Any, place: P
 def test_an_interruption_keeps_what_was_finished(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = common.batches
+    batches = generate_command.batches
 
     def interrupted(*args: Any) -> Any:
         yield next(iter(batches(*args)))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(common, "batches", interrupted)
+    monkeypatch.setattr(generate_command, "batches", interrupted)
     words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
     assert medusa(*words, "--record", tmp_path / "used").status == 130
     (shard,) = shards(tmp_path / "used")
@@ -745,7 +745,7 @@ def test_what_cannot_be_compared_is_refused(medusa: Any, place: Place, tmp_path:
     file = tmp_path / "a.json"
     assert medusa(*benchmark(place, "--json", file)).status == 0
     for argv, said in (
-        (("benchmark", "--compare", file), "nothing to be compared with"),
+        (("benchmark", "--compare", file), "a comparison needs two"),
         (("benchmark", "--compare", file, tmp_path / "absent.json"), "absent.json"),
         (("benchmark", "--compare", file, place.prompts), "not JSON"),
         (benchmark(place, "--max-prompts", "2", "--compare", file), "other prompts"),
@@ -929,13 +929,13 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
 
     asked = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
     asked += ("--rounds", "1", "--tree", "chain", *GENERATION)
-    monkeypatch.setattr("decode.bench.machine.has_fast_bfloat16", lambda: True)
+    monkeypatch.setattr("medusa.commands.models.has_fast_bfloat16", lambda: True)
     assert "bfloat16" not in medusa(*asked).err, "a tiny model"
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda self: 100_000_000)
     assert medusa(*asked).err.count("try --dtype bfloat16") == 1
     assert "hint" not in medusa(*asked, "--dtype", "bfloat16").err
     assert "hint" not in medusa(*asked, "--quiet").err
-    monkeypatch.setattr("decode.bench.machine.has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr("medusa.commands.models.has_fast_bfloat16", lambda: False)
     assert "hint" not in medusa(*asked).err
 
 
@@ -999,7 +999,7 @@ def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path
     done = medusa("verify", *models, "--draws", "5000", "--report", report, "--json", path)
     assert done.status == 0, done.err
     assert json.loads(path.read_text(encoding="utf-8"))["settings"]["amateur"] == said
-    assert "contrasted with an amateur" in report.read_text(encoding="utf-8")
+    assert "All decoding is contrastive" in report.read_text(encoding="utf-8")
     done = medusa("benchmark", *models, "--rounds", "1", "--drafter", "ngram", "--drafter", "heads", "--json", path)
     assert done.status == 0, done.err
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -1019,7 +1019,7 @@ def test_searches(generate: Any, medusa: Any, place: Place) -> None:
     greedy = generate("--strategy", "best-first-beam", "--num-beams", "1", heads=False)
     assert [r["new_ids"] for r in greedy["results"]] == until_eos(place)
     models = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION)
-    assert "beginnings scored" in medusa("generate", *models, "--strategy", "best-first-beam").err
+    assert "hypotheses scored" in medusa("generate", *models, "--strategy", "best-first-beam").err
 
 
 # --- datastores ------------------------------------------------------------------------------------------------------
@@ -1076,7 +1076,7 @@ def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path) -> N
     (sources / "d.md").write_text("zzz", encoding="utf-8")
     done, store = datastore("--data", sources, "--suffix", ".py")
     assert done.status == 0, done.err
-    assert "1 of 3 files are no UTF-8" in done.err
+    assert "1 of 3 files are not UTF-8" in done.err
     opened, end = Datastore(store), [place.eos, VOCAB]
     spelled = [max(LETTERS.find(letter), 0) for letter in long]  # a new line is an unknown word, and that is token 0
     assert opened.tokens.tolist() == [*spelled, *end, *map(LETTERS.index, "defg"), *end, *[VOCAB] * DEPTH]

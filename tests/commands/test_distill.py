@@ -151,7 +151,7 @@ def test_a_conversation_that_outgrows_the_context_is_kept_as_failed(distill: Any
     rows = [{"turns": ["abc", "d" * 123]}, {"turns": ["abc", "d"]}]
     done = distill("--ignore-eos", prompts=rows)
     assert done.status == 1
-    assert "1 of 4 texts could not be had, 1 of them for reasons that" in done.err
+    assert "1 of 4 texts could not be generated; " in done.err
     assert by_key(done.lines).keys() == {(0, 0), (1, 0), (1, 1)}
     (failed,) = lines_of(tmp_path / "own.failed.jsonl")
     assert (failed["index"], failed["turn"], failed["where"]) == (0, 1, f"{tmp_path / 'prompts.jsonl'}:1")
@@ -428,7 +428,7 @@ def test_a_server_that_is_gone_ends_the_run_in_one_line(by_server: Any, server: 
     server.trouble = lambda number, body: (401, {}, "no key") if number > 5 else False
     done = by_server("--concurrency", "2", prompts=rows)
     assert done.status == 1
-    assert re.search(r"1[67] texts in a row could not be had", done.err), "16, or one more that was under way"
+    assert re.search(r"1[67] texts in a row could not be generated", done.err), "16, or one more that was under way"
     assert "HTTP 401: no key" in done.err
     assert 1 <= len(done.lines) <= 5
     assert len(server.asked) < 30, "and the rest was not tried"
@@ -439,7 +439,7 @@ def test_a_server_that_is_gone_ends_the_run_in_one_line(by_server: Any, server: 
 def test_failures_between_answers_do_not_end_the_run(by_server: Any, server: FakeServer) -> None:
     server.trouble = lambda number, body: (400, {}, "no") if body["prompt"][0] % 2 else False
     done = by_server("--concurrency", "1", prompts=[{"prompt": letter} for letter in LETTERS[:50]])
-    assert "25 of 50 texts could not be had" in done.err
+    assert "25 of 50 texts could not be generated" in done.err
     assert by_key(done.lines).keys() == {(n, 0) for n in range(0, 50, 2)}
 
 

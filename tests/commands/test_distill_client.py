@@ -108,7 +108,7 @@ def test_calls_and_thoughts_are_kept(server: FakeServer, client: Server) -> None
     server.trouble = lambda number, asked: (200, {}, json.dumps(reply))
     found = client.chat([{"role": "user", "content": "a"}], [{"type": "function"}], FEW)
     assert found.text == ""
-    assert found.beside == {"tool_calls": message["tool_calls"], "reasoning_content": "hm"}
+    assert found.extras == {"tool_calls": message["tool_calls"], "reasoning_content": "hm"}
     assert server.asked[0][1]["tools"] == [{"type": "function"}]
 
 

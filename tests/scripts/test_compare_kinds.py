@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from decode.bench.calibration.stored import FILE, Calibration, CalibrationPoint,
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
+from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import load_backbone
 from tests.helpers import random_heads
@@ -72,13 +73,14 @@ def test_the_calibrated_tree_of_a_size_is_each_heads_own(tmp_path: Path) -> None
     points = [CalibrationPoint(3, [[0], [0, 1]], 1.5, 2.0), CalibrationPoint(3, [], 1.6, 2.0, dynamic=True)]
     found = Calibration(points, 0, [1.0, 1.0], situation(loaded.model, heads, settings, 1), RecordedTexts(1))
     store([tmp_path / FILE], found)
-    args = argparse.Namespace(heads=str(tmp_path), tree="calibrated:3", batch_size=1, max_new_tokens=6, quiet=True)
-    tree = script.tree_for(args, loaded, heads)
+    models = Models(backbone="demo", heads=str(tmp_path), tree="calibrated:3")
+    options = script.KindsOptions(models=models, settings=settings, heads=())
+    tree = script.tree_for(options, loaded, heads)
     assert isinstance(tree, Tree)
     assert tree.rank_paths == [(0,), (0, 1)]
-    args.tree = "calibrated:4"
+    options = replace(options, models=replace(models, tree="calibrated:4"))
     with pytest.raises(RequestError, match="calibrated with 3 nodes"):
-        script.tree_for(args, loaded, heads)
-    args.heads, args.tree = str(tmp_path / "elsewhere"), "calibrated:3"
+        script.tree_for(options, loaded, heads)
+    options = replace(options, models=replace(models, heads=str(tmp_path / "elsewhere")))
     with pytest.raises(RequestError, match="no calibration for this situation"):
-        script.tree_for(args, loaded, heads)
+        script.tree_for(options, loaded, heads)

@@ -1,247 +1,226 @@
-"""Let the backbone write its own training data: heads learn to guess what it says, not what a data set says.
+"""Generate training data with the backbone: heads learn to predict its own text, not a data set's.
 
-  medusa distill --backbone org/model --prompts questions.jsonl --output own.jsonl
+  medusa distill --backbone org/model --prompts options.jsonl --output own.jsonl
   medusa distill --backbone demo --self-talk 500 --temperature 1 --output own.jsonl
   medusa distill --backbone org/model --prompts chats.jsonl --server http://localhost:8000 --output own.jsonl
 
-Every question of a conversation is answered in its turn, with the backbone's own answers before it. A line of the
-output holds one answer: `index` and `turn`, `input_ids` (prompt and answer) and how many of them are the prompt's, the
-answer's text and why it ended. An interrupted run goes on where it stopped; what failed is named in F.failed.jsonl, and
-tried again by the same command.
+Every question of a conversation is answered in its turn, after the backbone's own earlier answers. Each output line
+holds one answer: `index` and `turn`, `input_ids` (prompt and answer), the number of prompt tokens, the text and why it
+ended. The same command continues an interrupted run; it also retries the failures listed in F.failed.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from medusa.commands import common
-from medusa.commands.distill.engines import LocalEngine, ServerEngine, begin_with
+from decode.settings import Settings
+from medusa.commands.arguments import group
+from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
+from medusa.commands.options import (
+    NO_CONTRAST,
+    CommandOptions,
+    Contrasting,
+    Models,
+    Prompts,
+    read_prompts,
+    require_writable,
+    warn,
+)
 from medusa.errors import RequestError, RunError
-from medusa.files import disk_may_fill, free_bytes, read_json, readable, write_json
+from medusa.files import Json, disk_may_fill, free_bytes, read_json, readable, write_json
+from medusa.options import REQUIRED, count, option
 from medusa.records.record import Record
-from medusa.records.sources import SETTINGS, read_records
-
-if TYPE_CHECKING:
-    from decode.settings import Settings
-    from medusa.loading import Loaded
+from medusa.records.sources import SETTINGS
 
 BYTES_PER_LINE = 100  # without its tokens
-BYTES_PER_TOKEN = 12  # in a line: an id, a comma, a space, and the token's text once more
+BYTES_PER_TOKEN = 12  # in a line: an id, a comma, a space, and the token's text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_backbone(parser, required=False)
-    common.add_prompts(parser, text=False)
-    group = parser.add_argument_group("what to write")
-    group.add_argument("--output", required=True, metavar="F.jsonl", help="where the data goes")
-    group.add_argument("--overwrite", action="store_true", help="start anew where the output exists")
-    group.add_argument(
-        "--self-talk", type=common.positive, metavar="N", help="N texts from nothing but the BOS token, no prompts"
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(CommandOptions):
+    """Options of `medusa distill`."""
+
+    models: Models = group(Models, "models", without=("drafter",))
+    prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
+    settings: Settings = group(Settings, "generation", max_new_tokens=512)
+    batch_size: int = count(16, "generate N texts at a time")
+    contrasting: Contrasting = NO_CONTRAST
+    out: str = option(REQUIRED, "write the data to this file", metavar="F.jsonl", name="output")
+    overwrite: bool = option(False, "replace an existing file")
+    self_talk: int | None = count(None, "generate N texts from the BOS token alone, instead of from prompts")
+    self_talk_seeds: str | None = option(None, "begin them like the texts in FILE, not with BOS", metavar="FILE")
+    prefix_tokens: int | None = count(None, "use only the first K tokens of a prompt or seed", "K")
+    max_turns: int | None = count(None, "answer only the first N questions of a conversation")
+    server: str | None = option(
+        None,
+        "generate with this OpenAI-compatible server (vLLM, SGLang, ...); only the backbone's tokenizer is loaded",
+        metavar="URL",
     )
-    group.add_argument(
-        "--self-talk-seeds", metavar="FILE", help="begin them as the texts in FILE do, in turn, instead of with BOS"
-    )
-    group.add_argument(
-        "--prefix-tokens", type=common.positive, metavar="K", help="give only the first K tokens of a prompt or seed"
-    )
-    group.add_argument("--max-turns", type=common.positive, metavar="N", help="answer the first N questions of each")
-    server = parser.add_argument_group("another engine", "the backbone here is then only asked for its tokenizer")
-    server.add_argument("--server", metavar="URL", help="an OpenAI-compatible server (vLLM, SGLang, ...) writes")
-    server.add_argument("--model", metavar="NAME", help="on that server (default: the only one that it serves)")
-    server.add_argument(
-        "--concurrency", type=common.positive, default=16, metavar="N", help="questions at a time (default: 16)"
-    )
-    common.add_generation(parser, max_new_tokens=512)
-    parser.set_defaults(batch_size=16)
-    common.add_machine(parser)
+    model: str | None = option(None, "use this model of the server (default: its only one)", metavar="NAME")
+    concurrency: int = count(16, "send N requests at a time to the server")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_writable(self.out)
+        if bool(self.self_talk) == bool(self.prompts.prompts):
+            raise RequestError("give either --prompts FILE or --self-talk N")
+        if self.self_talk_seeds and not self.self_talk:
+            raise RequestError("--self-talk-seeds begins the texts of --self-talk N; add it, or use --prompts")
+        if self.server and self.models.heads:
+            raise RequestError("--heads speed up decoding here, and --server generates elsewhere; give one of them")
+        if self.model and not self.server:
+            raise RequestError("--model is one of a --server's models; give the server's URL")
+        if self.models.tree and not self.models.heads:
+            raise RequestError("--tree is for --heads H; give heads, or leave it out")
 
 
-def run(args: argparse.Namespace) -> None:
-    settings = common.settings_of(args)
-    _check_combination(args)
-    output = Path(args.output)
-    common.check_output(args.output)
-    common.check_output(args.json)
-    records = _records(args)
-    about = _about(args, settings, records)
-    _check_resume(output, about, args.overwrite)
-    common.check_models(args)
-    common.prepare_machine(args)
-    engine = _server_engine(args, settings) if args.server else _local_engine(args, settings)
-    tasks = _tasks(args, engine, records)
+def run(options: DistillOptions) -> None:
+    from medusa.commands import models
+
+    records, path = _records(options), Path(options.out)
+    about = _about(options, records)
+    _check_resume(path, about, options.overwrite)
+    models.check_models(options.models, options.load)
+    options.machine.prepare()
+    engine = _server_engine(options) if options.server else _local_engine(options)
+    tasks = _tasks(options, engine, records)
     engine.check(tasks)
-    _require_room(output, tasks, settings)
-
-    if args.overwrite:
-        output.unlink(missing_ok=True)
-    journal = Journal(output, keep={task.index for task in tasks if task.turns > 1})
-    write_json(output.with_suffix(SETTINGS), about)
-    with disk_may_fill(output, lambda: "the texts so far are whole: make room and run the same command again"), journal:
+    _require_room(path, tasks, options.settings)
+    if options.overwrite:
+        path.unlink(missing_ok=True)
+    journal = Journal(path, keep={task.index for task in tasks if task.turns > 1})
+    write_json(path.with_suffix(SETTINGS), about)
+    with (
+        disk_may_fill(path, lambda: "the texts so far are complete: make room and run the same command again"),
+        journal,
+    ):
         seconds = engine.write(tasks, journal)
-    common.write_results(args, {"settings": about} | _figures(args, tasks, journal, seconds))
+    figures: Json = {
+        "texts": len(journal.done),
+        "finish_reasons": dict(sorted(journal.reasons.items())),
+        "failed": sum(task.turns for task in tasks) - len(journal.done),
+        "new_tokens": journal.new_tokens,
+        "seconds": seconds,
+    }
+    _report(options, journal, figures)
+    options.output.write({"settings": about} | figures)
 
 
-def _check_combination(args: argparse.Namespace) -> None:
-    """Raises:
-    RequestError: options that do not go together."""
-    if bool(args.self_talk) == bool(args.prompts):
-        raise RequestError("give either --prompts FILE or --self-talk N")
-    if args.self_talk_seeds and not args.self_talk:
-        raise RequestError("--self-talk-seeds begins the texts of --self-talk N; give N, or --prompts")
-    if args.server and args.heads:
-        raise RequestError("--heads speed up this machine's decoding and --server writes elsewhere; give one of them")
-    if args.model and not args.server:
-        raise RequestError("--model is one of a --server's; give its URL")
-    if args.tree and not args.heads:
-        raise RequestError("--tree is for --heads H; give heads, or leave it out")
-
-
-def _records(args: argparse.Namespace) -> list[Record]:
-    """The prompts; of self-talk the seeds, as many times as it takes; nothing where it starts from BOS."""
-    if args.prompts:
-        return common.read_prompts(args)
-    if args.self_talk_seeds:
-        seeds = list(islice(read_records(args.self_talk_seeds, split=args.split), args.self_talk))
-        return list(islice(cycle(seeds), args.self_talk))
+def _records(options: DistillOptions) -> list[Record]:
+    """The prompts, or the seeds of self-talk, repeated as often as needed; empty if texts start from BOS."""
+    prompts = options.prompts
+    if prompts.prompts:
+        return prompts.read()
+    if options.self_talk_seeds:
+        seeds = read_prompts(options.self_talk_seeds, prompts.split, options.self_talk)
+        return list(islice(cycle(seeds), options.self_talk))
     return []
 
 
-def _tasks(args: argparse.Namespace, engine: LocalEngine | ServerEngine, records: list[Record]) -> list[Task]:
+def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> list[Task]:
     if not records:
-        return [Task(index, "--self-talk", ids) for index, ids in enumerate([engine.begin()] * args.self_talk)]
-    tasks = tasks_of(records, engine.tokenizer, prefix_tokens=args.prefix_tokens, max_turns=args.max_turns)
-    unasked = sum(len(r.turns) > t.turns for r, t in zip(records, tasks, strict=True)) if not args.max_turns else 0
-    if unasked and not args.prefix_tokens:
-        common.warn(f"of {unasked} conversations only the first question is asked: this tokenizer has no chat template")
+        return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
+    tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)
+    if not options.max_turns and not options.prefix_tokens:
+        cut = sum(len(record.turns) > task.turns for record, task in zip(records, tasks, strict=True))
+        if cut:
+            warn(f"of {cut} conversations only the first question is asked: this tokenizer has no chat template")
     return tasks
 
 
-def _about(args: argparse.Namespace, settings: Settings, records: list[Record]) -> dict[str, Any]:
-    """What the texts depend on, as it will be read back: a run that goes on must have the same."""
+def _about(options: DistillOptions, records: list[Record]) -> Json:
+    """What the texts depend on, as JSON; a run that continues another must have the same."""
+    settings, prompts, models = options.settings, options.prompts, options.models
     about = settings.to_dict() | {
-        "backbone": args.backbone,
-        "revision": args.revision,
-        "server_model": args.model if args.server else None,
-        "server": bool(args.server),
-        "prompts": args.prompts,
+        "backbone": models.backbone,
+        "revision": options.load.revision,
+        "server_model": options.model,
+        "server": bool(options.server),
+        "prompts": prompts.prompts,
         "prompts_digest": digest(records),
-        "self_talk": args.self_talk,
-        "self_talk_seeds": args.self_talk_seeds,
-        "prefix_tokens": args.prefix_tokens,
-        "max_prompts": args.max_prompts,
-        "max_turns": args.max_turns,
-        "split": args.split,
-        "dtype": args.dtype,
-        "seed": args.seed,
+        "self_talk": options.self_talk,
+        "self_talk_seeds": options.self_talk_seeds,
+        "prefix_tokens": options.prefix_tokens,
+        "max_prompts": prompts.max_prompts,
+        "max_turns": options.max_turns,
+        "split": prompts.split,
+        "dtype": options.load.dtype,
+        "seed": options.machine.seed,
     }
-    if settings.do_sample:  # greedy text does not depend on them, so they may change on the way
-        about |= {"batch_size": args.batch_size, "heads": args.heads, "tree": args.tree}
+    if settings.do_sample:  # greedy text does not depend on these options, so they may change
+        about |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
     return json.loads(json.dumps(about))
 
 
-def _check_resume(output: Path, about: dict[str, Any], overwrite: bool) -> None:
+def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
     """Raises:
-    RequestError: the output was made with other settings, and may not be replaced."""
-    if output.exists() and not overwrite:
-        sidecar = output.with_suffix(SETTINGS)
-        known = read_json(sidecar) if sidecar.exists() else None
-        if known != about:
-            raise RequestError(f"{output} exists and was made with other settings; choose another or add --overwrite")
+    RequestError: the output was generated with other settings, and --overwrite is off."""
+    if path.exists() and not overwrite:
+        sidecar = path.with_suffix(SETTINGS)
+        if not sidecar.exists() or read_json(sidecar) != about:
+            raise RequestError(f"{path} exists and was made with other settings; choose another or add --overwrite")
 
 
-def _require_room(output: Path, tasks: list[Task], settings: Settings) -> None:
+def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
     """Raises:
-    RequestError: not even the shortest answers would fit on the disk."""
+    RequestError: not even the shortest answers fit on the disk."""
     prompts = sum(len(task.ids or ()) for task in tasks)
     turns = sum(task.turns for task in tasks)
     least = 3 * prompts + BYTES_PER_LINE * turns
     most = least + BYTES_PER_TOKEN * (prompts + settings.max_new_tokens * turns)
-    free = free_bytes(output)
+    free = free_bytes(path)
     if least > free:
         raise RequestError(
-            f"{output} will take {readable(least)} at least, and its disk has {readable(free)} left; choose another "
+            f"{path} will take {readable(least)} at least, and its disk has {readable(free)} left; choose another "
             "place, or fewer prompts with --max-prompts"
         )
     if most > free:
-        common.warn(f"{output} may take {readable(most)}, and its disk has {readable(free)} left")
+        warn(f"{path} may take {readable(most)}, and its disk has {readable(free)} left")
 
 
-def _figures(args: argparse.Namespace, tasks: list[Task], journal: Journal, seconds: float) -> dict[str, Any]:
-    """What there is now, told and as a dict.
+def _report(options: DistillOptions, journal: Journal, figures: Json) -> None:
+    """Print how many texts there are.
 
     Raises:
-        RunError: some texts could not be had."""
-    reasons = dict(sorted(journal.reasons.items()))
-    total = sum(task.turns for task in tasks)
-    missing = total - len(journal.done)
-    figures = {
-        "texts": len(journal.done),
-        "finish_reasons": reasons,
-        "failed": missing,
-        "new_tokens": journal.new_tokens,
-        "seconds": seconds,
-    }
-    if missing:
-        common.write_results(args, figures)
+        RunError: some texts failed; the figures are written first."""
+    texts, failed = figures["texts"], figures["failed"]
+    if failed:
+        options.output.write(figures)
         raise RunError(
-            f"{missing} of {total} texts could not be had, {len(journal.failed)} of them for reasons that "
-            f"{journal.failed_path} names; the same command tries them again"
+            f"{failed} of {texts + failed} texts could not be generated; {journal.failed_path} has the reasons of "
+            f"{len(journal.failed)}, and the same command tries again"
         )
-    if not args.quiet:
-        told = ", ".join(f"{number} ended by {reason}" for reason, number in reasons.items())
-        common.console(args).print(
-            f"{len(journal.done)} texts in {args.output}: {told}", highlight=False, soft_wrap=True
-        )
-    return figures
+    reasons = ", ".join(f"{number} ended by {reason}" for reason, number in figures["finish_reasons"].items())
+    options.output.progress.print(f"{texts} texts in {options.out}: {reasons}", highlight=False, soft_wrap=True)
 
 
-def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalEngine:
+def _local_engine(options: DistillOptions) -> LocalEngine:
     from decode.bench.methods import medusa_method, transformers_method
+    from medusa.commands import models
+    from medusa.loading import load_backbone
 
-    loaded = common.open_backbone(args)
-    if args.heads:
-        heads = common.open_heads(args, loaded)
-        tree = common.choose_tree(args, loaded, heads, settings)
+    loaded, settings = load_backbone(options.models.backbone, options.load), options.settings
+    if options.models.heads:
+        heads = models.open_heads(options.models.heads, loaded)
+        tree = models.choose_tree(options, loaded, heads, settings)
         method = medusa_method(loaded.model, heads, settings, loaded.tokenizer, tree)
     else:
         method = transformers_method(loaded.model, settings, loaded.tokenizer)
-    return LocalEngine(args, loaded, method, settings)
+    about = loaded.name, loaded.tokenizer, loaded.bos_token_id
+    return LocalEngine(options.output, settings, options.machine.seed, *about, options.batch_size, loaded.model, method)
 
 
-def _server_engine(args: argparse.Namespace, settings: Settings) -> ServerEngine:
+def _server_engine(options: DistillOptions) -> ServerEngine:
     from medusa.commands.distill.client import Server
-    from medusa.loading import load_tokenizer
+    from medusa.loading import bos_token_id, load_config, load_tokenizer
 
-    server = Server(args.server, args.model)
-    tokenizer = load_tokenizer(args.backbone, common.load_options(args))
-    return ServerEngine(args, server, tokenizer, settings)
-
-
-def self_talk_prompts(loaded: Loaded, count: int) -> list[list[int]]:
-    """`count` prompts of BOS alone."""
-    return [begin_with(loaded.bos_token_id, loaded.name)] * count
-
-
-def write_own_text(
-    loaded: Loaded,
-    prompts: Sequence[list[int]],
-    settings: Settings,
-    output: Path,
-    args: argparse.Namespace,
-    seconds_at_most: float = float("inf"),
-) -> tuple[int, float]:
-    """Append the backbone's continuations of `prompts` to `output`; returns new tokens and seconds."""
-    from decode.bench.methods import transformers_method
-
-    engine = LocalEngine(args, loaded, transformers_method(loaded.model, settings, loaded.tokenizer), settings)
-    tasks = [Task(index, f"prompt {index + 1}", prompt) for index, prompt in enumerate(prompts)]
-    with Journal(output) as journal:
-        seconds = engine.write(tasks, journal, seconds_at_most)
-    return journal.new_tokens, seconds
+    server = Server(str(options.server), options.model)
+    name, load = options.models.backbone, options.load
+    tokenizer = load_tokenizer(name, load)
+    about = name, tokenizer, bos_token_id(tokenizer, load_config(name, load))
+    return ServerEngine(options.output, options.settings, options.machine.seed, *about, options.concurrency, server)

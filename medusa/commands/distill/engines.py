@@ -1,272 +1,252 @@
-"""Who writes for `medusa distill`: this machine, in batches, or a server, many questions at a time."""
+"""What generates the texts of `medusa distill`: this machine in batches, or a server with many requests at a time."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from medusa.commands import common
+from decode.settings import Settings
 from medusa.commands.distill.client import Answer, Server, ServerError
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
+from medusa.commands.options import Output, batches
 from medusa.errors import RequestError, RunError
+from medusa.files import Json
 from medusa.records.record import continuation_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from decode.bench.methods import Method
-    from decode.results import Result
-    from decode.settings import Settings
-    from medusa.loading import Loaded
 
-HOPELESS = 16  # texts in a row that a server did not give: it is gone
+HOPELESS = 16  # after this many failed texts in a row, a server counts as gone
 
 
-class LocalEngine:
-    """Batches on this machine; with heads, in the tree decoding that they speed up."""
+@dataclass
+class Engine(ABC):
+    """Generates texts."""
 
-    def __init__(self, args: argparse.Namespace, loaded: Loaded, method: Method, settings: Settings) -> None:
-        self.args, self.loaded, self.method, self.settings = args, loaded, method, settings
-        self.tokenizer = loaded.tokenizer
+    output: Output
+    settings: Settings
+    seed: int
+    backbone: str
+    tokenizer: PreTrainedTokenizerBase | None
+    bos: int | None
+    """The token that texts of the backbone begin with."""
 
     def begin(self) -> list[int]:
-        return begin_with(self.loaded.bos_token_id, self.loaded.name)
+        """The prompt of a text that starts from nothing.
+
+        Raises:
+            RequestError: the backbone has no BOS token."""
+        if self.bos is None:
+            raise RequestError(f"{self.backbone} has no BOS token; give --self-talk-seeds FILE or --prompts FILE")
+        return [self.bos]
+
+    @abstractmethod
+    def check(self, tasks: list[Task]) -> None:
+        """Check the tasks before anything is generated.
+
+        Raises:
+            RequestError: a task that the engine cannot do."""
+
+    @abstractmethod
+    def write(self, tasks: list[Task], journal: Journal) -> float:
+        """Generate the answers that the journal lacks, and return the seconds."""
+
+    @contextlib.contextmanager
+    def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], None]]:
+        """A progress bar of texts; call it with the number of new texts."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.output.progress, disable=self.output.quiet) as progress:
+            bar = progress.add_task("", total=sum(task.turns for task in tasks), completed=len(journal.done))
+            yield lambda count: progress.advance(bar, count)
+
+
+@dataclass
+class LocalEngine(Engine):
+    """Decodes batches on this machine."""
+
+    batch_size: int
+    model: PreTrainedModel
+    method: Method
+    seconds_at_most: float = float("inf")
+    """No batch begins after so many seconds."""
 
     def check(self, tasks: list[Task]) -> None:
-        """Raises:
-        RequestError: a prompt that the backbone cannot take."""
-        from decode.request import require_fitting
-        from medusa.backbone import Backbone
-
-        backbone = Backbone(self.loaded.model)
         for task in tasks:
             try:
-                require_fitting([task.prompt([], self.tokenizer)], backbone)
+                self._prompt(task, [])
             except RequestError as error:
-                raise RequestError(
-                    str(error) if str(error).startswith(task.where) else f"{task.where}: {error}"
-                ) from None
+                place = "" if str(error).startswith(task.where) else f"{task.where}: "
+                raise RequestError(f"{place}{error}") from None
 
-    def write(self, tasks: list[Task], journal: Journal, seconds_at_most: float = float("inf")) -> float:
-        """Answer what is not answered yet, all first questions before all second ones; returns seconds of decoding.
-
-        No batch is begun after `seconds_at_most`.
-        """
+    def write(self, tasks: list[Task], journal: Journal) -> float:
+        """Generate all first answers before all second ones."""
         from transformers import set_seed
 
+        from decode.results import text_of
+
         seconds = 0.0
-        total = sum(task.turns for task in tasks)
-        with _progress(self.args, total, len(journal.done)) as advance:
+        with self.progress(tasks, journal) as advance:
             for seed, turn, batch in self._batches(tasks, journal):
-                if seconds > seconds_at_most:
+                if seconds > self.seconds_at_most:
                     break
-                known = len(journal.done)
-                prompts = self._prompts(batch, turn, journal)
+                known, prompts = len(journal.done), self._prompts(batch, turn, journal)
                 if prompts:
-                    set_seed(seed)  # what a batch holds does not depend on where an earlier run stopped
-                    results = self.method(list(prompts.values()), None)
+                    set_seed(seed)  # a batch does not depend on where an earlier run stopped
+                    results = self.method(list(prompts.values()))
                     seconds += results[0].seconds
                     for index, result in zip(prompts, results, strict=True):
-                        journal.append(index, turn, self._line(tasks[index], result), len(result.new_ids))
+                        answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
+                        line = tasks[index].line(result.input_ids, result.new_ids, answer, result.finish_reason)
+                        journal.append(index, turn, line, len(result.new_ids))
                 advance(len(journal.done) - known)
         return seconds
 
     def _batches(self, tasks: list[Task], journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
-        """(seed, turn, tasks) of every batch in which an answer is missing.
+        """Seed, turn and tasks of every batch that lacks an answer.
 
-        Greedy answers do not depend on the batch that they are in, so only missing ones are asked for. Sampled ones
-        do: their batches are always the same, and what is there already is drawn again and not written again.
+        Greedy answers do not depend on their batch, so only missing answers are generated. Sampled answers do: a run
+        that continues another generates the same batches again, and the journal keeps what it has.
         """
-        size = self.args.batch_size
         for turn in range(max((task.turns for task in tasks), default=0)):
             asked = [task for task in tasks if task.turns > turn]
             if not self.settings.do_sample:
                 asked = [task for task in asked if (task.index, turn) not in journal.done]
-            for number, batch in enumerate(common.batches(asked, size)):
+            for number, batch in enumerate(batches(asked, self.batch_size)):
                 if any((task.index, turn) not in journal.done for task in batch):
-                    yield (self.args.seed + turn * len(tasks) + number * size) % 2**32, turn, batch
+                    yield (self.seed + turn * len(tasks) + number * self.batch_size) % 2**32, turn, batch
 
     def _prompts(self, batch: list[Task], turn: int, journal: Journal) -> dict[int, list[int]]:
-        """The ids to continue, by index; a conversation that has outgrown the context is kept as failed."""
-        from decode.request import require_fitting
-        from medusa.backbone import Backbone
-
-        out = {}
+        """The ids to continue, by index; conversations that do not fit into the context are recorded as failed."""
+        prompts = {}
         for task in batch:
             answers = journal.answers(task.index, turn)
             if answers is None:
-                continue  # the turn before has failed
+                continue  # an earlier turn has failed
             try:
-                prompt = task.prompt(answers, self.tokenizer)
-                require_fitting([prompt], Backbone(self.loaded.model))
+                prompts[task.index] = self._prompt(task, answers)
             except RequestError as error:
                 journal.fail(task.index, turn, task.where, str(error))
-            else:
-                out[task.index] = prompt
-        return out
+        return prompts
 
-    def _line(self, task: Task, result: Result) -> dict[str, Any]:
-        from decode.results import text_of
+    def _prompt(self, task: Task, answers: list[str]) -> list[int]:
+        from decode.request import require_fitting
+        from medusa.backbone import Backbone
 
-        answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
-        return _line_of_ids(task, result.input_ids, result.new_ids, answer, result.finish_reason)
+        prompt = task.prompt(answers, self.tokenizer)
+        require_fitting([prompt], Backbone(self.model))
+        return prompt
 
 
-class ServerEngine:
-    """Many questions at a time to an OpenAI-compatible server, whose model is the backbone.
+@dataclass
+class ServerEngine(Engine):
+    """Sends many requests at a time to an OpenAI-compatible server of the backbone.
 
-    A text goes out as ids, and its continuation comes back as text: its ids are the tokenizer's. A conversation goes
-    out as messages, and is written as messages: training puts it through the chat template.
+    A text is sent as ids; the reply is text, which the tokenizer turns into ids. A conversation is sent and written as
+    messages; training applies the chat template to it.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, server: Server, tokenizer: PreTrainedTokenizerBase | None, settings: Settings
-    ) -> None:
-        self.args, self.server, self.tokenizer, self.settings = args, server, tokenizer, settings
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._lost = 0  # texts in a row that could not be had
-        server.sleep = self._stop.wait  # no thread waits for an attempt that nobody wants any more
+    concurrency: int
+    server: Server
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _failed_in_a_row: int = 0
 
-    def begin(self) -> list[int]:
-        from medusa.loading import bos_token_id, load_config
-
-        config = load_config(self.args.backbone, common.load_options(self.args))
-        return begin_with(bos_token_id(self.tokenizer, config), self.args.backbone)
+    def __post_init__(self) -> None:
+        self.server.sleep = self._stop.wait  # no thread waits for another attempt after the run ended
 
     def check(self, tasks: list[Task]) -> None:
-        """Raises:
-        RequestError: texts whose ids nobody here can tell."""
         text = next((task for task in tasks if task.ids is not None), None)
         if text is not None and self.tokenizer is None:
-            raise RequestError(f"{text.where}: {self.args.backbone} has no tokenizer for what the server writes")
+            raise RequestError(f"{text.where}: {self.backbone} has no tokenizer to encode the server's texts")
 
     def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Answer what is not answered yet; returns seconds."""
-        start, total = perf_counter(), sum(task.turns for task in tasks)
-        waiting = iter(
-            task for task in tasks if any((task.index, turn) not in journal.done for turn in range(task.turns))
-        )
-        with (
-            _progress(self.args, total, len(journal.done)) as advance,
-            ThreadPoolExecutor(self.args.concurrency) as pool,
-        ):
-            workers = [pool.submit(self._work, waiting, journal, advance) for _ in range(self.args.concurrency)]
+        start = perf_counter()
+        with self.progress(tasks, journal) as advance, ThreadPoolExecutor(self.concurrency) as pool:
+            conversations = [pool.submit(self._converse, task, journal, advance) for task in tasks]
             try:
-                for worker in workers:
-                    worker.result()
+                for conversation in as_completed(conversations):
+                    conversation.result()
             finally:
                 self._stop.set()
         return perf_counter() - start
 
-    def _work(self, waiting: Iterator[Task], journal: Journal, advance: Callable[[int], None]) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                task = next(waiting, None)
-            if task is None:
-                return
-            self._converse(task, journal, advance)
-
     def _converse(self, task: Task, journal: Journal, advance: Callable[[int], None]) -> None:
+        """Get the answers of one task, unless the run has ended."""
         for turn in range(task.turns):
+            if self._stop.is_set():
+                return
             if (task.index, turn) in journal.done:
                 continue
             try:
                 line, new_tokens = self._ask(task, turn, journal.answers(task.index, turn) or [])
             except ServerError as error:
-                if self._stop.is_set():
-                    return  # it was not waited for to the end
-                journal.fail(task.index, turn, task.where, str(error))
-                self._count_lost(str(error))
+                if not self._stop.is_set():  # else the run ended before the reply
+                    journal.fail(task.index, turn, task.where, str(error))
+                    self._count_failure(str(error))
                 return
             journal.append(task.index, turn, line, new_tokens)
             advance(1)
             with self._lock:
-                self._lost = 0
+                self._failed_in_a_row = 0
 
-    def _count_lost(self, reason: str) -> None:
+    def _count_failure(self, reason: str) -> None:
         with self._lock:
-            self._lost += 1
-            lost = self._lost
-        if lost >= max(HOPELESS, 2 * self.args.concurrency):
+            self._failed_in_a_row += 1
+            failed = self._failed_in_a_row
+        if failed >= max(HOPELESS, 2 * self.concurrency):
             self._stop.set()
             raise RunError(
-                f"{lost} texts in a row could not be had, the last one for this reason: {reason}; what was written is "
-                "kept, and the same command goes on from there"
+                f"{failed} texts in a row could not be generated, the last one for this reason: {reason}; the texts so "
+                "far are kept, and the same command continues"
             )
 
-    def _ask(self, task: Task, turn: int, answers: list[str]) -> tuple[dict[str, Any], int]:
-        """The line of one answer, and how many tokens it has as far as that is known."""
+    def _ask(self, task: Task, turn: int, answers: list[str]) -> tuple[Json, int]:
+        """The line of one answer, and its number of tokens if it is known, else 0."""
         options = self._options(task, turn)
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
             reason = self._reason(answer)
             new_ids = self._continuation(task.ids, answer.text, ended=reason == "eos")
-            return _line_of_ids(task, task.ids, new_ids, answer.text, reason), len(new_ids)
+            return task.line(task.ids, new_ids, answer.text, reason), len(new_ids)
         messages = task.messages(answers)
         answer = self.server.chat(messages, task.tools, options)
-        said = {"role": "assistant", "content": answer.text} | answer.beside
-        line: dict[str, Any] = {"messages": [*messages, said], "teach": "last"}
+        reply = {"role": "assistant", "content": answer.text} | answer.extras
+        line: Json = {"messages": [*messages, reply], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": self._reason(answer)}
         line |= {"tools": task.tools} if task.tools else {}
         return line | ({"category": task.category} if task.category is not None else {}), 0
 
-    def _options(self, task: Task, turn: int) -> dict[str, Any]:
-        """OpenAI's names; what is not among them (top_k and the like) is sent only where it was asked for."""
+    def _options(self, task: Task, turn: int) -> Json:
+        """The parameters of a request; those beyond OpenAI's, such as top_k, only if they are set."""
         ours = self.settings
-        options: dict[str, Any] = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
+        options: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
         if ours.do_sample:
-            options |= {"top_p": ours.top_p, "seed": (self.args.seed + 1000 * task.index + turn) % 2**31}
+            options |= {"top_p": ours.top_p, "seed": (self.seed + 1000 * task.index + turn) % 2**31}
         if ours.stop:
             options["stop"] = list(ours.stop)
-        beyond = {
-            "top_k": ours.top_k or None,
-            "repetition_penalty": ours.repetition_penalty if ours.repetition_penalty != 1 else None,
-            "ignore_eos": ours.ignore_eos or None,
-        }
-        return options | {name: value for name, value in beyond.items() if value is not None}
+        for name in ("top_k", "repetition_penalty", "ignore_eos"):
+            if getattr(ours, name) != getattr(Settings, name):
+                options[name] = getattr(ours, name)
+        return options
 
     def _reason(self, answer: Answer) -> str:
-        """In our words. Few servers say which of its ends a text came to; with stop strings it may be any of them."""
+        """The finish reason as our results name it; with stop strings, "stop" may also mean EOS."""
         if answer.finish_reason == "stop":
             return "stop" if answer.stopped_by is not None or self.settings.stop else "eos"
         return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason
 
     def _continuation(self, prompt: list[int], text: str, ended: bool) -> list[int]:
         assert self.tokenizer is not None  # see `check`
-        ids = continuation_ids(prompt, text, self.tokenizer)
-        end = self.tokenizer.eos_token_id
+        ids, end = continuation_ids(prompt, text, self.tokenizer), self.tokenizer.eos_token_id
         return [*ids, end] if ended and end is not None else ids
-
-
-@contextlib.contextmanager
-def _progress(args: argparse.Namespace, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A bar of texts on standard error, and what moves it on."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=common.console(args), disable=args.quiet) as progress:
-        bar = progress.add_task("", total=total, completed=done)
-        yield lambda count: progress.advance(bar, count)
-
-
-def _line_of_ids(task: Task, prompt: list[int], new_ids: list[int], answer: str, reason: str) -> dict[str, Any]:
-    line = {"input_ids": prompt + new_ids, "prompt_tokens": len(prompt), "answer": answer, "finish_reason": reason}
-    return line if task.category is None else line | {"category": task.category}
-
-
-def begin_with(bos: int | None, name: str) -> list[int]:
-    """The BOS token, from which a text begins where nothing is given.
-
-    Raises:
-        RequestError: the backbone `name` has none.
-    """
-    if bos is None:
-        raise RequestError(f"{name} has no BOS token to start from; give --self-talk-seeds FILE or --prompts FILE")
-    return [bos]

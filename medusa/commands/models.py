@@ -1,0 +1,261 @@
+"""The models of a command: checked before weights are loaded, then the backbone, the heads, their tree and drafters.
+
+transformers and torch are imported here, so commands import this module only when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decode.bench.calibration import calibrate
+from decode.bench.calibration.recording import own_texts
+from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
+from decode.bench.machine import has_fast_bfloat16
+from decode.drafters import drafter_factory, parse
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
+from decode.drafters.heads import require_drawable, require_sizes
+from decode.drafters.layouts import DynamicTree, resolve_tree
+from decode.drafters.small_model import (
+    load_small_model,
+    require_same_tokenizer,
+    require_same_vocabulary,
+    small_model_path,
+)
+from decode.drafters.trained_heads import HeadsDrafterConfig
+from decode.request import require_fitting
+from decode.serve.texts import TextGenerator
+from decode.settings import Settings
+from decode.strategies.contrastive import Amateur
+from decode.tree_check import require_tree_forward
+from medusa.backbone import Backbone, require_tree_support
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Output, warn
+from medusa.errors import RequestError
+from medusa.fingerprint import differs
+from medusa.heads.independent import MedusaHeads
+from medusa.loading import Loaded, load_backbone, load_config, load_tokenizer
+from medusa.options import LoadOptions
+from medusa.records.record import Record, prompt_ids
+from medusa.tree import Layout
+
+GREEDY = Settings()
+
+
+def check_models(
+    models: Models,
+    load: LoadOptions,
+    settings: Settings = GREEDY,
+    contrasting: Contrasting = NO_CONTRAST,
+    drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),),
+) -> None:
+    """Check that all models and the tree fit together, from configurations, before weights are loaded.
+
+    Raises:
+        RequestError: something is missing or does not fit."""
+    config = load_config(models.backbone, load)
+    for drafter in drafters:
+        drafter.check(config)
+    if contrasting.amateur is not None:
+        path, options = small_model_path(contrasting.amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
+        require_same_vocabulary(contrasting.amateur, load_config(path, options), config, "amateur")
+        tokenizers = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
+        require_same_tokenizer(contrasting.amateur, *tokenizers, models.backbone, "amateur")
+    if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
+        return
+    heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
+    require_sizes(heads.config, text.hidden_size, text.vocab_size)
+    for drafter in drafters:
+        for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
+            tree.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(text.vocab_size))
+            if settings.draft == "sample":
+                require_drawable(tree)
+
+
+class Opened(NamedTuple):
+    """What a command decodes with."""
+
+    loaded: Loaded
+    settings: Settings
+    """The settings of the command, with the amateur if there is one."""
+    prompts: list[list[int]]
+    drafters: list[DrafterFactory]
+
+
+def open_models(
+    command: CommandOptions,
+    records: Sequence[Record] = (),
+    drafters: Sequence[str | None] = (),
+    calibrates: bool = True,
+) -> Opened:
+    """Check the models of a command, load them, and encode the prompts.
+
+    Args:
+        drafters: as for --drafter; `None` means the heads.
+        calibrates: calibrate a tree if there is none for the heads.
+
+    Raises:
+        RequestError: a model is missing or does not fit, or a prompt is too long."""
+    configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
+    check_models(command.models, command.load, command.settings, command.contrasting, configs)
+    command.machine.prepare()
+    loaded, settings, contrasting = (
+        load_backbone(command.models.backbone, command.load),
+        command.settings,
+        command.contrasting,
+    )
+    if configs:
+        require_tree_support(loaded.model)
+    prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
+    require_fitting(prompts, Backbone(loaded.model))
+    if contrasting.amateur is not None:
+        trusts = command.load.trust_remote_code
+        context = DrafterContext(loaded.model, None, None, loaded.tokenizer, loaded.name, trusts)
+        model = load_small_model(contrasting.amateur, context, "amateur")
+        require_fitting(prompts, Backbone(model), "amateur")
+        settings = replace(settings, amateur=Amateur(model, contrasting.contrast, contrasting.amateur))
+    chosen = settings if calibrates else None
+    return Opened(loaded, settings, prompts, [open_drafter(command, loaded, config, chosen) for config in configs])
+
+
+def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
+    """The drafter that `spec` describes, by default the heads.
+
+    Args:
+        alone: there is no other drafter that --tree could belong to.
+
+    Raises:
+        RequestError: there is no such drafter, it needs --heads, or it cannot take an option.
+    """
+    models, settings = command.models, command.settings
+    config = parse(spec or "heads")
+    if settings.compile and not config.compiles:
+        raise RequestError(f"--drafter {spec} cannot be compiled: it works on the host; leave out --compile")
+    if settings.draft == "sample" and not config.can_draw:
+        raise RequestError(f"--drafter {spec} has no distribution to draw its guesses from; use --draft topk")
+    if not config.takes_tree and alone:
+        require_no_tree(models.tree, settings.stop_drafting)
+    if config.needs_heads and models.heads is None:
+        raise RequestError(f"there are no heads, and drafter {spec or 'heads'} needs --heads H")
+    return config
+
+
+def text_generator(opened: Opened, use: str) -> TextGenerator:
+    """Generates texts with the first drafter, if there is one; `use` says what for."""
+    tokenizer = require_tokenizer(opened.loaded, use)
+    return TextGenerator(opened.loaded.model, tokenizer, next(iter(opened.drafters), None))
+
+
+def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
+    """The backbone's tokenizer; `use` says what needs it.
+
+    Raises:
+        RequestError: there is none."""
+    if loaded.tokenizer is None:
+        raise RequestError(f"{loaded.name} has no tokenizer, and {use} needs one; add its tokenizer to the folder")
+    return loaded.tokenizer
+
+
+def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
+    """Load heads and check their shapes; warn about heads that were trained for another backbone."""
+    backbone = Backbone(loaded.model)
+    heads = MedusaHeads.from_pretrained(name, dtype=backbone.dtype, device=backbone.head_weight.device)
+    require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
+    if differs(loaded.model, heads.config.backbone):
+        warn(
+            f"these heads were trained for {heads.config.backbone.get('name')}, which has the same shape as "
+            f"{loaded.name} but other weights; the text stays correct, but few guesses will be accepted"
+        )
+    return heads
+
+
+def open_drafter(
+    command: CommandOptions, loaded: Loaded, config: DrafterConfig, settings: Settings | None = None
+) -> DrafterFactory:
+    """Load what a drafter needs.
+
+    Args:
+        settings: what a tree is calibrated for if none is given; without settings none is calibrated.
+
+    Raises:
+        RequestError: something does not fit the backbone."""
+    models, heads, tree = command.models, None, None
+    if config.needs_heads and models.heads is not None:
+        heads = open_heads(models.heads, loaded)
+    if config.takes_tree and heads is not None:
+        tree = models.tree if settings is None else choose_tree(command, loaded, heads, settings)
+    stop_drafting = command.settings.stop_drafting if config.takes_tree else 0.0
+    trusts = command.load.trust_remote_code
+    context = DrafterContext(loaded.model, heads, tree, loaded.tokenizer, loaded.name, trusts, stop_drafting)
+    return drafter_factory(config, context)
+
+
+def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
+    """The tree of --tree, else the tree saved with the heads, else `auto`: the calibrated one for this situation.
+
+    Without a calibration, this calibrates on texts that the backbone generates, and never on the run's prompts.
+
+    Raises:
+        RequestError: there is no such tree, or the heads cannot fill it."""
+    asked: DynamicTree | None = None
+    if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
+        tree = resolve_tree(command.models.tree, heads)
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        tree.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
+        if not isinstance(tree, DynamicTree):
+            return tree
+        asked = tree
+    require_tree_forward(loaded.model)
+    files = files_for(heads_folder(command.models.heads))
+    if asked is not None and (fitted := stored_temperatures(files, heads)) is not None:
+        return replace(asked, temperatures=fitted)
+    found, kept = stored(files, situation(loaded.model, heads, settings, command.batch_size)), ""
+    if found is None:
+        with command.output.progress.status("choosing a tree"):
+            texts = own_texts(loaded.model, settings, loaded.bos_token_id)
+            found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
+        kept = f"; calibrated now, saved in {store(files, found)}"
+    if asked is not None:  # a calibration also fits the temperatures of dynamic trees
+        command.output.note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
+        return replace(asked, temperatures=tuple(found.temperatures))
+    best, kind = found.best, "dynamic, " if found.best.dynamic else ""
+    command.output.note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
+    return found.tree
+
+
+def heads_folder(name: str | None) -> Path | None:
+    """The user's own folder of heads; `None` for shipped heads and those from the Hub."""
+    return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
+
+
+def drafter_json(spec: str | None, source: DrafterFactory | None) -> dict[str, object]:
+    """What results say about the drafter: its name, its tree and the nodes of a draft."""
+    if source is None:
+        return {"drafter": None, "tree": None, "nodes": None}
+    tree = getattr(source, "tree", None)
+    return {
+        "drafter": spec or "heads",
+        "tree": None if tree is None else tree.to_json(),
+        "nodes": source.num_nodes,
+    }
+
+
+def settings_json(command: CommandOptions, settings: Settings, source: DrafterFactory | None) -> dict[str, object]:
+    """What results say about the settings, the models and the drafter."""
+    models = {"backbone": command.models.backbone, "heads": command.models.heads}
+    return settings.to_dict() | models | drafter_json(command.models.drafter, source)
+
+
+def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:
+    """Recommend bfloat16 for a float32 model on a CPU that is fast at it; small models gain nothing."""
+    model = loaded.model
+    slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000
+    if slow and has_fast_bfloat16():
+        output.note(
+            "hint: this CPU is fast at bfloat16, where a step of 8 nodes costs about as much as 1.2 plain tokens, and "
+            "1.8 in float32: try --dtype bfloat16"
+        )

@@ -1,0 +1,249 @@
+"""Options that several commands have. A command's options are complete and checked before a model is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from decode.settings import Settings, require_uncontrasted
+from decode.strategies.options import ContrastOptions
+from medusa.commands.arguments import group
+from medusa.errors import RequestError
+from medusa.options import REQUIRED, LoadOptions, Options, count, option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decode.strategies.contrastive import Contrast
+    from medusa.records.record import Record
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models(Options):
+    """The models, and how tokens are drafted."""
+
+    backbone: str = option(REQUIRED, "use this backbone: a folder, a Hub id, or demo (embedded)", metavar="B")
+    heads: str | None = option(None, "use these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
+    drafter: str | None = option(
+        None,
+        "draft with heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead or mix:A+B (docs/drafters.md)",
+        metavar="NAME[:OPTIONS]",
+    )
+    tree: str | None = option(
+        None,
+        "lay out the heads' guesses on this tree: auto, chain, topk:3,3,2, dynamic:N, a name or a file (default: the "
+        "tree saved with the heads, else auto)",
+        metavar="FILE|NAME",
+    )
+
+
+LOADING = group(LoadOptions, "loading", without=("quantization",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Options):
+    """The prompts."""
+
+    prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
+    prompts: str | None = option(
+        None,
+        "read prompts from a .jsonl, .json, .txt (one a line) or .parquet file, a folder or a Hub dataset",
+        metavar="FILE",
+    )
+    max_prompts: int | None = count(None, "use only the first N prompts")
+    split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
+
+    def read(self) -> list[Record]:
+        """The prompts, read and checked.
+
+        Raises:
+            RequestError: there is none, or one cannot be read."""
+        from medusa.records.record import Record
+
+        if not all(self.prompt):
+            raise RequestError("the prompt is empty; give at least one token")
+        records = [Record(f"--prompt {n}", text=text, is_prompt=True) for n, text in enumerate(self.prompt, 1)]
+        if self.prompts is not None:
+            records += read_prompts(self.prompts, self.split, self.max_prompts)
+        if not records:
+            raise RequestError("there are no prompts; give --prompts FILE or --prompt TEXT")
+        return records
+
+
+def read_prompts(place: str, split: str, most: int | None = None, separator: str | None = None) -> list[Record]:
+    """The first `most` records of a file, a folder or a Hub dataset."""
+    from medusa.records.sources import read_records
+
+    return list(islice(read_records(place, split=split, separator=separator), most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Options):
+    """The random seed and the threads."""
+
+    seed: int = option(
+        0,
+        "seed all random numbers with N",
+        f"a whole number from 0 to {2**32 - 1}",
+        lambda value: 0 <= value < 2**32,
+        "N",
+    )
+    threads: int | None = count(None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)")
+
+    def prepare(self) -> None:
+        """Set threads and seed, and switch off the messages of transformers."""
+        import torch
+        import transformers
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        transformers.set_seed(self.seed)
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Options):
+    """Where results and progress go."""
+
+    json: str | None = option(None, "write machine-readable results to FILE", metavar="FILE")
+    quiet: bool = option(False, "print neither progress nor tables")
+    command_line: str = option("", "the whole command line, for results", hidden=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_writable(self.json)
+
+    @property
+    def progress(self) -> Console:
+        """Progress and notes for people: standard error, or nothing with --quiet."""
+        from rich.console import Console
+
+        return Console(stderr=True, quiet=self.quiet)
+
+    @property
+    def console(self) -> Console:
+        """Results for people: standard output, or nothing with --quiet."""
+        from rich.console import Console
+
+        return Console(quiet=self.quiet)
+
+    @contextlib.contextmanager
+    def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
+        """Progress bars: call with a title and a total; the result advances the bar, by 1 or by a number."""
+        from rich.progress import Progress
+
+        with Progress(console=self.progress, disable=self.quiet, transient=True) as progress:
+
+            def start(title: str, total: int) -> Callable[..., None]:
+                task = progress.add_task(title, total=total)
+                return lambda n=1: progress.advance(task, n)
+
+            yield start
+
+    def note(self, message: str) -> None:
+        """Print a line on standard error, unless --quiet."""
+        if not self.quiet:
+            print(message, file=sys.stderr)
+
+    def write(self, content: object) -> None:
+        """Write the results to the file of --json, if one was given."""
+        from medusa.files import write_json
+
+        if self.json:
+            write_json(Path(self.json), content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrasting(ContrastOptions):
+    """Contrastive decoding."""
+
+    amateur: str | None = option(
+        None,
+        "decode contrastively: prefer tokens that the backbone predicts more than this small model of the same "
+        "tokenizer does; demo is shipped",
+        metavar="B",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for known in fields(ContrastOptions):
+            if self.amateur is None and getattr(self, known.name) != known.default:
+                name = str(known.metadata["name"]).replace("_", "-")
+                raise RequestError(f"--{name} belongs to contrastive decoding; give --amateur B, or leave it out")
+
+    @property
+    def contrast(self) -> Contrast:
+        """The constants, with the function that they belong to."""
+        from decode.strategies.contrastive import Contrast
+
+        return Contrast(self.alpha, self.beta, self.temperature)
+
+
+NO_CONTRAST = Contrasting()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions(Options):
+    """Base of the options of commands that decode; a subclass leaves out or changes what differs."""
+
+    models: Models = group(Models, "models")
+    load: LoadOptions = LOADING
+    settings: Settings = group(Settings, "generation")
+    batch_size: int = count(1, "decode N prompts at a time")
+    contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
+    machine: Machine = group(Machine, "machine")
+    output: Output = group(Output, "output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_uncontrasted(self.settings.compile, self.contrasting.amateur)
+
+    def warming_up(self) -> contextlib.AbstractContextManager[object]:
+        """Show that the first tokens are being generated."""
+        slow = "compiling the steps, which takes half a minute or more"
+        return self.output.progress.status(slow if self.settings.compile else "warming up")
+
+
+def require_writable(path: str | None) -> None:
+    """Raises:
+    RequestError: the path is a folder, or lies in a folder that does not exist."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise RequestError(f"cannot write {path}: it is a folder, or lies in a folder that does not exist")
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raises:
+    RequestError: a library of the optional extra is not installed."""
+    from importlib.util import find_spec
+
+    if missing := [module for module in modules if find_spec(module) is None]:
+        raise RequestError(f"this needs {' and '.join(missing)}; install it with: pip install 'medusa-heads[{extra}]'")
+
+
+def batches(items: list[Item], size: int) -> list[list[Item]]:
+    """The items in lists of `size`; the last one may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def warn(message: str) -> None:
+    """Print a warning on standard error."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
+    """What was generated and how fast, for people."""
+    return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
+
+
+def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
+    """Warn about heads whose guesses are hardly ever accepted."""
+    if tokens > 64 and tokens_per_step < 1.15:
+        warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")

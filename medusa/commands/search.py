@@ -1,0 +1,133 @@
+"""Beam search and best-first beam search, for `medusa generate --strategy`. They use no drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from decode.strategies.options import SearchOptions
+from medusa.commands.options import CommandOptions, batches
+from medusa.errors import RequestError
+from medusa.options import option
+
+if TYPE_CHECKING:
+    from decode.results import Result
+    from medusa.commands.models import Opened
+
+Cost = dict[str, float]
+"""What a best-first search cost, as results list it."""
+SEARCHES = ("beam", "best-first-beam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(SearchOptions):
+    """Which strategy chooses the text."""
+
+    strategy: str | None = option(
+        None,
+        "search for the text without a drafter: beam, best-first-beam; greedy and sample decode as --temperature says",
+        choices=("greedy", "sample", *SEARCHES),
+    )
+
+    @property
+    def is_search(self) -> bool:
+        return self.strategy in SEARCHES
+
+    def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
+        """Check the strategy against the other options; `others` are options of which a search takes none.
+
+        Raises:
+            RequestError: options that cannot be combined."""
+        temperature = command.settings.temperature
+        if self.is_search:
+            self._require_search(command, others)
+            return
+        for known in fields(SearchOptions):
+            if getattr(self, known.name) != known.default:
+                name = known.name.replace("_", "-")
+                raise RequestError(f"--{name} belongs to beam search; add --strategy beam or best-first-beam")
+        if self.strategy == "greedy" and temperature > 0:
+            raise RequestError(f"--strategy greedy draws nothing, and --temperature is {temperature}; leave one out")
+        if self.strategy == "sample" and temperature == 0:
+            raise RequestError("--strategy sample needs --temperature above 0, such as 1")
+
+    def _require_search(self, command: CommandOptions, others: dict[str, object]) -> None:
+        settings, models = command.settings, command.models
+        others |= {"heads": models.heads, "drafter": models.drafter, "tree": models.tree}
+        others |= {"amateur": command.contrasting.amateur}
+        for known in fields(settings):
+            if known.name not in ("max_new_tokens", "ignore_eos"):
+                others[known.name] = getattr(settings, known.name) != known.default
+        for name, given in others.items():
+            if given:
+                raise RequestError(
+                    f"--strategy {self.strategy} searches for the most probable text; leave out "
+                    f"--{name.replace('_', '-')}"
+                )
+        if self.strategy == "beam" and self.max_queued is not None:
+            raise RequestError("--max-queued belongs to --strategy best-first-beam; leave it out")
+        if self.strategy == "best-first-beam" and command.batch_size > 1:
+            raise RequestError("--strategy best-first-beam takes one prompt at a time; leave out --batch-size")
+        if self.max_queued is not None and self.max_queued < self.num_beams:
+            raise RequestError(f"--max-queued is {self.max_queued}; it must be at least --num-beams, {self.num_beams}")
+
+
+def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
+    """Search, print the texts, and write `--json`."""
+    output, tokenizer = command.output, opened.loaded.tokenizer
+    results, costs, tokens, start = [], [], 0, perf_counter()
+    best_first = strategy.strategy == "best-first-beam"
+    found = _best_first(strategy, opened) if best_first else _beam(strategy, opened, command.batch_size)
+    for result, cost in found:
+        content = result.to_json(tokenizer)
+        results.append(content | ({"search": cost} if best_first else {}))
+        costs.append(cost)
+        tokens += len(result.new_ids)
+        if not output.quiet:
+            print(content["text"] if tokenizer is not None else result.new_ids)
+    seconds = perf_counter() - start
+    line = f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second"
+    if best_first:
+        calls, least = (sum(cost[key] for cost in costs) for key in ("calls", "beam_calls"))
+        line += f"; {calls:.0f} hypotheses scored, where beam search scores at least {least:.0f}"
+    output.note(line)
+    about = opened.settings.to_dict() | {"backbone": command.models.backbone}
+    about |= {known.name: getattr(strategy, known.name) for known in fields(strategy)}
+    output.write({"settings": about, "results": results})
+
+
+def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
+    """transformers' beam search, which goes on until no better text is possible."""
+    from decode.bench.methods import transformers_method
+
+    options = {
+        "num_beams": strategy.num_beams,
+        "length_penalty": strategy.length_penalty,
+        "early_stopping": "never",
+    }
+    method = transformers_method(opened.loaded.model, opened.settings, opened.loaded.tokenizer, **options)
+    for batch in batches(opened.prompts, batch_size):
+        yield from ((result, {}) for result in method(batch))
+
+
+def _best_first(strategy: Strategy, opened: Opened) -> Iterator[tuple[Result, Cost]]:
+    from decode.results import Result
+    from decode.strategies.best_first_beam import best_first_beam
+
+    for prompt in opened.prompts:
+        start = perf_counter()
+        found = best_first_beam(
+            opened.loaded.model,
+            prompt,
+            num_beams=strategy.num_beams,
+            max_new_tokens=opened.settings.max_new_tokens,
+            length_penalty=strategy.length_penalty,
+            eos_token_id=-1 if opened.settings.ignore_eos else None,
+            max_queued=strategy.max_queued,
+        )
+        best = found.hypotheses[0]
+        cost = {"calls": found.calls, "beam_calls": found.beam_calls(strategy.num_beams), "dropped": found.dropped}
+        result = Result(prompt, best.ids, finish_reason=best.finish_reason, seconds=perf_counter() - start)
+        yield result, cost | {"log_probability": best.log_probability}
