@@ -1,5 +1,6 @@
 # make demo     set everything up and tell the whole story: train heads, decode with them, measure (6 minutes)
-# make test     set everything up and run the tests
+# make check    lint, types and the fast core of the tests, in a minute: run it while you work
+# make test     set everything up and run all tests
 # make lint     ruff and mypy
 # make docs     the site, into build/site
 # PYTHON=python3.12 make test    with another interpreter (3.11 or newer)
@@ -8,7 +9,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format docs install
+# What breaks everything else: exactness, acceptance, masks, cache, topology, heads, checkpoints, losses, imports.
+CORE := tests/test_lossless.py tests/test_layers.py \
+	tests/decode/test_accept.py tests/decode/test_cache.py tests/decode/test_rejection.py tests/decode/test_target.py \
+	tests/decode/test_topology.py tests/decode/test_verify.py \
+	tests/medusa/test_tree.py tests/medusa/heads tests/medusa/checkpoints \
+	tests/train/test_labels.py tests/train/test_loss.py
+
+.PHONY: check demo test lint format docs install
 
 install: $(VENV)/installed
 
@@ -19,6 +27,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/medusa demo --output runs/demo --overwrite
+
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(CORE)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile

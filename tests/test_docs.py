@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
     "medusa demo": "tests/commands/test_demo.py",
     "medusa chat --backbone demo --heads demo": "tests/commands/test_chat.py, with somebody who types",
     "make demo": "tests/commands/test_demo.py, which runs what it runs",
+    "make check": ".ci/run, in parts",
     "make test": ".ci/run",
     "make lint": ".ci/run",
     "make docs": "tests/test_site.py, which does what it does",

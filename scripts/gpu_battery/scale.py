@@ -88,11 +88,11 @@ TOY = Scale(
     source_bytes=200_000,
     texts=12,
     first_heads={"max_steps": 10, "per_device_train_batch_size": 4},
-    other_heads={"max_steps": 3, "per_device_train_batch_size": 4},
+    other_heads={"max_steps": 2, "per_device_train_batch_size": 4},
     prompt_tokens=12,
     prompts=2,
     new_tokens=12,
     rounds=1,
-    draws=1000,
+    draws=300,
     trees={"7 nodes": "topk:2,2"},
 )

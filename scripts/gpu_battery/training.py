@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import sysconfig
 import time
@@ -49,13 +50,16 @@ def python_sources(limit: int) -> list[str]:
 
     Raises:
         RuntimeError: there are too few."""
-    folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
-    files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
+    folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
+    walks = itertools.chain.from_iterable(map(os.walk, folders))
+    files = sorted({Path(root, name) for root, _, names in walks for name in names if name.endswith(".py")})
     random.Random(0).shuffle(files)
     texts, taken = [], 0
     for path in files:
         if taken >= limit:
             break
+        if not path.is_file():  # a link to nowhere
+            continue
         text = path.read_text(encoding="utf-8", errors="ignore").replace(DOCUMENT_SEPARATOR, "").strip()
         text = text[: min(20_000, limit // 100)]
         if len(text) > SHORTEST:
