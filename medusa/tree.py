@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, product
-from typing import Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class Tree:
     """[N, N] True where the column is the row itself or an ancestor of it."""
     paths: Tensor
     """[N, D + 1] nodes from the root to each node, padded with -1."""
+    is_dynamic: ClassVar[bool] = False
+    min_probability: ClassVar[float] = 0.0
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
@@ -149,16 +151,8 @@ class Tree:
         return order
 
     @property
-    def is_dynamic(self) -> bool:
-        return False
-
-    @property
     def candidates(self) -> Tree:
         return self
-
-    @property
-    def min_probability(self) -> float:
-        return 0.0
 
     @property
     def num_nodes(self) -> int:

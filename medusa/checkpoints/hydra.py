@@ -16,7 +16,7 @@ reader does not load it; a sample of `input_embed_fn.weight` goes into the heads
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
@@ -34,18 +34,6 @@ PREFIX, EMBEDDING = "prefix_embeding_layer", "input_embed_fn.weight"
 LEFT_OUT = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"}
 
 
-class HydraSizes(NamedTuple):
-    """Sizes of heads, read from the names and shapes of their tensors."""
-
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    blocks: list[int]
-    """The numbers in the names of a head's blocks."""
-    lm_head: str
-    """The part of an LM head's name after the head's number: empty, or .1."""
-
-
 def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     """Heads from the tensors of an original checkpoint and its config `published`.
 
@@ -58,25 +46,16 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
         raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only {' and '.join(ARCHITECTURES)} can be loaded")
     if offset != 0:
         raise RequestError(f"{source}: hidden_state_offset is {offset}; heads here read the last hidden state (0)")
-    sizes = _sizes(tensors, source)
+    config, blocks, suffix = _shapes(tensors, source)
     base = published.get("base_model_name_or_path")
     backbone: Fingerprint = {"name": base}
     if EMBEDDING in tensors:
         backbone["embedding"] = embedding_sample(tensors[EMBEDDING])
-    config = MedusaConfig(
-        hidden_size=sizes.hidden_size,
-        vocab_size=sizes.vocab_size,
-        num_heads=sizes.num_heads,
-        num_layers=len(sizes.blocks),
-        kind="hydra",
-        prefix_layers=int(arch == "prefix-mlp"),
-        prefix=_prefix(base, source) if arch == "prefix-mlp" else None,
-        block=ORIGINAL_HYDRA,
-        base_model_name_or_path=base,
-        backbone=backbone,
-    )
+    config = replace(config, base_model_name_or_path=base, backbone=backbone)
+    if arch == "prefix-mlp":
+        config = replace(config, prefix_layers=1, prefix=_prefix(base, source))
     modules = empty(config).tensors
-    names = {module: _names(module, sizes) for module in modules}
+    names = {module: _names(module, config.num_heads, blocks, suffix) for module in modules}
     wanted: Tensors = {}
     for module, tensor in modules.items():
         if module in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V]; in the file [V, H] and [V] for each head
@@ -90,15 +69,19 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     return Checkpoint(config, found)
 
 
-def _sizes(tensors: Tensors, source: str) -> HydraSizes:
-    """Count heads and blocks by the names, and read the sizes from the tensors; reject heads that see no tokens."""
-    blocks = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
-    of_first = sorted(block for head, block in blocks if head == 0)
-    if not of_first:
+def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
+    """Read the shapes of the heads from the names and sizes of their tensors; reject heads that see no tokens.
+
+    Returns:
+        The config, the numbers in the names of a head's blocks, and the end of LM heads' names: empty, or .1.
+    """
+    found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
+    blocks = sorted(block for head, block in found if head == 0)
+    if not blocks:
         raise RequestError(f"{source} misses the first head's first block (hydra_mlp.0); its heads are not complete")
-    heads = 1 + max(head for head, _ in blocks)
+    heads = 1 + max(head for head, _ in found)
     require_plausible(heads, tensors, source)
-    first = tensors[f"hydra_mlp.0.{of_first[0]}.linear.weight"]
+    first = tensors[f"hydra_mlp.0.{blocks[0]}.linear.weight"]
     if first.ndim == 2 and first.shape[0] == first.shape[1]:
         raise RequestError(
             f"{source}: its heads see no tokens (grounded_heads: false), so they are not Hydra's; they cannot be loaded"
@@ -106,18 +89,19 @@ def _sizes(tensors: Tensors, source: str) -> HydraSizes:
     lm_head = next((match for match in map(LM_HEAD.fullmatch, tensors) if match is not None), None)
     if lm_head is None:
         raise RequestError(f"{source} misses the tensor hydra_lm_head.0.weight; its heads are not complete")
-    return HydraSizes(first.shape[0], tensors[lm_head[0]].shape[0], heads, of_first, lm_head[2] or "")
+    sizes = (first.shape[0], tensors[lm_head[0]].shape[0], heads, len(blocks))
+    return MedusaConfig(*sizes, kind="hydra", block=ORIGINAL_HYDRA), blocks, lm_head[2] or ""
 
 
-def _names(module: str, sizes: HydraSizes) -> list[str]:
+def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[str]:
     """The names in the file for one of our tensors; LM heads and their biases have a name for each head."""
     match module.split("."):
         case ["stacks", head, "layers", layer, *rest]:
-            return [f"hydra_mlp.{head}.{sizes.blocks[int(layer)]}.{'.'.join(rest)}"]
+            return [f"hydra_mlp.{head}.{blocks[int(layer)]}.{'.'.join(rest)}"]
         case ["prefix", *rest]:
             return [".".join([PREFIX, *rest])]
     part = "weight" if module == "lm_heads" else "bias"
-    return [f"hydra_lm_head.{head}{sizes.lm_head}.{part}" for head in range(sizes.num_heads)]
+    return [f"hydra_lm_head.{head}{suffix}.{part}" for head in range(num_heads)]
 
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
