@@ -52,39 +52,12 @@ class ContextKV:
         """
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
-        self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)
+        self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)  # [..., steps, D] each
         self.extra = -(-steps // 8) * 8  # kernels are faster with multiples of 8
         hidden = F.pad(~seen, (0, self.extra))[:, None]
         self.mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
         unit = F.pad(torch.eye(self.extra, dtype=keys.dtype, device=keys.device), (self.size, 0))
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
-
-    @classmethod
-    def of_texts(
-        cls,
-        keys: Tensor,
-        values: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor | None,
-        steps: int,
-        place: Tensor | None = None,
-    ) -> ContextKV:
-        """Keys and values for queries at the positions of whole texts, each of which sees its document's earlier pairs.
-
-        The pair at a query's position is the first pair of its path.
-
-        Args:
-            keys, values: [B, A, T, D].
-            position_ids, document_ids: [B, T].
-            steps, place: as in `__init__`.
-        """
-        seen = visible(keys.shape[2], document_ids, keys.device, before=1)
-        return cls(keys, values, seen, position_ids if place is None else position_ids.flatten()[place], steps, place)
-
-    def angles_of(self, step: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., D] of the queries' positions in a step."""
-        cos, sin = self.angles
-        return cos[..., step, :], sin[..., step, :]
 
     def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to the text and the own keys.

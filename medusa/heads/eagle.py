@@ -66,7 +66,7 @@ class EagleHeads(SequentialHeads):
         if context_kv is None:
             cos, sin = rope_angles(torch.full((), head, device=mixed.device), self.size, mixed.dtype)
         else:
-            cos, sin = (part[..., None, None, :] for part in context_kv.angles_of(head))
+            cos, sin = (part[..., head, None, None, :] for part in context_kv.angles)
         query, key = apply_rope(mixed[..., :2, :, :], (cos, sin)).unbind(-3)
         path.append(torch.cat([key, mixed[..., 2, :, :]], dim=-1).flatten(-2))
         keys, values = torch.stack(path, dim=-2).unflatten(-1, (self.count, -1)).chunk(2, dim=-1)  # [..., k + 1, A, D]

@@ -59,8 +59,8 @@ def following_ids(input_ids: Tensor, count: int) -> Tensor:
 class MedusaHeads(nn.Module):
     """K independent heads on a frozen backbone's last hidden state, and the base class of all other kinds.
 
-    With `lm_head: own` each head owns an LM head. With `lm_head: shared` the backbone's LM head is applied to each
-    head's output; the caller passes it in, so that heads never hold a part of the backbone.
+    With `lm_head: own` each head has an LM head. With `lm_head: shared` the caller passes the backbone's LM head in, so
+    that heads never hold a part of the backbone.
     """
 
     follows_path: ClassVar[bool] = False
@@ -167,7 +167,10 @@ class MedusaHeads(nn.Module):
             with torch.no_grad():
                 token = embed(ids[..., 0]).to(hidden)
             keys, values = self.project_kv(read, token, position_ids)
-            context_kv = ContextKV.of_texts(keys, values, position_ids, document_ids, self.config.num_heads, place)
+            # Each position sees the earlier pairs of its document. The pair at the position is the first of its path.
+            earlier = visible(length, document_ids, hidden.device, before=1)
+            positions = position_ids if place is None else position_ids.flatten()[place]
+            context_kv = ContextKV(keys, values, earlier, positions, self.config.num_heads, place)
         if place is not None:
             read, ids = read.flatten(0, 1)[place], ids.flatten(0, 1)[place]
         if self.follows_path:
@@ -223,15 +226,6 @@ class MedusaHeads(nn.Module):
         assert isinstance(heads, cls)
         return heads
 
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Make heads from a checkpoint, whose tensors are not copied."""
-        with torch.device("meta"):
-            heads = cls.from_config(checkpoint.config)
-        heads.load_state_dict(checkpoint.tensors, assign=True)
-        heads.provenance = checkpoint.provenance
-        return heads.eval()
-
     def checkpoint(self) -> Checkpoint:
         """The config, tensors and provenance of these heads, not copied."""
         from medusa.checkpoints.checkpoint import Checkpoint
@@ -259,7 +253,12 @@ class MedusaHeads(nn.Module):
         """
         from medusa.checkpoints.folder import load
 
-        return cls.from_checkpoint(load(name_or_path, **hub)).to(device=device, dtype=dtype)
+        checkpoint = load(name_or_path, **hub)
+        with torch.device("meta"):
+            heads = cls.from_config(checkpoint.config)
+        heads.load_state_dict(checkpoint.tensors, assign=True)  # not copied
+        heads.provenance = checkpoint.provenance
+        return heads.eval().to(device=device, dtype=dtype)
 
     def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
         """Write the heads into `folder`, which is made if needed, each file whole or not at all.
