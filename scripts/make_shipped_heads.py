@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from decode.bench.calibration.grow import grow, predicted_tau
-from decode.bench.calibration.recording import record
+from decode.bench.calibration.recording import grow, predicted_tau, record
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import PROVENANCE
 from medusa.files import read_json, write_json

@@ -17,8 +17,8 @@ from time import perf_counter
 
 from torch import Tensor
 
+from decode.bench.compare import Sample, interval
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
-from decode.bench.intervals import Sample, interval
 from decode.bench.methods import Method
 from decode.loop import Timer
 from decode.results import Result, prompt_seeds, tau
@@ -48,7 +48,7 @@ class StageTimer(Timer):
 
 @dataclass
 class Contender:
-    """A method that takes part, with its results."""
+    """A method in a benchmark, with its results."""
 
     name: str
     method: Method

@@ -15,7 +15,7 @@ from decode.bench.machine import Machine
 from medusa.errors import RequestError
 
 Interval = tuple[float, float]
-"""The bounds between which 95 % of resampled figures lie (`decode.bench.intervals`)."""
+"""The bounds between which 95 % of resampled figures lie (`decode.bench.compare`)."""
 
 
 @dataclass

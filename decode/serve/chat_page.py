@@ -19,8 +19,7 @@ from nicegui.server import Server
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from decode.results import prompt_seeds
-from decode.serve.conversation import Conversation, Turn
-from decode.serve.race import ChatWorker, Side, Snapshot, verdict
+from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, Turn, verdict
 from decode.serve.texts import TextPiece, TextStream, joined
 from decode.settings import Settings
 from medusa.errors import RequestError

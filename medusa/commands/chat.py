@@ -23,7 +23,7 @@ from medusa.options import option
 
 if TYPE_CHECKING:
     from decode.results import Result
-    from decode.serve.conversation import Turn
+    from decode.serve.chat import Turn
     from decode.serve.texts import TextGenerator, TextPiece
     from decode.settings import Settings
 
@@ -64,7 +64,7 @@ class ChatOptions(CommandOptions):
 
 
 def run(options: ChatOptions) -> None:
-    from decode.serve.conversation import Conversation
+    from decode.serve.chat import Conversation
     from medusa.commands import models
 
     if options.web:
@@ -88,8 +88,8 @@ def run(options: ChatOptions) -> None:
 
 
 def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:
+    from decode.serve.chat import ChatWorker
     from decode.serve.chat_page import PageConfig, serve
-    from decode.serve.race import ChatWorker
 
     worker, network = ChatWorker(generator), options.network
     with options.warming_up():
@@ -103,7 +103,7 @@ class _Terminal:
     """A chat in the terminal: answers go to standard output, all else to standard error."""
 
     def __init__(self, options: ChatOptions, generator: TextGenerator, settings: Settings) -> None:
-        from decode.serve.conversation import Conversation
+        from decode.serve.chat import Conversation
 
         self.options, self.generator, self.settings = options, generator, settings
         self.conversation = Conversation(generator.tokenizer, options.system)

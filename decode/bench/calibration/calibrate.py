@@ -2,7 +2,7 @@
 
     speed(tree) = tau(tree) / T(tree)
 
-tau is predicted by replaying recorded texts of the backbone (`grow`), and T, the time of a step, is measured in the
+tau is predicted by replaying recorded texts of the backbone, and T, the time of a step, is measured in the
 decoding loop. Dynamic trees (`decode.drafters.layouts`) are tried as well as static ones. They accept more with
 the same number of nodes, but choosing the nodes takes time.
 """
@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from decode.bench.calibration.grow import grow, predicted_tau, predicted_tau_held_out
-from decode.bench.calibration.recording import Recording, Text, record
+from decode.bench.calibration.recording import Recording, Text, grow, predicted_tau, predicted_tau_held_out, record
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
 from decode.bench.machine import stopwatch
 from decode.bench.methods import Method, medusa_method, one_by_one
@@ -106,7 +105,7 @@ def sizes_for(device: torch.device, batch_size: int) -> list[int]:
 def _trees(
     recording: Recording, sizes: Sequence[int], temperatures: tuple[float, ...], on_progress: Callable[[str], object]
 ) -> list[Layout]:
-    """Plain decoding, a grown tree of each size and, if there are `temperatures`, dynamic trees of these sizes."""
+    """The trees to try: plain decoding, a grown tree per size and, with `temperatures`, a dynamic tree per size."""
     grown: dict[int, Tree] = {1: Tree.chain(0)}
     for nodes in sizes:
         if nodes > 1:

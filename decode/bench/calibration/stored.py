@@ -24,15 +24,13 @@ FILE = "calibration.json"
 
 @dataclass
 class CalibrationPoint:
-    """One tree that was tried."""
+    """One tree that was tried, with its predicted tau and the time of its step in milliseconds."""
 
     nodes: int
     paths: list[list[int]]
     """Empty for a dynamic tree."""
     tau: float
-    """Predicted (`decode.bench.calibration.grow`)."""
     step_ms: float
-    """Milliseconds of a step, measured."""
     dynamic: bool = False
 
     @property

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
-from decode.bench.chi2 import combined, goodness_of_fit
-from decode.bench.losslessness.cases import Case, Rule
+from decode.bench.losslessness.cases import Case, Rule, combined, goodness_of_fit
 from decode.draft import Draft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
@@ -156,7 +155,7 @@ class FixedContext:
 
 
 class Experiment:
-    """Draws from one context by any rule."""
+    """Draws many steps from one context by any rule, and tests their tokens."""
 
     @torch.inference_mode()
     def __init__(

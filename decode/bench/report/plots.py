@@ -28,7 +28,7 @@ CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
 def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figure:
-    """A figure of one picture, `height` inches high."""
+    """A figure with a single picture, `height` inches high."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.subplots(), *data)
     return figure

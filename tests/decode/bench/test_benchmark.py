@@ -17,8 +17,8 @@ from decode.bench.benchmark import (
     summarize,
     tau_by_position,
 )
+from decode.bench.compare import Sample
 from decode.bench.figures import AcceptedNode, PositionFigures, Rate
-from decode.bench.intervals import Sample
 from decode.results import Result
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 

@@ -13,8 +13,18 @@ from torch import Tensor
 
 from decode.bench.calibration import calibrate
 from decode.bench.calibration.calibrate import time_steps
-from decode.bench.calibration.grow import grow, path_counts, predicted_tau, starts
-from decode.bench.calibration.recording import OPENING_TOKENS, OWN_TEXTS, TEMPERATURES, Recording, own_texts, record
+from decode.bench.calibration.recording import (
+    OPENING_TOKENS,
+    OWN_TEXTS,
+    TEMPERATURES,
+    Recording,
+    grow,
+    own_texts,
+    path_counts,
+    predicted_tau,
+    record,
+    starts,
+)
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation, store, stored
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from decode.bench.compare import Sample, interval
 from decode.bench.figures import PromptFigures
-from decode.bench.intervals import Sample, interval
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:

@@ -26,9 +26,8 @@ from nicegui.testing import user_simulation
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import Result
+from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
 from decode.serve.chat_page import ChatPage, PageConfig, marked
-from decode.serve.conversation import Conversation
-from decode.serve.race import ChatWorker, Side, Snapshot, verdict
 from decode.serve.texts import TextGenerator, TextPiece, TextStream
 from decode.settings import Settings
 from medusa.heads.independent import MedusaHeads

@@ -10,8 +10,7 @@ from decode.bench.methods import plain_method
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import DecodingRun, Result
-from decode.serve.conversation import Conversation
-from decode.serve.race import Side, race
+from decode.serve.chat import Conversation, Side, race
 from decode.serve.texts import TextGenerator, TextStream
 from decode.settings import Settings
 from medusa.errors import RequestError
