@@ -1,7 +1,7 @@
-"""The checkpoints of a run: whether the disk can hold them, which are whole, and what makes a resumed run the same run.
+"""The checkpoints of a run: whether the disk can hold them, and which are whole.
 
-The Trainer writes `trainer_state.json` last, so a checkpoint with that file is whole. One that was cut off, by a kill
-or a full disk, is passed over.
+The Trainer writes `trainer_state.json` last, so a checkpoint with that file is whole. Runs ignore a checkpoint that was
+cut off by a kill or a full disk.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ ADAM_STATES = 2  # for every weight, the means of its gradient and of the gradie
 
 
 def whole_checkpoints(output: Path) -> list[Path]:
-    """Checkpoints that a run can resume from, oldest first."""
+    """The checkpoints from which a run can resume, oldest first."""
     return [path for path in all_checkpoints(output) if is_whole(path)]
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """Every folder that is called a checkpoint, whole or not, oldest first."""
+    """All folders named as checkpoints, whole or not, oldest first."""
     found = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     return sorted(found, key=lambda path: int(path.name.split("-")[-1]))
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether everything of a checkpoint was written: its last file is complete."""
+    """Whether a checkpoint is whole: its last file is complete."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -43,29 +43,29 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
-    """The last whole checkpoint for --resume; otherwise `None`, and the output folder may be written to.
+    """The last whole checkpoint for --resume; otherwise `None`, after a check that the run may write to `output`.
 
     Raises:
-        RequestError: nothing to resume, or heads that would be replaced without --overwrite.
+        RequestError: there is nothing to resume, or the run would replace heads without --overwrite.
     """
     found = whole_checkpoints(output)
     if resume and overwrite:
-        raise RequestError("--resume goes on from a checkpoint and --overwrite deletes it; give one of them")
+        raise RequestError("--resume continues from a checkpoint and --overwrite deletes it; give one of them")
     if resume:
         if not found:
             raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
         newest = all_checkpoints(output)[-1]
         if newest != found[-1]:
-            say(f"{newest.name} was cut off while it was written; going on from {found[-1].name}")
+            say(f"{newest.name} was cut off while it was written; continuing from {found[-1].name}")
         return found[-1]
     if found and not overwrite:
-        raise RequestError(f"{output} holds a checkpoint; go on from it with --resume, or add --overwrite")
+        raise RequestError(f"{output} holds a checkpoint; continue from it with --resume, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
 
 
 def delete_checkpoints(output: Path) -> None:
-    """Delete an old run's checkpoints; --resume would take them for a new run's."""
+    """Delete an old run's checkpoints, so that --resume cannot take them for the new run's."""
     for old in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(old)
 
@@ -74,10 +74,10 @@ def require_room(output: Path, weights: int, arguments: TrainingArguments) -> No
     """Check that the disk can hold heads of `weights` bytes and the checkpoints that a run keeps.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: the disk is too small.
     """
     checkpoint = weights if arguments.save_only_model else (1 + ADAM_STATES) * weights
-    # A new checkpoint is whole before the oldest one is deleted. Without a limit at least one is certain.
+    # A new checkpoint is whole before the oldest one is deleted. Without a limit, room for one is required.
     kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0) + 1
     replaced = sum(size_on_disk(path) for path in all_checkpoints(output))  # of earlier runs, or of this one
     needed, free = kept * checkpoint + weights, free_bytes(output) + replaced
@@ -90,9 +90,9 @@ def require_room(output: Path, weights: int, arguments: TrainingArguments) -> No
 
 
 def way_out_of_full_disk(output: Path) -> str:
-    """What to do where the disk has filled up during a run."""
+    """The advice to a user after the disk has filled up during a run."""
     if found := whole_checkpoints(output):
-        return f"{found[-1].name} is whole: make room and go on with --resume"
+        return f"{found[-1].name} is whole: make room and continue with --resume"
     return "nothing was saved yet: make room and start again"
 
 

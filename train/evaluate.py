@@ -1,7 +1,7 @@
 """Head accuracy: how often each head's best guesses hold the backbone's own token.
 
-The reference is what the backbone itself writes next, never the data set's text, because acceptance compares with that.
-In a text that the backbone wrote greedily, the rest of the text is its greedy continuation from every position.
+The reference is the backbone's own continuation, not the dataset's text, because acceptance compares with it. In a text
+that the backbone wrote greedily, the rest of the text is its greedy continuation from every position.
 
 Shapes: K heads, P positions, T tokens.
 """
@@ -42,12 +42,12 @@ class HeadAccuracy:
     top: dict[str, float]
     """Share of labels among the head's best 1, 5 and 10 guesses."""
     conditional_top1: float
-    """Share of labels that are its best guess, where the best guesses of all heads before are right."""
+    """Share of labels that are the head's best guess, where the best guesses of all heads before it are right."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often the guesses of all heads are right, over a number of positions."""
+    """How often the guesses of all heads are right, over `tokens` positions."""
 
     heads: list[HeadAccuracy]
     tokens: int
@@ -60,9 +60,9 @@ class Accuracy:
 class GuessCounts:
     """Counts of right guesses. All of them are sums, so counts of batches and processes add up.
 
-    The expected tau of a tree is the mean over positions of one plus the guesses accepted there, as if a step were as
-    likely to start at one position as at another. In decoding, steps start where the last one ended, which `medusa
-    benchmark` measures; the expected tau costs nothing and rises and falls with it.
+    The expected tau of a tree is one plus the mean number of guesses accepted, over all positions. It treats all
+    positions as equally likely starts of a step. In decoding, a step starts at the end of the last one; `medusa
+    benchmark` measures that tau. The expected tau needs no decoding and rises and falls with it.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
@@ -74,7 +74,7 @@ class GuessCounts:
         self.walks = torch.zeros(2, dtype=torch.float64)  # accepted guesses, positions
 
     def add(self, ranks: Tensor, taught: Tensor) -> None:
-        """Count guesses; chains count at positions where all heads have a label.
+        """Count guesses. Chains of heads are counted at positions where all heads have a label.
 
         Args:
             ranks: [K, P] of the labels (`label_ranks`).
@@ -92,21 +92,17 @@ class GuessCounts:
             self.walks += torch.tensor([accepted(self.tree, whole.T).sum(), whole.shape[1]])
 
     def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Replace each sum by that of all processes."""
+        """Replace each count by the sum over all processes."""
         for name in ("hits", "labels", "given", "chained", "walks"):
             setattr(self, name, over_processes(getattr(self, name)))
 
     def figures(self) -> list[HeadAccuracy]:
         """The accuracy of each head."""
-        within = self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]
-        chained = self.chained / self.given.clamp_min(1)
+        within = (self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]).tolist()
+        chained = (self.chained / self.given.clamp_min(1)).tolist()
         return [
-            HeadAccuracy(
-                head + 1,
-                {str(top): round(float(within[head, top - 1]), 4) for top in TOPS},
-                round(float(chained[head]), 4),
-            )
-            for head in range(len(within))
+            HeadAccuracy(head, {str(top): round(shares[top - 1], 4) for top in TOPS}, round(chain, 4))
+            for head, (shares, chain) in enumerate(zip(within, chained, strict=True), 1)
         ]
 
     @property
@@ -119,8 +115,8 @@ class GuessCounts:
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> Accuracy:
     """The accuracy of all heads on texts that the backbone wrote greedily.
 
-    Positions from the prompt's last token on count, since a step can start there. All heads count the same positions:
-    those after which the text is as long as the heads reach.
+    Counting starts at the prompt's last token, where the first step can start. It ends at the last position with a
+    label for every head, so all heads count the same positions.
     """
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
@@ -131,9 +127,8 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """Ranks of the tokens of a text [1, T] among each head's guesses [K, P]; `MISSED`: not among the best ten."""
-    same = torch.zeros_like(ids)
-    labels = head_labels(ids, torch.ones_like(ids), same, heads.config.num_heads)[:, 0]  # [K, T]
+    """Ranks [K, P] of the tokens of a text [1, T] among each head's guesses; `MISSED` if not among the best ten."""
+    labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
     usable[: max(prompt_tokens - 1, 0)] = False
     where = usable.nonzero()[:, 0]
@@ -142,7 +137,7 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Ranks of labels [K, P] among their head's guesses [K, P]; `MISSED`: not among the best ten."""
+    """Ranks [K, P] of labels [K, P] among their head's guesses; `MISSED` if not among the best ten."""
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs)

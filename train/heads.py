@@ -18,20 +18,20 @@ from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
 SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for name in SAME_NAMES}}
-"""Fields of a heads' configuration, and the keys of a recipe's section `heads` that ask for them."""
+"""Fields of a heads' configuration, and the keys of a recipe's section `heads` that set them."""
 
 
 def new_heads(
     model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
 ) -> MedusaHeads:
-    """Heads for `model`: what was asked for, and the rest chosen for its sizes; they start as the identity.
+    """Make the heads that `asked` describes for `model`. New heads start as the identity.
 
     Args:
         name, revision: of the backbone, for its fingerprint.
-        vocabulary: [N] the tokens that the heads guess among, where these are not all (`train.vocabulary`).
+        vocabulary: [N] the tokens that the heads guess among (`train.vocabulary`), by default all.
 
     Raises:
-        RequestError: a backbone without a linear LM head, or trained heads that differ from what is asked for.
+        RequestError: a backbone without a linear LM head, or trained heads that differ from `asked`.
     """
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):
@@ -39,9 +39,8 @@ def new_heads(
         raise RequestError(f"the backbone's LM head is a {kind}; heads are trained for a plain Linear one")
     if asked.start is not None:
         return _trained_heads(asked.start, asked, backbone, fingerprint(model, name, revision))
-    heads = MedusaHeads.from_config(
-        new_config(asked, model, name, revision, None if vocabulary is None else len(vocabulary))
-    )
+    size = None if vocabulary is None else len(vocabulary)
+    heads = MedusaHeads.from_config(new_config(asked, model, name, revision, size))
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
@@ -51,10 +50,10 @@ def new_heads(
 def new_config(
     asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None, vocabulary_size: int | None
 ) -> MedusaConfig:
-    """The configuration of new heads: what was asked for, and the rest chosen for the sizes of `model`."""
+    """The configuration of new heads: the keys of `asked`, and the others chosen for the sizes of `model`."""
     backbone = Backbone(model)
     if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
-        # LM heads of their own have no bias, and would start far from the backbone's guess.
+        # Heads' own LM heads have no bias, so they would start far from the backbone's guess.
         asked = asked.model_copy(update={"lm_head": "shared"})
     sizes = BackboneSizes(backbone.hidden_size, backbone.vocab_size, model.num_parameters())
     return MedusaConfig(
@@ -85,17 +84,17 @@ def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone, known: Fi
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size
     for key, value in wanted.items():
-        if value is not None and value != (getattr(held, key) or 0):  # a vocabulary of all tokens: `None` there, 0 here
+        if value is not None and value != (getattr(held, key) or 0):  # all tokens: `None` in `held`, 0 in the recipe
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
     held.backbone, held.tree = known, None  # the tree was for the old weights
     return heads.train()
 
 
 def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
-    """Check that a recipe asks for the heads that a checkpoint holds.
+    """Check that a recipe asks for the heads in a checkpoint.
 
     Raises:
-        RequestError: it asks for others.
+        RequestError: the recipe asks for other heads.
     """
     held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
     if asked.start is None:
@@ -111,17 +110,15 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """One line about heads that are to be trained, and which programs will be able to load them."""
+    """One line about heads to be trained, and the programs that will be able to load them."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
+    tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (
         f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "
-        + (f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else "")
-        + f"{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
+        f"{tokens}{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
     )
     if config.lm_head == "own" and _has_bias(backbone):
         line += "; the backbone's LM head has a bias, which own ones lack: heads.lm_head=shared starts closer to it"
     if not config.servable:
-        line += (
-            "; servers load square blocks of kind medusa, and kind eagle with block gated: these heads run here only"
-        )
+        line += "; servers load only square blocks of kind medusa and gated blocks of kind eagle"
     return line

@@ -1,7 +1,7 @@
 """A frozen backbone sharded over several processes (FSDP2), for one that is too large for a single GPU.
 
-Its blocks are sharded, and gathered one at a time while they run. The embedding and the LM head stay whole on every
-process, because the loss reads the LM head's weights in chunks. Heads are trained in DDP, as without sharding.
+Its blocks are sharded and gathered one at a time while they run. The embedding and the LM head stay whole on every
+process, because the loss reads the LM head's weights in chunks. Heads are trained with DDP, as without sharding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from medusa.loading import LoadOptions
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """`options` for this process: under a launcher each has a GPU of its own.
+    """The load options of this process, which has its own GPU under a launcher.
 
-    A backbone that is to be sharded is read into main memory first; `config` says in which dtype.
+    A backbone to be sharded is first loaded into main memory, by default in the dtype of `config`.
     """
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
@@ -35,23 +35,23 @@ def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> Lo
 
 
 def launched_alone() -> bool:
-    """Whether accelerate was asked for several processes on a CPU and started a single one (as of 1.15 it does)."""
+    """Whether accelerate should have started several processes on a CPU but started one (as of 1.15 it does so)."""
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return several and "RANK" not in os.environ
 
 
 def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
-    """Shard a frozen `model` in place over all processes; what stays whole goes to `device`.
+    """Shard a frozen `model` in place over all processes; embedding and LM head go to `device`, whole.
 
     Raises:
-        RequestError: there is a single process, or the model does not say what its blocks are.
+        RequestError: there is a single process, or the model does not name its blocks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         raise RequestError(
             "shard_backbone: true needs several processes; start with torchrun --nproc-per-node N -m medusa train ..."
         )
     if not blocks(model):
-        raise RequestError(f"{type(model).__name__} does not say what its blocks are; leave shard_backbone out")
+        raise RequestError(f"{type(model).__name__} does not name its blocks; leave shard_backbone out")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     for module in whole:

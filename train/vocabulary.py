@@ -1,6 +1,6 @@
-"""Which tokens heads with a vocabulary of their own guess (`medusa.vocabulary`): the training text's most frequent.
+"""The tokens of a reduced vocabulary of heads (`medusa.vocabulary`): the training text's most frequent.
 
-The cost is known before training: a label that is not in the vocabulary is a guess that can never be right.
+The cost is known before training: a label outside the vocabulary is never guessed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ROWS = 1024  # counted at a time
 
 
 class FrequentTokens(NamedTuple):
-    """The most frequent tokens of a text, and how much of it they are."""
+    """The most frequent tokens of a text, and their share of the text."""
 
     ids: Tensor
     """[N] tokens, the most frequent first."""
     coverage: float
-    """Share of one half's labels that are among the most frequent tokens of the other half."""
+    """Share of the labels of one half of the text that are among the other half's most frequent tokens."""
 
 
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
-    """The `size` most frequent labels of a text; equals are in the order of their ids, as tokenizers learnt them.
+    """The `size` most frequent labels of a text. Equally frequent ones follow their ids, the tokenizer's own order.
 
     Raises:
-        RequestError: a stream, which has no end, or more tokens than there are.
+        RequestError: a stream, which has no end, or a `size` that is not smaller than the vocabulary.
     """
     if isinstance(dataset, StreamedDataset):
         raise RequestError(
@@ -47,7 +47,7 @@ def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int
         )
     counts = torch.zeros(2, vocab_size, dtype=torch.long)
     for number, labels in enumerate(_labels(dataset)):
-        # Rows go to the two halves in turn; a piece that is one long row (features on disk) is cut in two.
+        # Rows go to the two halves in turn; a single long row (features on disk) is cut in two.
         halves = (labels[::2], labels[1::2]) if len(labels) > 1 else labels.flatten().chunk(2)
         for half, part in enumerate(halves):
             counts[(half + number) % 2] += torch.bincount(part[part != IGNORE], minlength=vocab_size)
@@ -60,7 +60,7 @@ def _first(counts: Tensor, size: int) -> Tensor:
 
 
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
-    """Labels of the first head, in pieces [B, T]; other heads lack only a document's first tokens."""
+    """Labels of the first head in pieces [B, T]; other heads lack only the first tokens of a document."""
     if isinstance(dataset, PackedDataset):
         whole = {name: getattr(dataset, name) for name in PER_TOKEN}
         starts = range(0, len(dataset), ROWS)
@@ -72,7 +72,7 @@ def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """A line about what the heads' vocabulary gains.
+    """Estimate the gain of the heads' vocabulary, and describe it in a line.
 
     Raises:
         RequestError: the vocabulary is expected to slow decoding down, and `force` is not set.

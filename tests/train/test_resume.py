@@ -173,7 +173,7 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     assert MedusaHeads.from_pretrained(out / "checkpoint-4").config.num_heads == 2
     figures = train(parse_recipe(recipe("out"), "test"), quiet=True, resume=True)
     assert figures.steps == STEPS
-    assert "checkpoint-8 was cut off while it was written; going on from checkpoint-4" in capsys.readouterr().err
+    assert "checkpoint-8 was cut off while it was written; continuing from checkpoint-4" in capsys.readouterr().err
     assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
 
 

@@ -259,7 +259,7 @@ def test_a_disk_that_fills_midway_ends_in_one_line_and_costs_no_checkpoint(
         assert main(["train", str(recipe()), "--quiet"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("medusa train: failed: the disk of ")
-    assert "checkpoint-2 is whole: make room and go on with --resume" in told
+    assert "checkpoint-2 is whole: make room and continue with --resume" in told
     assert told.count("\n") == 1
     assert [found.name for found in whole_checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     assert main(["train", str(recipe()), "--quiet", "--resume"]) == 0
