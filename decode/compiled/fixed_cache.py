@@ -5,13 +5,14 @@ Shapes: B rows, S slots (the capacity), N nodes, C columns of a path, T tokens, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.cache import TreeCache
+from decode.cache import TreeCache, TreeLayer
 from decode.heads_cache import HeadsCache
 from decode.masks import additive, visible_slots
 from decode.topology import Topology
@@ -60,20 +61,21 @@ class FixedCache(Cache):
     def __init__(self, like: AnyCache, capacity: int) -> None:
         """An empty cache with the layers of `like`, which must have been filled."""
         self.capacity = capacity
-        self.fixed_layers: list[FixedLayer] = []
-        for states in _states(like):
-            keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in states)
-            self.fixed_layers.append(FixedLayer(self, static(keys), static(values)))
+        self.tree_layers: list[FixedLayer] = []
+        for layer in like.tree_layers:
+            keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in (layer.keys, layer.values))
+            self.tree_layers.append(FixedLayer(self, static(keys), static(values)))
         self.rows = len(keys)
         self.lengths = static(torch.zeros(self.rows, dtype=torch.long, device=keys.device))
         self.slots = self.lengths[:, None]
-        super().__init__(layers=list(self.fixed_layers))
+        super().__init__(layers=list(self.tree_layers))
 
     def load(self, other: AnyCache) -> None:
         """Copy the text of `other`, and free the memory of a `TreeCache`."""
         count = other.longest if isinstance(other, TreeCache) else other.capacity
-        for layer, (keys, values) in zip(self.fixed_layers, _states(other), strict=True):
-            for buffer, states in ((layer.keys, keys), (layer.values, values)):
+        sources: Sequence[TreeLayer | FixedLayer] = other.tree_layers
+        for layer, source in zip(self.tree_layers, sources, strict=True):
+            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
                 # No earlier text may remain after these slots: a masked NaN would still reach the output, as 0 x NaN.
                 buffer[:, :, :count] = states[:, :, :count]
                 buffer[:, :, count:] = 0
@@ -91,17 +93,10 @@ class FixedCache(Cache):
         """Move the nodes path [B, C] of the last forward, in order, to the text's end (see `TreeCache.commit`)."""
         target = torch.arange(path.shape[1], device=path.device) + self.lengths[:, None]
         source = (self.lengths[:, None] + path).clamp_max(self.capacity - 1)
-        for layer in self.fixed_layers:
+        for layer in self.tree_layers:
             for buffer in (layer.keys, layer.values):
                 index = source[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
                 _write(buffer, target.clamp_max(self.capacity - 1), buffer.gather(2, index))
-
-
-def _states(cache: AnyCache) -> list[tuple[Tensor, Tensor]]:
-    """The keys and values of each layer."""
-    if isinstance(cache, TreeCache):
-        return [(layer.keys, layer.values) for layer in cache.tree_layers]
-    return [(layer.keys, layer.values) for layer in cache.fixed_layers]
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
@@ -158,7 +153,7 @@ class FixedHeadsCache:
         """The keys and values that the next draft looks back at; `None` for kinds that do not look back."""
         if self.pairs is None:
             return None
-        layer, lengths = self.pairs.fixed_layers[0], self.pairs.lengths[:, None]
+        layer, lengths = self.pairs.tree_layers[0], self.pairs.lengths[:, None]
         seen = torch.arange(self.pairs.capacity, device=lengths.device) < lengths
         return ContextKV(layer.keys, layer.values, seen[:, None], lengths, self.heads.config.num_heads)
 

@@ -51,13 +51,7 @@ class FixedSampler:
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Decide which nodes to accept.
-
-        Args:
-            logits: [B, N, V] the backbone's.
-            u: [B, D + 1] uniform numbers, one per depth.
-            depth_limit: [B] the greatest depth that may be accepted.
-        """
+        """Accept nodes by logits [B, N, V], uniform numbers u [B, D + 1] and the greatest depths allowed [B]."""
         if not self.do_sample and not self.processors:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         if self.acceptor.rule == "typical":

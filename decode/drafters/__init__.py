@@ -48,21 +48,18 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
             raise RequestError(f"drafter {name} has no option {part!r}; its options: {allowed}")
         if option in given:
             raise RequestError(f"drafter {name}: {option} is given twice")
-        given[option] = _value(name, option, value, type(known[option].default))
+        kind = type(known[option].default)
+        try:
+            given[option] = kind(value) if kind in (int, float) else value
+        except ValueError:
+            what = "whole number" if kind is int else "number"
+            raise RequestError(f"drafter {name}: {option} is {value!r}; it must be a {what}") from None
         if takes_rest:
             break
     missing = [option for option, field in known.items() if field.default is MISSING and option not in given]
     if missing:
         raise RequestError(f"drafter {name} needs {' and '.join(missing)}; its options: {allowed}")
     return given
-
-
-def _value(name: str, option: str, value: str, kind: type) -> str | int | float:
-    try:
-        return int(value) if kind is int else float(value) if kind is float else value
-    except ValueError:
-        what = "whole number" if kind is int else "number"
-        raise RequestError(f"drafter {name}: {option} is {value!r}; it must be a {what}") from None
 
 
 def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFactory:

@@ -31,8 +31,6 @@ class DrafterFactory(ABC):
     """The drafting heads. A session also keeps what these heads read of the text."""
     can_draw: bool = False
     """Whether guesses can be drawn from the drafter's own distributions (`--draft sample`)."""
-    compiles: bool = False
-    """Whether whole steps can be compiled."""
     warm_up: int = 0
     """Steps that a drafter must see before its guesses are worth measuring."""
 
@@ -79,6 +77,7 @@ class DrafterConfig(ABC):
     """
 
     compiles: ClassVar[bool] = False
+    """Whether whole steps can be compiled."""
     can_draw: ClassVar[bool] = False
     first: ClassVar[str | None] = None
     """The option whose name may be left out."""
@@ -119,9 +118,11 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
     """Raise a `RequestError` if a tree or `stop_drafting` was given for a drafter with its own shape."""
     if stop_drafting:
-        raise RequestError("stop-drafting is for dynamic trees of heads; this drafter has options of its own")
+        raise RequestError(
+            "stop-drafting works only with dynamic trees of heads; leave it out, or use this drafter's options"
+        )
     if tree is not None:
-        raise RequestError("a tree lays out what heads guess, and this drafter has options of its own; leave it out")
+        raise RequestError("a tree can be chosen only for heads; leave it out, or use this drafter's options")
 
 
 def require_at_least(minimum: int, name: str, /, **options: int) -> None:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.layouts import DynamicTree
+from decode.drafters.layouts import DynamicTree, require_draftable
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
-from medusa.config import MedusaConfig
-from medusa.errors import RequestError
 from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, over_all, token_ids
@@ -94,28 +92,3 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
     of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)
     proposal = Proposal(q.flatten(0, 1), of_children)
     return Draft(torch.cat(ids, dim=1), topology, proposal)
-
-
-def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
-    require_sizes(config, backbone.hidden_size, backbone.vocab_size)
-    tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
-    if drawn:
-        require_drawable(tree)
-
-
-def require_drawable(tree: Layout) -> None:
-    """Raise a `RequestError` for a dynamic tree: its guesses choose its nodes, so they cannot be drawn."""
-    if tree.is_dynamic:
-        raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
-
-
-def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:
-    """Raise a `RequestError` if the heads were made for another hidden size or vocabulary."""
-    owner = f"they belong to {config.base_model_name_or_path or 'another backbone'}"
-    if config.hidden_size != hidden_size:
-        raise RequestError(f"the heads have hidden size {config.hidden_size} but the backbone {hidden_size}; {owner}")
-    if config.vocab_size not in (None, vocab_size):
-        raise RequestError(
-            f"the heads have a vocabulary of {config.vocab_size} but the backbone one of {vocab_size}; {owner}"
-        )

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa.backbone import Backbone
+from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout, RankPath, Tree
@@ -50,9 +52,7 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_probability <= 1:
-            raise RequestError(
-                f"stop-drafting is {self.min_probability}; it must be between 0 (drafting never stops) and 1"
-            )
+            raise RequestError(f"stop-drafting is {self.min_probability}; it must be between 0 and 1 (0: never stop)")
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(
@@ -95,8 +95,7 @@ class DynamicTree:
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Raises:
-        RequestError: as in `Tree.require_fit`."""
+        """Check the candidates as `Tree.require_fit` does."""
         self.candidates.require_fit(num_heads, vocab_size, name)
 
     @cached_property
@@ -190,7 +189,7 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0)
     if not stop_drafting:
         return resolved
     if not isinstance(resolved, DynamicTree):
-        raise RequestError("stop-drafting needs a tree that the heads' confidences choose; take tree dynamic:N")
+        raise RequestError("stop-drafting works only with a dynamic tree; use tree dynamic:N")
     return replace(resolved, min_probability=stop_drafting)
 
 
@@ -220,3 +219,28 @@ def default_tree(heads: MedusaHeads) -> Tree:
     """
     name = "eight" if heads.device.type == "cpu" else "mc_sim_7b_63"
     return load_tree(name, heads.config.num_heads).clip(heads.config.num_heads)
+
+
+def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
+    """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
+    require_sizes(config, backbone.hidden_size, backbone.vocab_size)
+    tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
+    if drawn:
+        require_drawable(tree)
+
+
+def require_drawable(tree: Layout) -> None:
+    """Raise a `RequestError` for a dynamic tree: its guesses choose its nodes, so they cannot be drawn."""
+    if tree.is_dynamic:
+        raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
+
+
+def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:
+    """Raise a `RequestError` if the heads were made for another hidden size or vocabulary."""
+    owner = f"they belong to {config.base_model_name_or_path or 'another backbone'}"
+    if config.hidden_size != hidden_size:
+        raise RequestError(f"the heads have hidden size {config.hidden_size} but the backbone {hidden_size}; {owner}")
+    if config.vocab_size not in (None, vocab_size):
+        raise RequestError(
+            f"the heads have a vocabulary of {config.vocab_size} but the backbone one of {vocab_size}; {owner}"
+        )

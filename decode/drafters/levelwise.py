@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.heads import require_draftable
-from decode.drafters.layouts import STEEPNESS, TOP, DynamicTree, bounded
+from decode.drafters.layouts import STEEPNESS, TOP, DynamicTree, bounded, require_draftable
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target

@@ -139,8 +139,6 @@ class ModelDrafter(LevelwiseDrafter):
             return Draft(frontier.root[:, None], chain(1, frontier.root.device))
         return self._chain(frontier) if self.is_chain else super().propose(frontier)
 
-    # The text
-
     def _root_logits(self, rows: list[int]) -> Tensor:
         """Read the new text of `rows` into the cache; returns the logits [B, V] after the texts."""
         if self.rows != rows:
@@ -196,8 +194,6 @@ class ModelDrafter(LevelwiseDrafter):
     def _padded(self, lines: list[list[int]]) -> Tensor:
         width = max(map(len, lines))
         return torch.tensor([line + [0] * (width - len(line)) for line in lines], device=self.device)
-
-    # The draft
 
     def _chain(self, frontier: Frontier) -> Draft:
         """Draft the most probable continuation token by token, with no node states; a single row needs no mask."""

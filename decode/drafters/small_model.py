@@ -1,4 +1,4 @@
-"""Load a small model with the backbone's tokenizer: a draft model, or an amateur for contrastive decoding."""
+"""Small models with the backbone's tokenizer: draft models, and amateurs for contrastive decoding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from medusa.loading import LoadOptions, load_backbone
 
 
 def small_model_path(name: str) -> str:
-    """Where a small model is; `demo` is the draft model that comes with the package."""
+    """The folder or Hub id of a small model; `demo` is the draft model that comes with the package."""
     return str(ASSETS / "draft") if name == "demo" else name
 
 
 def load_small_model(name: str, context: DrafterContext, role: str = "draft model") -> PreTrainedModel:
-    """The model `name`, in the backbone's dtype and on its device; messages call it by its `role`.
+    """Load the model `name` in the backbone's dtype and on its device; `role` names it in messages.
 
     Raises:
         RequestError: there is no such model, or it has another vocabulary or tokenizer."""
@@ -37,7 +37,7 @@ def require_same_vocabulary(
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (small, backbone)]
     if sizes[0] != sizes[1]:
         raise RequestError(
-            f"the {role} {name} has {sizes[0]} tokens and the backbone {sizes[1]}; give one of the same vocabulary"
+            f"the {role} {name} has {sizes[0]} tokens and the backbone {sizes[1]}; give one with the same vocabulary"
         )
 
 
@@ -55,10 +55,6 @@ def require_same_tokenizer(
     for token in sorted(backbone_ids.keys() | ids.keys()):
         if ids.get(token) != backbone_ids.get(token):
             raise RequestError(
-                f"the {role} {name} has another tokenizer: {token!r} is {_number(backbone_ids, token)} in "
-                f"{backbone_name} and {_number(ids, token)} in {name}"
+                f"the {role} {name} has another tokenizer: {token!r} is {backbone_ids.get(token, 'nothing')} in "
+                f"{backbone_name} and {ids.get(token, 'nothing')} in {name}; give a model with the same tokenizer"
             )
-
-
-def _number(vocabulary: dict[str, int], token: str) -> str:
-    return str(vocabulary[token]) if token in vocabulary else "nothing"

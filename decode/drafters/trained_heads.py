@@ -22,7 +22,7 @@ from medusa.tree import Layout, Tree
 
 @dataclass(frozen=True)
 class HeadsDrafterConfig(DrafterConfig):
-    """The heads on a tree. There are no options: the tree sets the shape and the number of nodes."""
+    """The heads on a tree, which sets the shape and the number of nodes; there are no other options."""
 
     needs = "trained heads"
     needs_heads = True
@@ -60,7 +60,9 @@ class BlockwiseConfig(HeadsDrafterConfig):
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Tree]:
         count = heads.config.num_heads
         if self.tokens > count:
-            raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads")
+            raise RequestError(
+                f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads; give at most {count}"
+            )
         return (Tree.chain(self.tokens or count),)
 
 
@@ -68,8 +70,6 @@ class TrainedHeads(DrafterFactory):
     """Heads and the tree for their guesses."""
 
     can_draw = True
-    compiles = True
-
     heads: MedusaHeads
 
     def __init__(self, heads: MedusaHeads, tree: Layout) -> None:
@@ -86,7 +86,7 @@ class TrainedHeads(DrafterFactory):
 def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
-    """The drafter for heads of any kind; with a `target` it draws.
+    """The drafter for heads of any kind; with a `target` its guesses are draws.
 
     Raises:
         RequestError: heads of another size than the backbone, or a tree that they cannot fill."""

@@ -19,8 +19,7 @@ from decode.bench.calibration.stored import files_for, situation, store, stored,
 from decode.bench.machine import has_fast_bfloat16
 from decode.drafters import drafter_factory, parse
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
-from decode.drafters.heads import require_drawable, require_sizes
-from decode.drafters.layouts import DynamicTree, resolve_tree
+from decode.drafters.layouts import DynamicTree, require_drawable, require_sizes, resolve_tree
 from decode.drafters.small_model import (
     load_small_model,
     require_same_tokenizer,

@@ -84,7 +84,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "epsilon out of range": (("--temperature", "1", "--acceptance", "typical", "--epsilon", "1.5"), "epsilon is 1.5"),
     "delta out of range": (("--temperature", "1", "--acceptance", "typical", "--delta", "-1"), "delta is -1"),
     "stopping out of range": (("--stop-drafting", "-1", "--tree", "dynamic:8"), "stop-drafting is -1"),
-    "stopping a tree that stays": (("--stop-drafting", "0.1", "--tree", "chain"), "take tree dynamic:N"),
+    "stopping a tree that stays": (("--stop-drafting", "0.1", "--tree", "chain"), "use tree dynamic:N"),
     "stopping compiled steps": (("--stop-drafting", "0.1", "--tree", "dynamic:8", "--compile"), "leave one out"),
     "empty stop string": (("--stop", ""), "stop string is empty"),
     "empty prompt": (("--prompt", ""), "prompt is empty"),

@@ -386,11 +386,11 @@ def test_nothing_of_an_earlier_text_stays(llama: Any) -> None:
         (layer.keys[:, :, :5].clone(), layer.values[:, :, :5].clone()) for layer in session.verifier.cache.tree_layers
     ]
     for cache, fill in ((fixed, lambda: fixed.load(session.verifier.cache)), (larger, lambda: larger.load(fixed))):
-        for layer in cache.fixed_layers:
+        for layer in cache.tree_layers:
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)
         fill()
-        for layer, (keys, values) in zip(cache.fixed_layers, written, strict=True):
+        for layer, (keys, values) in zip(cache.tree_layers, written, strict=True):
             assert torch.equal(layer.keys[:, :, :5], keys)
             assert torch.equal(layer.values[:, :, :5], values)
             assert not layer.keys[:, :, 5:].any()

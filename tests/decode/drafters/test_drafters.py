@@ -226,7 +226,7 @@ def test_what_is_missing_or_too_much(llama: Any) -> None:
         generate(llama, inputs=ids, max_new_tokens=3)
     with pytest.raises(RequestError, match="the heads are None"):
         generate(llama, inputs=ids, max_new_tokens=3, drafter="heads")
-    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+    with pytest.raises(RequestError, match="a tree can be chosen only for heads"):
         generate(llama, inputs=ids, max_new_tokens=3, drafter="ngram", tree="chain")
     with pytest.raises(RequestError, match="7 is no drafter"):
         generate(llama, inputs=ids, max_new_tokens=3, drafter=7)
@@ -236,9 +236,9 @@ def test_what_is_missing_or_too_much(llama: Any) -> None:
         generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", draft="sample", do_sample=True)
     with pytest.raises(RequestError, match="the heads are None"):
         generate(llama, inputs=ids, max_new_tokens=3, drafter="mix:heads+ngram")
-    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+    with pytest.raises(RequestError, match="a tree can be chosen only for heads"):
         generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise", tree="chain")
-    with pytest.raises(RequestError, match="a tree lays out what heads guess"):
+    with pytest.raises(RequestError, match="a tree can be chosen only for heads"):
         generate(llama, heads, ids, max_new_tokens=3, drafter="mix:blockwise+ngram", tree="chain")
     with pytest.raises(RequestError, match="tokens is 4, but there are 3 heads"):
         generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise:tokens=4")

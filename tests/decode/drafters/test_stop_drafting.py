@@ -145,9 +145,7 @@ def test_steps_accept_no_more_than_they_draft(llama: Any) -> None:
 
 def test_what_cannot_stop_is_refused(llama: Any) -> None:
     heads, ids = heads_for(llama, "hydra"), torch.tensor([[1, 2]])
-    with pytest.raises(
-        RequestError, match="stop-drafting needs a tree that the heads' confidences choose; take tree dynamic:N"
-    ):
+    with pytest.raises(RequestError, match="stop-drafting works only with a dynamic tree; use tree dynamic:N"):
         resolve_tree("chain", heads, 0.1)
     with pytest.raises(RequestError, match=r"stop-drafting is 1.5; it must be between 0 and 1"):
         Settings(stop_drafting=1.5)
