@@ -6,7 +6,6 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,9 +152,8 @@ def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
     """Keep the nodes of `path` after the first `length` slots of the cache, and drop all other nodes."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if not layer.is_initialized:  # the layer uses another layer's keys and values
+    for layer in cache.layers:
+        if not getattr(layer, "is_initialized", False):  # the layer uses another layer's keys and values
             continue
         for name in ("keys", "values"):
             states = getattr(layer, name)  # [1, ., T, .]

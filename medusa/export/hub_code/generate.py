@@ -33,17 +33,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, StoppingCriteriaList, StopStringCriteria
 
 from .decoding import Continuation, decode, require_tree_support
-from .heads import CandidateTree, Heads, heads_for, require
+from .heads import CandidateTree, Heads, Options, heads_for, require
 
 MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies")
@@ -56,7 +50,7 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
-    streamer: Any = None,
+    streamer: BaseStreamer | None = None,
     medusa_heads: str | None = None,
     medusa_tree: Sequence[Sequence[int]] | None = None,
     medusa_step_lengths: list[int] | None = None,
@@ -111,12 +105,12 @@ class RowDecoder:
     model: PreTrainedModel
     heads: Heads
     tree: CandidateTree
-    streamer: Any
+    streamer: BaseStreamer | None
     step_lengths: list[int] | None
     config: GenerationConfig | None = None
     """The config as `generate` prepared it for the last row."""
 
-    def continued(self, prompt: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def continued(self, prompt: Tensor, kwargs: Options) -> Tensor:
         """Decode after the prompt [1, T]; return the new ids."""
         require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
         kwargs |= {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
@@ -149,7 +143,7 @@ class RowDecoder:
         return text.ids[0, input_ids.shape[1] :]
 
 
-def _require_supported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _require_supported(config: GenerationConfig, model_kwargs: Options) -> None:
     """Raise ValueError if an option or input that `generate` prepared cannot be combined with heads."""
     mode = config.get_generation_mode().value
     require(mode in ("greedy_search", "sample"), f"{mode.replace('_', ' ')} cannot be combined with heads")
@@ -179,7 +173,7 @@ def _named_in_generate() -> str:
     raise ValueError("no heads are named; pass medusa_heads=, a folder or a Hub id")
 
 
-def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_stop_strings(model: PreTrainedModel, kwargs: Options) -> Options:
     """Turn `stop_strings` and `tokenizer` into a criterion: transformers passes no tokenizer to decoding methods."""
     stops = kwargs.pop("stop_strings", None) or _setting(model, kwargs, "stop_strings")
     tokenizer = kwargs.pop("tokenizer", None)
@@ -192,5 +186,5 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[s
     return kwargs | {"stopping_criteria": StoppingCriteriaList(criteria), "generation_config": config}
 
 
-def _setting(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
+def _setting(model: PreTrainedModel, kwargs: Options, name: str) -> Any:
     return getattr(kwargs.get("generation_config") or model.generation_config, name, None)

@@ -20,6 +20,7 @@ from medusa.tree_support import text_config
 
 CONFIG, WEIGHTS = "config.json", "medusa_lm_head.safetensors"
 KINDS = ("medusa", "cascade")
+Options = dict[str, Any]
 
 
 def require(holds: object, otherwise: str) -> None:
@@ -36,7 +37,7 @@ class Heads:
     `cascade` start from the blocks' output of the head before.
     """
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
+    def __init__(self, config: Options, tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
         self.kind, self.lm_head = config.get("kind", "medusa"), lm_head
         heads, layers = config["medusa_num_heads"], config["medusa_num_layers"]
         self.tree: list[list[int]] = config.get("tree") or [[0] * depth for depth in range(1, heads + 1)]
@@ -105,7 +106,7 @@ class CandidateTree:
 _LOADED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Heads]] = weakref.WeakKeyDictionary()
 
 
-def heads_for(model: PreTrainedModel, where: str, hub_options: dict[str, Any]) -> Heads:
+def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads:
     """The heads in the folder or Hub repository `where`, in the model's dtype next to its LM head; loaded once."""
     # On the Hub, code and weights have one commit: the folder of this copy of the code is named after it.
     commit = next((part for part in Path(__file__).parts if re.fullmatch("[0-9a-f]{40}", part)), None)
@@ -133,7 +134,7 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: dict[str, Any]) -
     return heads
 
 
-def _require_fit(config: dict[str, Any], model: PreTrainedModel, where: str) -> None:
+def _require_fit(config: Options, model: PreTrainedModel, where: str) -> None:
     supported = config.get("kind", "medusa") in KINDS
     require(
         supported and not config.get("prefix_layers") and not config.get("vocabulary"),

@@ -632,7 +632,7 @@ def test_export_of_the_shipped_heads(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ["--heads", "demo", "--output", str(place), "--benchmark", str(tmp_path / "bench.json")]
     assert export(*words, "--license", "cdla-sharing-1.0", "--repo-id", "me/heads") == 0
     out = capsys.readouterr()
-    assert "measured /home/me/runs/heads, and this is demo" in out.err
+    assert "measured /home/me/runs/heads, not demo" in out.err
     assert 'custom_generate="me/heads"' in out.out
     files = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
     assert files == {CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
