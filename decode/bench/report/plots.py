@@ -93,7 +93,7 @@ def depths(axes: Axes, medusa: MethodFigures) -> None:
     axes.bar(places, shares, color=INK["medusa"], width=0.7)
     for place, share in zip(places, shares, strict=True):
         axes.annotate(f"{share:.0%}", (place, share), (0, 3), textcoords="offset points", ha="center")
-    axes.set(title=f"steps that accept so deep (tau {medusa.tau:.2f})", ylim=(0, 1.1), xticks=list(places))
+    axes.set(title=f"acceptance by depth (tau {medusa.tau:.2f})", ylim=(0, 1.1), xticks=list(places))
     axes.set_xlabel("depth in the tree")
     axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
     plain_frame(axes)
@@ -112,7 +112,7 @@ def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
     axes.set(title="milliseconds of a step", xlim=(0, 1.15 * max([*left.values(), 1e-9])))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=2, frameon=False, title="with heads")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=2, frameon=False, title="with the drafter")
     plain_frame(axes)
 
 
@@ -145,7 +145,7 @@ def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
         if node and len(nodes) <= 24:
             axes.annotate(f"{node[-1] + 1}: {share:.0%}", (x, y), (0, 9), textcoords="offset points", ha="center")
     deepest = max(map(len, nodes))
-    axes.set(title="share of steps that accept each guess", xlim=(-0.2, deepest + 0.4), yticks=[])
+    axes.set(title="fraction of steps that accept each guess", xlim=(-0.2, deepest + 0.4), yticks=[])
     axes.set_ylim(max(heights.values()) + 0.5, -0.8)
     axes.set_xticks(range(deepest + 1), ["root", *(f"head {depth}" for depth in range(1, deepest + 1))])
     axes.spines[["top", "right", "left"]].set_visible(False)

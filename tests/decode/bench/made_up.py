@@ -1,4 +1,4 @@
-"""Benchmarks whose times and texts are made up."""
+"""Benchmarks with made-up times and texts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def result_of(methods: dict[str, MethodFigures], **settings: Any) -> BenchmarkRe
 
 
 def outcome(seconds: list[float], **settings: Any) -> BenchmarkResult:
-    """All that a page can show, from methods whose times are made up."""
+    """A result with everything that a page can show, from methods with made-up times."""
     clocks = StageTimer(), StageTimer()
     them = [
         Contender("plain", Fake("p", [1.0, 1.1]), clocks[0]),

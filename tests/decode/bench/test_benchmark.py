@@ -1,4 +1,4 @@
-"""The figures of a benchmark, from methods whose times and texts are made up."""
+"""The figures of a benchmark, from methods with made-up times and texts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_the_warm_up_does_not_count() -> None:
     figures = summarize(them, [None])
     assert len(them[0].rounds) == 1
     assert figures["plain"].tokens_per_second.min == 12.0
-    assert figures["medusa"].step_ms["verify"] == pytest.approx(1000.0), "6 s over 6 steps, the warm-up's 6 s apart"
+    assert figures["medusa"].step_ms["verify"] == pytest.approx(1000.0), (
+        "6 s over 6 steps, without the 6 s of the warm-up"
+    )
 
 
 def test_stage_times_are_per_step_over_all_rounds() -> None:
@@ -79,7 +81,7 @@ def test_stage_times_are_per_step_over_all_rounds() -> None:
 
 
 def test_speedups_are_ratios_within_a_round() -> None:
-    """The machine slows down tenfold in the second round and recovers: every ratio is 2 all the same."""
+    """The machine is ten times slower in the second round; every ratio is still 2."""
     slow = [1.0, 1.0, 10.0, 1.0]
     them = contenders(Fake("p", slow), Fake("t", [4 * s for s in slow]), Fake("m", [s / 2 for s in slow]))
     run_rounds(them, [[[1]]], rounds=3)
@@ -148,8 +150,8 @@ def test_one_category_for_all_is_not_repeated() -> None:
     assert summarize(them, ["math"])["medusa"].by_category == {}
 
 
-def test_prompts_that_get_no_token_give_no_figure_but_no_error_either() -> None:
-    """A prompt may fill the context: there is nothing to write then."""
+def test_prompts_without_new_tokens_give_no_error() -> None:
+    """A prompt may fill the context, so that no token is written."""
 
     def nothing(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         return [Result(list(prompt)) for prompt in prompts]
@@ -161,7 +163,7 @@ def test_prompts_that_get_no_token_give_no_figure_but_no_error_either() -> None:
 
 
 def test_intervals_hold_the_figure_and_widen_with_the_spread() -> None:
-    """Prompts of which the heads speed up some and not others: the interval spans what other prompts might give."""
+    """The heads speed up only some prompts, so the interval is wide."""
 
     def spans(seconds: list[float]) -> tuple[float, Any]:
         them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0, *seconds], 3))
@@ -177,7 +179,7 @@ def test_intervals_hold_the_figure_and_widen_with_the_spread() -> None:
     assert high - low > 0.5
 
 
-def test_a_slow_minute_of_the_machine_is_no_spread() -> None:
+def test_a_slow_period_of_the_machine_does_not_widen_the_interval() -> None:
     """Both sides of a ratio keep the same draw of prompts and rounds."""
     slow = [1.0, 1.0, 10.0, 1.0]
     them = contenders(Fake("p", slow), Fake("t", slow), Fake("m", [s / 2 for s in slow]))
@@ -219,7 +221,7 @@ def test_tau_by_position_sorts_steps_by_where_they_begin() -> None:
 
 
 def test_nodes_are_counted_at_the_steps_that_were_taken() -> None:
-    """Steps of 3, 1, 2 tokens, and a last root; the ranks between starts are of no account."""
+    """Steps of 3, 1, 2 tokens, and a last root; ranks between the starts of steps do not count."""
     ranks = torch.tensor([[0, 2], [0, 0], [0, 0], [7, 0], [1, 9], [0, 0], [0, 0]])
     results = [Result([1], uncut_lengths=[3, 1, 2, 1])]
     assert accepted_by_node([ranks], results) == [

@@ -1,4 +1,4 @@
-"""The page of a benchmark: its figures are the JSON's, read from the file and, where one is installed, in a browser."""
+"""The page of a benchmark shows the figures of the JSON, in the file and, if one is installed, in a browser."""
 
 from __future__ import annotations
 
@@ -217,6 +217,6 @@ def luminance(color: str) -> float:
     [("ink", 7.0), ("faint", 4.5), ("good", 4.5), ("bad", 4.5), *((n, 2.0) for n in ("plain", "amber", "medusa"))],
 )
 def test_colours_stand_out_from_the_paper(theme: int, name: str, least: float) -> None:
-    """WCAG: 4.5 for text; bars carry their figure in words, so a weak contrast loses nothing."""
+    """WCAG: 4.5 for text; bars show their value as text, so a weak contrast loses nothing."""
     one, other = sorted((luminance(COLORS[name][theme]), luminance(COLORS["paper"][theme])))
     assert (other + 0.05) / (one + 0.05) >= least

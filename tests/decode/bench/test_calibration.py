@@ -1,4 +1,4 @@
-"""decode/bench/calibration: decoding does what is predicted, and no tree is better than the one that is found."""
+"""Calibration: decoding follows the predictions, and no tree is better than the chosen one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS = Settings(max_new_tokens=40)
 
 
 def random_ranks(seed: int, positions: int = 60, heads: int = 4) -> Tensor:
-    """Good guesses more often than bad ones, as of real heads; the last positions know nothing of what follows."""
+    """Ranks like those of real heads: good guesses are more frequent; the last positions have no next tokens."""
     generator = torch.Generator().manual_seed(seed)
     ranks = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1]), positions * heads, True, generator=generator)
     ranks = torch.where(ranks == 4, MISSED, ranks).reshape(positions, heads)
@@ -62,7 +62,7 @@ def test_steps_start_where_the_last_one_ended() -> None:
 
 @pytest.fixture(scope="module")
 def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
-    """Heads that guess a little, and texts of the backbone's own."""
+    """Heads that sometimes guess correctly, and texts of the backbone."""
     heads = random_heads(llama, 3, lm_head="shared")
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -74,7 +74,7 @@ def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
 
 @pytest.mark.parametrize("spec", ["chain", "topk:4,3,2", "topk:12"])
 def test_recorded_ranks_predict_every_step(decoded: Any, spec: str) -> None:
-    """Not the mean only: each step of real decoding starts and ends where the walk over the recording says."""
+    """Not only the mean: each step of real decoding starts and ends where the replay of the recording predicts."""
     model, heads, texts = decoded
     tree = Tree.chain(3) if spec == "chain" else Tree.top_k([int(w) for w in spec[5:].split(",")])
     recording = record(Backbone(model), heads, texts)
@@ -108,7 +108,7 @@ def test_steps_of_a_dynamic_tree_are_predicted(decoded: Any, nodes: int) -> None
     assert sum(lengths) > len(lengths), "nothing was accepted: no power"
 
 
-def test_temperatures_are_those_that_make_what_came_most_probable(decoded: Any) -> None:
+def test_fitted_temperatures_make_the_next_tokens_most_probable(decoded: Any) -> None:
     model, heads, texts = decoded
     recording = record(Backbone(model), heads, texts)
     found = recording.fit_temperatures()
@@ -125,8 +125,8 @@ def test_temperatures_are_those_that_make_what_came_most_probable(decoded: Any) 
         assert losses[TEMPERATURES.index(found[head])] == min(losses)
 
 
-def test_sampled_text_is_predicted_as_well(decoded: Any) -> None:
-    """Rejection accepts what the sample says, and a prompt's sample is its seed's, with heads as without."""
+def test_sampled_text_is_predicted_too(decoded: Any) -> None:
+    """Rejection accepts the sampled tokens, and a prompt's sample depends on its seed alone, with or without heads."""
     model, heads, texts = decoded
     settings, prompts = Settings(max_new_tokens=40, temperature=0.6), [prompt for prompt, _ in texts]
     plain = plain_method(model, settings)(prompts, seeds=list(range(6)))
@@ -150,8 +150,8 @@ def test_no_random_tree_of_the_size_beats_the_grown_one(nodes: int) -> None:
         assert tau >= predicted_tau(Tree.chain(nodes - 1), recording)
 
 
-def test_counting_where_steps_start_is_worth_it() -> None:
-    """Head 1's second guess is right only behind a wrong first one, so where steps start it is worth most."""
+def test_counting_where_steps_start_gives_better_trees() -> None:
+    """The second guess of head 1 is correct only after a wrong first guess, so it helps most where steps start."""
     ranks = torch.tensor([[0, 0], [0, 1], [0, MISSED], [1, MISSED], [1, MISSED]] * 60)
     recording = Recording([ranks])
     everywhere = Tree.from_paths(
@@ -160,7 +160,7 @@ def test_counting_where_steps_start_is_worth_it() -> None:
     assert predicted_tau(grow(recording, 3), recording) >= predicted_tau(everywhere, recording)
 
 
-def test_heads_that_are_never_right_leave_the_root_alone() -> None:
+def test_heads_that_are_never_correct_get_a_tree_of_the_root() -> None:
     assert grow(Recording([torch.full((50, 3), MISSED)]), 8).num_nodes == 1
 
 
@@ -177,12 +177,12 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
     free, dear = timed(0.0), timed(100.0)
     assert free.points[free.chosen].tau == max(point.tau for point in free.points)
     assert free.points[free.chosen].nodes > 1
-    assert dear.points[dear.chosen].nodes == 1, "where speculation loses, it is left alone"
+    assert dear.points[dear.chosen].nodes == 1, "plain decoding is chosen where trees are slower"
     assert dear.tree.num_nodes == 1
 
 
 def test_a_tree_must_be_clearly_faster() -> None:
-    """Timing errs by a percent or two: what promises less than 2 % leaves plain decoding as it is."""
+    """Timing errs by one or two percent: a predicted gain below 2 % keeps plain decoding."""
     plain, tree = CalibrationPoint(1, [], tau=1.0, step_ms=10.0), CalibrationPoint(4, [[0]], tau=1.01, step_ms=10.0)
     assert calibrate.best_of([plain, tree]) == 0
     assert calibrate.best_of([plain, tree, CalibrationPoint(6, [[0]], tau=1.03, step_ms=10.0)]) == 2
@@ -212,7 +212,7 @@ def test_texts_too_short_for_a_step_are_refused(llama: Any) -> None:
 
 
 def test_one_text_with_steps_is_enough(llama: Any) -> None:
-    """It falls into one of the halves, and the other one has nothing to say."""
+    """It is in one of the two halves, and the other half has no steps."""
     heads, stopped = random_heads(llama, 3), Settings(stop=("x",))
     texts = [(random_ids(5, seed=seed), random_ids(12 if seed == 2 else 2, seed=seed)) for seed in range(4)]
     found = calibrate.calibrate(llama, heads, texts, stopped, sizes=(1, 4), rounds=1)
@@ -224,7 +224,7 @@ def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
     one, other = (own_texts(llama, SETTINGS, bos=None) for _ in range(2))
     assert one == other
     assert len({tuple(prompt) for prompt, _ in one}) == OWN_TEXTS
-    assert torch.equal(torch.get_rng_state(), state), "the run's own random numbers are left alone"
+    assert torch.equal(torch.get_rng_state(), state), "the global random state is unchanged"
     assert all(len(prompt) == 1 + OPENING_TOKENS and new for prompt, new in one)
 
 
@@ -233,7 +233,7 @@ def calibration(**holds_for: Any) -> Calibration:
     return Calibration(points, 1, [1.0, 0.7], holds_for, RecordedTexts(3))
 
 
-def test_calibrations_are_kept_beside_each_other(tmp_path: Path) -> None:
+def test_one_file_keeps_calibrations_of_several_situations(tmp_path: Path) -> None:
     file = tmp_path / "heads" / "calibration.json"
     assert stored([file], {"batch_size": 1}) is None
     for batch_size in (1, 8):
@@ -261,7 +261,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert (found.points, found.texts.source) == (calibration().points, "prompts.jsonl")
 
 
-def test_a_folder_that_cannot_be_written_leaves_the_cache(tmp_path: Path) -> None:
+def test_the_cache_is_used_if_the_folder_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     places = [tmp_path / "file" / "calibration.json", tmp_path / "cache" / "calibration.json"]
     assert store(places, calibration(batch_size=1)) == places[1]

@@ -1,4 +1,4 @@
-"""decode/bench/compare.py: what changed between two benchmarks, and whether it is more than noise."""
+"""Comparisons of two benchmarks: what changed, and whether the change is more than noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""decode/bench/losslessness: what passes where all is well, and what is found where it is not."""
+"""`medusa verify`: correct decoding passes, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_exact_rules_pass_and_lossy_ones_are_seen_to_differ(model: Any, settings: dict[str, Any]) -> None:
+def test_lossless_rules_pass_and_lossy_rules_differ(model: Any, settings: dict[str, Any]) -> None:
     cases = cases_of(model, **settings)
     assert passes(cases)
     assert [case.rule for case in cases if case.joint.p_value < 1e-12] == [rule for rule in RULES if not rule.is_judged]
@@ -67,7 +67,7 @@ def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
     heads = random_heads(model, 3, kind=kind)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter.mul_(0.3)  # or next to nothing would be accepted
+            parameter.mul_(0.3)  # otherwise almost nothing would be accepted
     for tree in (Tree.top_k([12, 2]), DynamicTree.over_heads(20, 3)):
         generator = torch.Generator().manual_seed(0)
         made = Experiment(model, TrainedHeads(heads, tree), PROMPT, Settings(temperature=1.0), generator)
@@ -79,7 +79,7 @@ def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
 
 @pytest.mark.parametrize(("family", "dtype"), [("mistral", torch.float64), ("gemma3_text", torch.bfloat16)])
 def test_other_models_and_dtypes(family: str, dtype: torch.dtype) -> None:
-    """Below float32 the target is what the tree's own forward says: rounding is measured, not called exact."""
+    """Below float32 the target comes from the tree's own forward, so its rounding is part of the target."""
     made = experiment(tiny_model(family, dtype=dtype, initializer_range=0.15))
     assert made.is_independent == (dtype == torch.float64)
     assert passes([made.run(rule, 0, DRAWS) for rule in RULES[:2]])
@@ -89,7 +89,7 @@ def test_other_models_and_dtypes(family: str, dtype: torch.dtype) -> None:
 def test_rounding_that_differs_between_forwards_is_no_evidence(
     model: Any, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below float32 logits depend on what else is in the forward: here, by far more than a sample overlooks."""
+    """Below float32, logits depend on the other nodes of a forward; here by far more than a sample overlooks."""
     verify = decode.verify.Verifier.__call__
 
     def rounded(self: Any, draft: Any) -> Any:
@@ -99,7 +99,7 @@ def test_rounding_that_differs_between_forwards_is_no_evidence(
 
     monkeypatch.setattr(decode.verify.Verifier, "__call__", rounded)
     assert passes([experiment(tiny_model("llama", dtype=torch.bfloat16, initializer_range=0.15)).run(rule, 0, DRAWS)])
-    assert not passes([experiment(model).run(rule, 0, DRAWS)]), "too little to be seen: no power"
+    assert not passes([experiment(model).run(rule, 0, DRAWS)]), "the difference is too small to be seen: no power"
 
 
 FAULTS = {
@@ -114,22 +114,22 @@ def test_a_fault_in_the_production_code_fails(model: Any, fault: str, monkeypatc
     assert not passes(cases_of(model, [Rule("rejection", "sample")]))
 
 
-def test_a_warper_that_the_tree_forgets_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_warper_in_the_tree_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = experiment(model, temperature=0.8)
     monkeypatch.setattr(made.context.session.target, "processors", [lambda ids, scores: scores])
     assert not passes([made.run(RULES[0], 0, DRAWS)])
 
 
-def test_a_mask_that_hides_nothing_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures to compare with come from plain forwards, so a wrong forward of the tree is found too."""
+def test_a_mask_that_hides_no_node_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target comes from plain forwards, so a wrong forward of the tree is found too."""
     masks = decode.verify.TreeMasks.__call__
     monkeypatch.setattr(decode.verify.TreeMasks, "__call__", lambda self, *asked: masks(self, *asked) * 0)
     assert not passes([experiment(model).run(RULES[0], 0, DRAWS)])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_prompts_up_to_the_last_one_that_leaves_room(family: str) -> None:
-    """Behind it stand a root and a first token, the context's last; GPT-2 has no embedding beyond."""
+def test_prompts_up_to_the_longest_that_leaves_room(family: str) -> None:
+    """A root and a first token follow, the last of the context; GPT-2 has no embedding for more."""
     short = tiny_model(family, max_position_embeddings=32, initializer_range=0.15)
     tree, options = Tree.top_k([2, 2, 1]), Settings(temperature=1.0)
 
@@ -186,8 +186,8 @@ def test_equal_texts_are_counted(model: Any, batch_size: int) -> None:
     assert len(progress) == 5
 
 
-def liar(model: Any, change: Any) -> Any:
-    """A method that writes the plain text, and then says something else."""
+def altered(model: Any, change: Any) -> Any:
+    """A method that writes the plain text, changed by `change`."""
 
     def decode(prompts: Sequence[list[int]], on_step: Any = None, seeds: Any = None) -> list[Result]:
         results = methods(model)[0](prompts)
@@ -201,7 +201,7 @@ def liar(model: Any, change: Any) -> Any:
 def test_a_wrong_token_is_reported_with_both_gaps(model: Any) -> None:
     right = methods(model)[0]([PROMPT])[0].new_ids
     wrong = (right[4] + 1) % VOCAB
-    greedy = compare_greedy(model, methods(model)[0], liar(model, lambda ids: [*ids[:4], wrong, *ids[5:]]), [PROMPT])
+    greedy = compare_greedy(model, methods(model)[0], altered(model, lambda ids: [*ids[:4], wrong, *ids[5:]]), [PROMPT])
     (found,) = greedy.divergences
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPT + right[:4]])).logits[0, -1].double()
@@ -212,15 +212,15 @@ def test_a_wrong_token_is_reported_with_both_gaps(model: Any) -> None:
     assert not greedy.passed
 
 
-def test_a_text_that_ends_early_is_no_rounding(model: Any) -> None:
-    greedy = compare_greedy(model, methods(model)[0], liar(model, lambda ids: ids[:7]), [PROMPT])
+def test_a_text_that_ends_early_is_not_explained_by_rounding(model: Any) -> None:
+    greedy = compare_greedy(model, methods(model)[0], altered(model, lambda ids: ids[:7]), [PROMPT])
     (found,) = greedy.to_json()["divergences"]
     assert (found["position"], found["medusa_token"], found["gap"], found["is_rounding"]) == (7, None, None, False)
     assert not greedy.passed
 
 
 def test_a_tie_is_told_from_an_error(model: Any) -> None:
-    """Two tokens with the same LM head row: which of them is best is a matter of rounding."""
+    """Two tokens with the same LM head row: rounding decides which of them is best."""
     twin = tiny_model("llama", initializer_range=0.15)
     with torch.no_grad():
         twin.lm_head.weight[5] = twin.lm_head.weight[9]
@@ -228,7 +228,7 @@ def test_a_tie_is_told_from_an_error(model: Any) -> None:
     prompt = next(
         p for p in (random_ids(6, seed=s) for s in range(60)) if 5 in methods(twin)[0]([p])[0].new_ids
     )  # argmax takes the first of equals
-    swapped = liar(twin, lambda ids: [9 if token == 5 else token for token in ids])
+    swapped = altered(twin, lambda ids: [9 if token == 5 else token for token in ids])
     greedy = compare_greedy(twin, methods(twin)[0], swapped, [prompt])
     assert (greedy.ties, greedy.passed, greedy.equal) == (1, True, 0)
     assert not compare_greedy(twin.double(), methods(twin)[0], swapped, [prompt]).divergences[0].bound

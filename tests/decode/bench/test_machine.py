@@ -1,4 +1,4 @@
-"""What a benchmark says about the machine."""
+"""The description of the machine in a benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from decode.bench.machine import machine
 
 
-def test_a_figure_says_what_it_was_measured_on() -> None:
+def test_the_machine_is_described() -> None:
     about = asdict(machine())
     assert {"processor", "gpu", "threads", "system", "python", "torch", "transformers"} == about.keys()
     assert about["processor"]

@@ -1,4 +1,4 @@
-"""The methods that a benchmark compares: what their results hold, and that all of them write the same text."""
+"""The methods that a benchmark compares: the content of their results, and that all write the same text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def methods(model: Any, settings: Settings, tokenizer: Any = None) -> dict[str, 
 NAMES = ["plain", "transformers", "medusa"]
 
 
-def test_padding_is_on_the_left_and_known_by_its_mask() -> None:
+def test_padding_is_on_the_left_and_masked() -> None:
     padded = left_padded([[7, 0], [5, 6, 7]], torch.device("cpu"))
     assert padded["input_ids"].tolist() == [[0, 7, 0], [5, 6, 7]]
     assert padded["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_method_writes_the_backbones_text_in_a_batch_as_alone(llama: Any, name: str) -> None:
+def test_every_method_writes_the_backbones_text_in_a_batch_and_alone(llama: Any, name: str) -> None:
     method = methods(llama, Settings(max_new_tokens=15))[name]
     together, alone = method(PROMPTS, None), [method([prompt], None)[0] for prompt in PROMPTS]
     for result, single, prompt in zip(together, alone, PROMPTS, strict=True):
@@ -49,7 +49,7 @@ def test_every_method_writes_the_backbones_text_in_a_batch_as_alone(llama: Any, 
 
 
 @pytest.mark.parametrize("name", ["plain", "medusa"])
-def test_steps_are_told_as_they_come(llama: Any, name: str) -> None:
+def test_each_step_calls_on_step(llama: Any, name: str) -> None:
     heard: dict[int, list[int]] = {}
     results = methods(llama, Settings(max_new_tokens=10))[name](
         PROMPTS, lambda row, ids: heard.setdefault(row, []).extend(ids)
@@ -60,9 +60,7 @@ def test_steps_are_told_as_they_come(llama: Any, name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second one scales and caps: it runs whole, with a hook
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["plain", "medusa"])
-def test_hidden_states_are_kept_as_a_forward_over_the_text_gives_them(
-    family: str, temperature: float, name: str
-) -> None:
+def test_kept_hidden_states_equal_those_of_a_forward_over_the_text(family: str, temperature: float, name: str) -> None:
     """The tolerance is rounding: float32, sums of some dozen terms in another order (1e-6), times a few layers."""
     model = tiny_model(family)
     heads, settings = random_heads(model), Settings(max_new_tokens=15, temperature=temperature)
@@ -87,17 +85,19 @@ def test_hidden_states_are_kept_only_where_asked(llama: Any) -> None:
     )
 
 
-def test_the_last_step_is_cut_in_the_text_but_whole_in_tau() -> None:
-    """A backbone that says one token for ever, and heads that guess just that: every step gives four tokens."""
+def test_the_last_step_is_cut_in_the_text_and_counts_fully_in_tau() -> None:
+    """A backbone that repeats one token, and heads that always guess this token: every step gives four tokens."""
     model = tiny_model("llama")
-    model.model.embed_tokens.weight.data[:] = model.model.embed_tokens.weight.data[0]  # all words mean the same
+    model.model.embed_tokens.weight.data[:] = model.model.embed_tokens.weight.data[
+        0
+    ]  # all tokens have the same embedding
     heads = MedusaHeads(MedusaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=3, lm_head="shared"))
     decode = medusa_method(model, heads, Settings(max_new_tokens=6), tree="chain", keep_hidden=True)
     (result,) = decode([[1, 2, 3]], None)
     assert len(set(result.new_ids)) == 1
     assert (result.step_lengths, result.uncut_lengths) == ([4, 2], [4, 4])
     assert result.hidden is not None
-    assert len(result.hidden) == 3 + 6, "those of the tokens behind the cut are no part of the text"
+    assert len(result.hidden) == 3 + 6, "the states of tokens after the cut are not part of the text"
     assert tau([result]) == 4.0
 
 
@@ -137,7 +137,7 @@ def test_eos_can_be_ignored(llama: Any, ending: Any, name: str) -> None:
 def test_a_stop_string_ends_a_text_also_in_a_batch(
     llama: Any, tokenizer: Any, name: str, batch: int, with_eos: bool
 ) -> None:
-    """Rows that stop early in a batch are fed on by `generate`; what comes after the stop is not their text."""
+    """`generate` continues rows that stop early in a batch; their texts end at the stop string."""
     wholes = [plain(llama, prompt, max_new_tokens=12) for prompt in PROMPTS]
     stop = tokenizer.decode(wholes[0][3:5])
     model = tiny_model("llama")
@@ -165,7 +165,7 @@ def test_a_text_ends_where_the_context_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_a_batch_too_texts_go_on_to_the_context(name: str) -> None:
+def test_in_a_batch_each_text_ends_at_the_context(name: str) -> None:
     model = tiny_model("llama", max_position_embeddings=20)
     prompts = [random_ids(17, seed=1), random_ids(12, seed=2)]
     results = methods(model, Settings(max_new_tokens=30))[name](prompts, None)
@@ -181,8 +181,8 @@ def test_a_prompt_that_fills_the_context_gets_nothing_new(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_models_own_sampling_defaults_do_not_leak_in(llama: Any, name: str) -> None:
-    """Settings say everything: a generation config that asks for sampling does not make greedy text random."""
+def test_the_models_sampling_defaults_are_ignored(llama: Any, name: str) -> None:
+    """Settings override the generation config: a config that samples does not make greedy text random."""
     model = tiny_model("llama")
     model.load_state_dict(llama.state_dict())
     for key, value in {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 2.0}.items():

@@ -48,7 +48,7 @@ def generator() -> TextGenerator:
 # --- logic -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_step_guessed_is_one_mark_without_the_spaces_around_it() -> None:
+def test_the_guesses_of_a_step_are_one_mark_without_the_spaces_around() -> None:
     texts = [("a <b>", False), (" c", True), ("&d ", True), ("e", False), ("\n", True)]
     pieces = [TextPiece(text, drafted) for text, drafted in texts]
     assert marked(pieces) == "a &lt;b&gt; <mark>c&amp;d</mark> e\n"
@@ -84,7 +84,7 @@ def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
         ),
     ],
 )
-def test_the_verdict_says_what_was_seen(theirs: Any, ours: Any, settings: Settings, told: tuple[str, str]) -> None:
+def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, told: tuple[str, str]) -> None:
     assert verdict(theirs, ours, settings) == told
 
 
@@ -94,7 +94,7 @@ def sides_of(generator: TextGenerator, message: str = "Once upon a time") -> lis
 
 
 def test_the_worker_writes_one_text_after_the_other(generator: TextGenerator) -> None:
-    """Three readers ask at once; the second one leaves before it is her turn."""
+    """Three readers ask at once; the second reader leaves before the second answer starts."""
     at_work: list[str] = []
 
     async def scene() -> list[list[Side]]:
@@ -133,7 +133,7 @@ def test_the_worker_stops_when_it_is_told_to(generator: TextGenerator) -> None:
 # --- a simulated reader ----------------------------------------------------------------------------------------------
 
 
-def test_a_reader_asks_goes_on_and_starts_again(generator: TextGenerator) -> None:
+def test_a_reader_asks_continues_and_starts_again(generator: TextGenerator) -> None:
     config = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", None, 0)
     pages: list[ChatPage] = []
 
@@ -161,7 +161,7 @@ def test_a_reader_asks_goes_on_and_starts_again(generator: TextGenerator) -> Non
     asyncio.run(scene())
 
 
-def test_options_belong_to_a_page_and_wrong_ones_are_told(generator: TextGenerator) -> None:
+def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextGenerator) -> None:
     config = PageConfig(
         ChatWorker(generator), Settings(max_new_tokens=16, acceptance="greedy"), "demo", "heads", None, 0
     )
@@ -236,7 +236,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_in_a_browser(browser: Any, port: int) -> None:
-    """Ask, see both texts grow to the same words with marks on one side only, alone, with another reader beside."""
+    """Both texts grow to the same text, marked on one side only; a second reader has a conversation of its own."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page, asked, troubles = context.new_page(), [], []
     page.set_default_timeout(120_000)
@@ -274,7 +274,7 @@ def test_in_a_browser(browser: Any, port: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
-def test_nothing_sticks_out_sideways(browser: Any, port: int, width: int, scheme: str) -> None:
+def test_the_page_does_not_scroll_sideways(browser: Any, port: int, width: int, scheme: str) -> None:
     page = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme).new_page()
     page.set_default_timeout(120_000)
     page.goto(f"http://localhost:{port}")
@@ -285,8 +285,8 @@ def test_nothing_sticks_out_sideways(browser: Any, port: int, width: int, scheme
     assert (sum(map(int, background[4:-1].split(","))) < 200) is (scheme == "dark")
 
 
-def test_a_page_from_elsewhere_gets_nothing(port: int) -> None:
-    """Under a name of its own (DNS rebinding) no other page reaches a server that is for this machine."""
+def test_requests_for_other_hosts_are_refused(port: int) -> None:
+    """Pages of other hosts cannot reach the local server under their own name (DNS rebinding)."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/", headers={"Host": "elsewhere.example"})
     assert connection.getresponse().status == 400

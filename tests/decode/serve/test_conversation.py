@@ -1,4 +1,4 @@
-"""What is said in a chat, how it is written, and a race of two texts; on the embedded backbone."""
+"""Conversations, runs of the text generator and races of two texts, with the embedded backbone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generator() -> TextGenerator:
 
 @pytest.fixture
 def with_template(generator: TextGenerator) -> Any:
-    """Its tokenizer, with a chat template for as long as a test lasts."""
+    """The generator's tokenizer, with a chat template during one test."""
     generator.tokenizer.chat_template = CHATML
     yield generator.tokenizer
     generator.tokenizer.chat_template = None
@@ -51,7 +51,7 @@ def answer(
     return side.text
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- conversations ----------------------------------------------------------------------------------------------------
 
 
 def test_without_a_template_one_text_goes_on(generator: TextGenerator) -> None:
@@ -61,14 +61,14 @@ def test_without_a_template_one_text_goes_on(generator: TextGenerator) -> None:
     assert "".join(parts) == whole
 
 
-def test_without_a_template_a_message_is_put_behind_the_text(generator: TextGenerator) -> None:
+def test_without_a_template_a_message_is_appended_to_the_text(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     first = answer(generator, conversation, PROMPT)
     turn = conversation.ask("But the dog", generator.model)
     assert generator.tokenizer.decode(turn.prompt, skip_special_tokens=True) == f"{PROMPT}{first} But the dog"
 
 
-def test_a_text_that_has_ended_is_followed_by_another_one(generator: TextGenerator) -> None:
+def test_after_the_end_of_a_text_a_new_text_begins(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     turn = conversation.ask(PROMPT, generator.model)
     run = generator.run(turn.prompt, SHORT)
@@ -90,7 +90,7 @@ def test_with_a_template_all_turns_are_rendered(generator: TextGenerator, with_t
     assert "Hello" not in generator.tokenizer.decode(conversation.ask("And you?", generator.model).prompt)
 
 
-def test_what_cannot_be_asked_is_refused(generator: TextGenerator, with_template: Any) -> None:
+def test_invalid_messages_are_refused(generator: TextGenerator, with_template: Any) -> None:
     conversation = Conversation(with_template)
     with pytest.raises(RequestError, match="the message is empty"):
         conversation.ask(" \n", generator.model)
@@ -110,7 +110,7 @@ def test_a_full_context_is_told(generator: TextGenerator) -> None:
         conversation.ask("", generator.model)
 
 
-# --- how it is written -----------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_the_method(generator: TextGenerator) -> None:
@@ -128,7 +128,7 @@ def test_a_run_is_the_method(generator: TextGenerator) -> None:
 
 
 def test_seconds_are_those_of_decoding_alone(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock stands still while the loop computes, so every second comes from the reader."""
+    """The clock does not move while the loop computes, so every second comes from the reader."""
     now = [0.0]
     monkeypatch.setattr("decode.results.perf_counter", lambda: now[0])
     run = generator.run(generator.tokenizer(PROMPT)["input_ids"], SHORT)
@@ -176,7 +176,7 @@ class Scripted(DecodingRun):
             yield Step({0: [1]}, {0: 1})
 
 
-def test_the_one_that_has_taken_least_time_goes_on(tokenizer: Any) -> None:
+def test_the_text_that_has_taken_least_time_continues(tokenizer: Any) -> None:
     notes: list[str] = []
     slow, fast = (Scripted(name, each, 4, notes) for name, each in (("slow", 3.0), ("fast", 1.0)))
     sides = [Side(run, TextStream(tokenizer)) for run in (slow, fast)]

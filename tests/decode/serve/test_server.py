@@ -1,4 +1,4 @@
-"""`medusa serve`: the API over HTTP, what is refused, batches, readers that leave, and our own client against it."""
+"""`medusa serve`: the API over HTTP, refusals, batches, readers that leave, and our own client."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_chat_goes_through_the_template(url: str, generator: TextGenerator) ->
 
 
 def test_samples_depend_on_the_seed_alone(url: str) -> None:
-    """And not on the batch: three copies are the texts of three seeds."""
+    """They do not depend on the batch: three copies are the texts of three seeds."""
     body = {"prompt": PROMPTS[0], "temperature": 1.0, "seed": 7}
     copies = [choice["text"] for choice in ask(url, "/v1/completions", body | {"n": 3})[1]["choices"]]
     alone = [ask(url, "/v1/completions", body | {"seed": seed})[1]["choices"][0]["text"] for seed in (7, 8, 9)]
@@ -218,7 +218,7 @@ def test_wrong_requests_get_an_error_object(url: str, path: str, body: Any, stat
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_values_that_ask_for_nothing_are_taken(url: str) -> None:
+def test_values_that_request_nothing_are_accepted(url: str) -> None:
     body = {
         "prompt": "a",
         "frequency_penalty": 0.0,
@@ -280,7 +280,7 @@ def test_a_batch_is_of_rows_that_are_alike_and_near_in_length() -> None:
 def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(generator: TextGenerator) -> None:
     worker, told = BatchWorker(generator, 4), [[], []]  # type: ignore[var-annotated]
     rows = [row_of(generator, PROMPTS[0], Settings(max_new_tokens=40), events) for events in told]
-    rows[0].tell = lambda event: (told[0].append(event), rows[0].left.set())  # leaves after the first words
+    rows[0].tell = lambda event: (told[0].append(event), rows[0].left.set())  # the reader leaves after the first text
     never = row_of(generator, PROMPTS[1])
     never.left.set()
     for row in (*rows, never):
@@ -294,7 +294,7 @@ def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(generator: TextGene
     assert "".join(event.text for event in told[1]) == expected(generator, PROMPTS[0], Settings(max_new_tokens=40))
 
 
-def test_what_goes_wrong_is_told_to_the_readers_of_that_batch_alone(
+def test_an_error_goes_only_to_the_readers_of_its_batch(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, events = BatchWorker(generator, 4), []  # type: ignore[var-annotated]
@@ -311,7 +311,7 @@ class BrokenRow(BatchRow):
         raise ZeroDivisionError
 
 
-def test_what_goes_wrong_with_one_row_is_not_the_others_affair(generator: TextGenerator) -> None:
+def test_an_error_in_one_row_does_not_affect_other_rows(generator: TextGenerator) -> None:
     told: dict[str, list[RowEvent]] = {"fine": [], "wrong": []}
     rows = [
         BatchRow([5, 6, 7], SHORT, 0, told["fine"].append),
@@ -364,14 +364,14 @@ def test_a_reader_who_leaves_over_http_stops_the_row(url: str, api: CompletionAp
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "no heads: give --heads H"),
-        (["--heads", "demo", "--compile"], "--compile takes half a minute and more for each size of a batch"),
-        (["--heads", "demo", "--port", "99999"], "--port is 99999"),
+        ([], "there are no heads; give --heads H"),
+        (["--heads", "demo", "--compile"], "--compile takes half a minute or more for each batch size"),
+        (["--heads", "demo", "--port", "99999"], "port is 99999"),
         (["--heads", "demo", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
         (["--heads", "demo", "--temperature", "-1"], "temperature is -1.0"),
     ],
 )
-def test_wrong_commands_are_told_in_one_line(capsys: pytest.CaptureFixture, words: list[str], told: str) -> None:
+def test_wrong_commands_are_refused_in_one_line(capsys: pytest.CaptureFixture, words: list[str], told: str) -> None:
     assert main(["serve", "--backbone", "demo", *words]) == 2
     said = capsys.readouterr()
     assert told in said.err

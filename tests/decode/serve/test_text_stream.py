@@ -1,4 +1,4 @@
-"""Text piece by piece is the text, whatever the tokens and stop strings; tokenizers of bytes and of words."""
+"""The pieces of a stream are the whole text, for any tokens and stop strings, with byte and word tokenizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def demo() -> Any:
 
 @pytest.fixture(scope="module")
 def of_words() -> PreTrainedTokenizerFast:
-    """As SentencePiece does it: a space belongs to the word behind it, and none stands at the beginning of a text."""
+    """Like SentencePiece: a space belongs to the word after it, and a text does not begin with a space."""
     vocabulary = {"<unk>": 0, "<s>": 1, "▁The": 2, "▁end": 3, ".": 4, "▁": 5, "s": 6}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -77,7 +77,7 @@ def test_what_may_become_a_stop_string_waits(tokenizer: Any) -> None:
     stream = TextStream(tokenizer, stop=("def",))
     assert joined([stream.step([1, 2, 3])]) == "bc"  # the d waits
     assert joined([stream.step([4])]) == ""
-    assert joined([stream.step([6])]) == "deg"  # it was none
+    assert joined([stream.step([6])]) == "deg"  # it was no stop string
     assert joined([stream.step([3, 4, 5, 1])]) == ""
     assert stream.ended
     assert stream.step([1]) == stream.end() == []
