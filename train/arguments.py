@@ -64,8 +64,6 @@ class MedusaTrainingArguments(TrainingArguments):
     """Peak learning rate; `medusa train` chooses it by the hidden size."""
     per_device_train_batch_size: int = 4
     """Packed rows per step and device."""
-    lr_scheduler_type: str = "linear"
-    """How the learning rate falls."""
     warmup_steps: float = 0.02
     """Steps of warm-up, or below 1 a share of the run."""
     adam_beta2: float = 0.95
@@ -74,8 +72,6 @@ class MedusaTrainingArguments(TrainingArguments):
     """Steps between lines of the log."""
     save_total_limit: int | None = 2
     """Number of checkpoints to keep."""
-    report_to: str | list[str] | None = "none"
-    """Where the log is also sent: tensorboard, wandb, trackio, ..."""
     remove_unused_columns: bool = False
     """Must stay false: the loss reads all columns of a row."""
     ddp_find_unused_parameters: bool | None = False

@@ -7,7 +7,6 @@ cut off by a kill or a full disk.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -62,12 +61,6 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
         raise RequestError(f"{output} holds a checkpoint; continue from it with --resume, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
-
-
-def delete_checkpoints(output: Path) -> None:
-    """Delete an old run's checkpoints, so that --resume cannot take them for the new run's."""
-    for old in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        shutil.rmtree(old)
 
 
 def require_room(output: Path, weights: int, arguments: TrainingArguments) -> None:

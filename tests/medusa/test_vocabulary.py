@@ -33,7 +33,7 @@ from medusa.heads.guesses import MISSED
 from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
-from train.architecture import BackboneSizes, vocabulary_gain
+from train.architecture import BackboneSizes, most_frequent, vocabulary_gain
 from train.build import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.data.examples import Example
@@ -43,7 +43,6 @@ from train.loss.targets import IGNORE, BackboneTeacher
 from train.loss.weighting import Weighting
 from train.recipe import parse_recipe
 from train.run import train
-from train.vocabulary import most_frequent
 
 WORDS, HEADS = 40, 3
 LM_HEADS = ["own", "shared"]

@@ -17,10 +17,10 @@ from medusa.errors import RequestError
 from medusa.records.record import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
-from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, positions_of
 from train.data.examples import Example, to_example
 from train.loss.targets import IGNORE, head_labels
+from train.recipe import DataConfig
 
 
 def example(*ids: int, taught: str | None = None) -> Example:

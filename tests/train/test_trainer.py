@@ -25,13 +25,12 @@ from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.callbacks import TimeBudget, summarize
 from train.checkpoints import whole_checkpoints
-from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.evaluate import OwnText, head_accuracy
 from train.heads import describe, new_heads
 from train.loss.weighting import Weighting
-from train.recipe import parse_recipe
+from train.recipe import HeadsConfig, parse_recipe
 from train.run import train
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from train.config import DataConfig
 from train.data.examples import DataCounts, Example, ExampleReader, records_of
+from train.recipe import DataConfig
 
 OPEN_ROWS = 16  # rows that wait for another whole document; more waste less padding and read ahead further
 PADDING = -1  # the document that padding belongs to
@@ -121,7 +121,7 @@ class StreamedDataset(IterableDataset[Batch]):
     """Rows packed while they are read, pass after pass without end; `max_steps` ends the training.
 
     The order depends on the seed and the data only. A resumed run skips the rows that it has read, as the Trainer does,
-    and continues at the same row if the data have not changed.
+    and continues at the same row if the data are unchanged.
     """
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:

@@ -12,9 +12,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from medusa.loading import LoadOptions, load_config, load_tokenizer
-from train.config import TrainConfig
 from train.data.datasets import pack, require_data, row_length
 from train.data.examples import DataCounts, Example, ExampleReader
+from train.recipe import TrainConfig
 
 TAUGHT = "bold green"
 BRACKETS = "⟦", "⟧"  # instead of colours

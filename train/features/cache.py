@@ -1,4 +1,4 @@
-"""A cache of one dataset's features: planned, written as far as they are missing, and read."""
+"""A cache of one dataset's features: planned, written where they are missing, and read."""
 
 from __future__ import annotations
 

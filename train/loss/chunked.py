@@ -6,8 +6,6 @@ a name are its shape.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -39,32 +37,28 @@ class ChunkedLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         num_heads, positions, _ = x_KRH.shape
         own = weight.dim() == 3
+        matrix = weight.to(dtype) if own else weight.to(dtype).T
         learns_x, learns_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = torch.empty_like(x_KRH) if learns_x else None
-        sums = _Sums(
-            matrix=weight.to(dtype) if own else weight.to(dtype).T,
-            bias_V=bias_V,
-            weighting=weighting,
-            objective=x_KRH.new_zeros(num_heads, dtype=torch.float),
-            loss=x_KRH.new_zeros(num_heads, dtype=torch.float),
-            correct=x_KRH.new_zeros(num_heads, dtype=torch.long),
-            grad_weight=torch.zeros_like(weight) if learns_weight and own else None,  # a shared one is frozen
-        )
+        grad_weight = torch.zeros_like(weight) if learns_weight and own else None  # a shared one is frozen
+        figures = x_KRH.new_zeros(3, num_heads, dtype=torch.float)
         counts = (labels != IGNORE).sum(1)
-        step = chunk_rows(num_heads, sums.matrix.shape[-1], device, MIN_ROWS_OWN if own else MIN_ROWS)
+        step = chunk_rows(num_heads, matrix.shape[-1], device, MIN_ROWS_OWN if own else MIN_ROWS)
         with torch.autocast(device, enabled=False):
             for start in range(0, positions, step):
                 rows = slice(start, start + step)
-                target, soft = labels[:, rows], None
+                x_KCH, target, soft = x_KRH[:, rows].to(dtype), labels[:, rows], None
                 if teacher is not None:
                     soft = teacher.targets(rows, target)
                     target = soft.labels
                 mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
-                sums.add(x_KRH[:, rows].to(dtype), target, soft, mean, None if grad_x is None else grad_x[:, rows])
-                del soft  # otherwise the next chunk's distributions are made while these are held
-        ctx.save_for_backward(grad_x, sums.grad_weight)  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(sums.loss, sums.correct, counts)
-        return sums.objective, sums.loss, sums.correct, counts
+                grads = (None if grad_x is None else grad_x[:, rows], grad_weight)
+                figures += _chunk(x_KCH, matrix, bias_V, target, soft, mean, weighting, *grads)
+                del soft  # otherwise the next chunk's distributions are computed while these are in memory
+        objective, loss, correct = figures[0].clone(), figures[1].clone(), figures[2].long()
+        ctx.save_for_backward(grad_x, grad_weight)  # type: ignore[arg-type]
+        ctx.mark_non_differentiable(loss, correct, counts)
+        return objective, loss, correct, counts
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,62 +72,54 @@ class ChunkedLoss(torch.autograd.Function):
         )
 
 
-@dataclass
-class _Sums:
-    """The figures of all heads (`train.loss.heads.HeadLosses`), summed over chunks."""
+def _chunk(
+    x_KCH: Tensor,
+    matrix: Tensor,
+    bias_V: Tensor | None,
+    target_KC: Tensor,
+    soft: SoftTargets | None,
+    mean_KC: Tensor,
+    weighting: Weighting,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """Objective, loss and right guesses of a chunk [3, K]. Its logits are freed before the next chunk's are computed.
 
-    matrix: Tensor
-    """[H, V] the shared LM head, or [K, H, V]."""
-    bias_V: Tensor | None
-    weighting: Weighting
-    objective: Tensor
-    """[K]"""
-    loss: Tensor
-    """[K]"""
-    correct: Tensor
-    """[K]"""
-    grad_weight: Tensor | None
-    """[K, H, V] gradient of the heads' own LM heads."""
-
-    def add(
-        self, x_KCH: Tensor, target_KC: Tensor, soft: SoftTargets | None, mean_KC: Tensor, grad_x: Tensor | None
-    ) -> None:
-        """Add a chunk's figures and write its gradient into `grad_x` [K, C, H].
-
-        `mean_KC` is the weight of each label in its head's mean. A chunk's logits are freed when this method returns,
-        before the next chunk's are computed.
-        """
-        logits = _times(x_KCH, self.matrix).float()  # [K, C, V]; becomes the gradient, in place
-        if self.bias_V is not None:
-            logits += self.bias_V
-        taught = target_KC != IGNORE
-        at_label, cross_entropy = [], []
-        for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # one by one: less memory at a time
-            log_p = logits[head].log_softmax(-1)
-            found = log_p.gather(1, target)[:, 0]
-            self.correct[head] += ((log_p.argmax(-1) == target[:, 0]) & taught[head]).sum()
-            at_label.append(found)
-            gradient = torch.exp(log_p, out=logits[head])
-            if soft is None:
-                cross_entropy.append(-found)
-                gradient.scatter_add_(1, target, torch.full_like(found, -1.0)[:, None])
-            else:
-                wanted = soft.distributions[soft.which[head]]
-                cross_entropy.append(-torch.linalg.vecdot(wanted, log_p))
-                gradient -= wanted
-                del wanted
-            del log_p
-        entropies = torch.stack(cross_entropy)
-        weights = self.weighting(torch.stack(at_label).exp(), taught) * mean_KC
-        self.loss.add_((entropies * mean_KC).sum(1))
-        self.objective.add_((entropies * weights).sum(1))
-        if grad_x is not None or self.grad_weight is not None:
-            gradient_KCV = logits.to(self.matrix.dtype)
-            if grad_x is not None:
-                grad_x.copy_(_times(gradient_KCV, self.matrix.mT).float() * weights[..., None])
-            if self.grad_weight is not None:
-                weighted = (x_KCH * weights[..., None]).to(self.matrix.dtype)
-                _add_products(self.grad_weight, weighted, gradient_KCV)
+    Args:
+        matrix: [H, V] the shared LM head, or [K, H, V].
+        mean_KC: weight of each label in its head's mean.
+        grad_x: [K, C, H] is set to the chunk's gradient.
+        grad_weight: [K, H, V] the gradient of the heads' own LM heads, to which the chunk's is added.
+    """
+    logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
+    if bias_V is not None:
+        logits += bias_V
+    taught = target_KC != IGNORE
+    at_label, cross_entropy, correct = [], [], []
+    for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # one by one: less memory at a time
+        log_p = logits[head].log_softmax(-1)
+        found = log_p.gather(1, target)[:, 0]
+        correct.append(((log_p.argmax(-1) == target[:, 0]) & taught[head]).sum())
+        at_label.append(found)
+        gradient = torch.exp(log_p, out=logits[head])
+        if soft is None:
+            cross_entropy.append(-found)
+            gradient.scatter_add_(1, target, torch.full_like(found, -1.0)[:, None])
+        else:
+            wanted = soft.distributions[soft.which[head]]
+            cross_entropy.append(-torch.linalg.vecdot(wanted, log_p))
+            gradient -= wanted
+            del wanted
+        del log_p
+    entropies = torch.stack(cross_entropy)
+    weights = weighting(torch.stack(at_label).exp(), taught) * mean_KC
+    if grad_x is not None or grad_weight is not None:
+        gradient_KCV = logits.to(matrix.dtype)
+        if grad_x is not None:
+            grad_x.copy_(_times(gradient_KCV, matrix.mT).float() * weights[..., None])
+        if grad_weight is not None:
+            _add_products(grad_weight, (x_KCH * weights[..., None]).to(matrix.dtype), gradient_KCV)
+    return torch.stack([(entropies * weights).sum(1), (entropies * mean_KC).sum(1), torch.stack(correct)])
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The module and the Trainer of Medusa-2, for the loss in `train.medusa2.lm_loss`. The heads may learn alone first.
+"""The module and the Trainer of Medusa-2, for the loss in `train.medusa2.backbone`. The heads may learn alone first.
 
 lambda_0 scales the heads' gradient where it enters the backbone, not the heads' loss. Both have the same effect on the
 backbone. Under AdamW a constant factor does not affect the heads, but a changing factor on their loss would slow them
@@ -20,12 +20,11 @@ from medusa.files import replacing_folder
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from train.arguments import MedusaTrainingArguments
-from train.config import AdapterConfig
 from train.data.datasets import Batch
 from train.loss.targets import IGNORE, NEXT, head_labels
-from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS, untouched
-from train.medusa2.lm_loss import heads_weight, lm_loss, risen, tilt_towards
+from train.medusa2.backbone import ADAPTER, ADAPTER_WEIGHTS, heads_weight, lm_loss, risen, tilt_towards, untouched
 from train.module import HeadsOnBackbone
+from train.recipe import AdapterConfig
 from train.trainer import MedusaTrainer
 
 HEADS_FASTER = 4  # times the adapter's learning rate (paper, section 3)

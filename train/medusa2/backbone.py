@@ -1,11 +1,11 @@
-"""The LM loss of Medusa-2, which keeps the backbone close to the original, and the weights that rise over a run.
+"""The backbone of Medusa-2: its LoRA adapter, the LM loss that keeps it close to the original, and its perplexity.
 
     loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k, with lambda_k = head_decay^k in the paper
 
 L_LM is the divergence from the original backbone, which is the same weights with the adapter off (the paper's
 self-distillation, section 2.3.2), or the cross-entropy on the text.
 
-With `adapter.teacher_tilt` (ours) the teacher p is tilted towards q, what the first head predicted one token before:
+With `adapter.teacher_tilt` (ours) the teacher p is tilted towards q, the first head's earlier prediction of that token:
 
     target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^teacher_tilt / normaliser
 
@@ -17,28 +17,77 @@ Shapes: M positions with a next token, H hidden size, V vocabulary, B rows, T to
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.files import replacing_folder
+from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
-from train.config import AdapterConfig
 from train.data.datasets import Batch, PackedDataset
 from train.features.files import Features
 from train.loss.chunks import chunk_rows
 from train.loss.targets import IGNORE, NEXT, head_labels
-from train.medusa2.adapter import untouched, without_adapter
+from train.recipe import AdapterConfig
 
+ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 QUALITY_ROWS = 64  # whose perplexity is measured
 Tilt = Callable[[slice], Tensor]
 """Gives, for a slice of the M positions, the addition to the teacher's log-probabilities [C, V]."""
+
+
+def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """Add a new adapter to a frozen `model`, in place. Before training, the adapter does not change the model's output.
+
+    Raises:
+        RequestError: the model has an adapter already or no such layers, or its logits are not its LM head's output.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")
+    if not Backbone(model).splits:
+        raise RequestError(f"{type(model).__name__} scales or caps its logits; it can be trained on, but not adapted")
+    modules: str | list[str] = config.modules
+    if config.lm_head:
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        modules = sorted((linear if modules == "all-linear" else set(modules)) | {head})
+    sizes: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout}
+    try:
+        model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **sizes))
+    except ValueError as error:
+        raise RequestError(f"adapter.modules: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def untouched(model: PreTrainedModel) -> Iterator[None]:
+    """Turn adapter and dropout off within this context, which restores the model from before `adapt`."""
+    training = model.training
+    model.eval()
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+        model.train(training)
+
+
+def without_adapter(layer: nn.Module) -> nn.Module:
+    """The original layer of a layer that `adapt` may have wrapped."""
+    base = getattr(layer, "base_layer", layer)
+    assert isinstance(base, nn.Module)
+    return base
 
 
 def lm_loss(
@@ -150,3 +199,21 @@ def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: i
         mean = lm_loss(backbone.head, hidden[taught], labels[taught], None)
         total, count = total + float(mean) * int(taught.sum()), count + int(taught.sum())
     return math.exp(total / max(count, 1))
+
+
+def write_merged(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
+) -> Path:
+    """Merge the adapter in `output` into a fresh `base`, and write the result with the heads to output/merged.
+
+    The heads are the same, with the fingerprint of the merged model as their backbone's.
+    """
+    merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
+    with replacing_folder(output / "merged") as folder:
+        merged.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        known, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
+        heads.save_pretrained(folder / "heads")
+        heads.config.backbone = known
+    return output / "merged"
