@@ -1,4 +1,4 @@
-"""medusa/backbone.py: hidden states and logits of stock models, who is refused, and who is recognised."""
+"""medusa/backbone.py: hidden states and logits of stock models, rejected models, and fingerprints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = torch.tensor([random_ids(9), random_ids(9, seed=1)])
 
 
 def head_input(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What the LM head reads, seen from outside."""
+    """The LM head's input, recorded by a hook."""
     seen: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     model(input_ids=ids, use_cache=False)
@@ -32,7 +32,7 @@ def head_input(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_fast_and_whole_path_are_the_model(family: str) -> None:
-    """Models that cap or scale in between run whole; either way logits and hidden states are the model's own bits."""
+    """Logits and hidden states equal the model's bit for bit, also for models that cap or scale and run whole."""
     model = tiny_model(family)
     backbone = Backbone(model)
     assert backbone.splits == SPLITS[family]
@@ -59,7 +59,7 @@ def test_only_the_last_position_of_each_row_is_read(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 @torch.no_grad()
 def test_caps_and_scales_keep_the_order_of_the_lm_head(family: str) -> None:
-    """So heads that share the LM head may be read without them."""
+    """So heads that share the LM head can leave out caps and scales."""
     backbone = Backbone(tiny_model(family))
     hidden, logits = backbone.forward(IDS, DynamicCache())
     assert not torch.equal(backbone.lm_head(hidden), logits)
@@ -84,7 +84,7 @@ def test_the_hook_is_removed_when_the_forward_fails() -> None:
 
 
 def test_a_model_is_tried_only_once() -> None:
-    """Each request makes a Backbone; the two forwards of the trial belong to the first."""
+    """Each request makes a Backbone; only the first runs the test's two forwards."""
     model, forwards = tiny_model("llama"), []
     model.model.register_forward_hook(lambda *args: forwards.append(1))
     Backbone(model)
@@ -94,7 +94,7 @@ def test_a_model_is_tried_only_once() -> None:
 
 
 def test_a_model_that_nobody_holds_is_freed() -> None:
-    """A toolkit that keeps every model it has seen keeps gigabytes."""
+    """Keeping every model would keep gigabytes."""
     model = tiny_model("llama")
     gone = weakref.ref(model)
     Backbone(model)
@@ -135,7 +135,7 @@ def test_supported_models_are_not_refused(family: str) -> None:
 
 
 def test_where_longrope_switches() -> None:
-    """Told by the parameters, also where each kind of layer has its own; other rope_angles switch nowhere."""
+    """The config gives the boundary, also with parameters for each kind of layer; other rotary types have none."""
     assert Backbone(tiny_model("phi3, longrope")).rope_boundary == 32
     for family in ("llama", "llama, dynamic rope", "gpt2", "gemma3_text"):
         assert Backbone(tiny_model(family)).rope_boundary is None
@@ -168,7 +168,7 @@ def test_fingerprint_is_made_of_plain_json() -> None:
 
 @pytest.mark.parametrize("change", [0.02, 0.1])
 def test_a_fine_tuned_relative_is_told_apart(change: float) -> None:
-    """Its weights have moved by a few per cent, more than any rounding (bfloat16: 0.4 %)."""
+    """A fine-tuned model's weights differ by a few per cent, more than any rounding (bfloat16: 0.4 %)."""
     model = tiny_model("llama", initializer_range=0.02)
     known = fingerprint(model)
     with torch.no_grad():

@@ -84,7 +84,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_and_their_calls_may_be_objects_or_their_json_text(line: Path, as_text: bool) -> None:
-    """OpenAI writes arguments as text, and data sets whole tools; chat templates want objects."""
+    """OpenAI writes arguments as text, and some data sets whole tools; chat templates need objects."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = CALL | {"function": {"name": "add", "arguments": '{"a": 1}'}} if as_text else CALL
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -196,7 +196,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_distill_wrote_is_data(tmp_path: Path) -> None:
-    """AmateurState `own.jsonl` lie its settings and what failed, which are no records."""
+    """The settings and failures next to `own.jsonl` are not records."""
     write(tmp_path / "own.failed.jsonl", '{"index": 1, "error": "too long"}\n')
     write(tmp_path / "own.jsonl", '{"input_ids": [1, 2, 3], "prompt_tokens": 1}\n')
     write(tmp_path / "own.settings.json", '{"max_new_tokens": 2}')
@@ -286,7 +286,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_read_as_far_as_they_are_needed(line: Path) -> None:
-    """A file may be larger than the memory: what stands further behind is not looked at yet."""
+    """A file can be larger than the memory, so later lines are not read yet."""
     path = write(line, '{"text": "a"}\n{"text": "b"}\n{broken')
     records = read_records(path)
     assert [next(records).text, next(records).text] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""medusa/tree.py: topology, the names that trees go by, and what is refused."""
+"""medusa/tree.py: topology, names of trees, and errors."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def test_bad_names_are_refused(spec: str) -> None:
 
 
 def test_a_chain_with_two_depths_is_refused() -> None:
-    """`chain:5,3` has no meaning; to take the 5 and say nothing would hide a mistaken `topk:5,3`."""
+    """`chain:5,3` has no meaning; accepting it as 5 would hide a mistyped `topk:5,3`."""
     with pytest.raises(RequestError):
         load_tree("chain:5,3", 3)
 
 
 def test_a_chain_is_measured_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like topk: depth d costs d * d / 2 ranks, so `chain:50000` would run for minutes before it is refused."""
+    """As for topk: depth d costs d * d / 2 ranks, so `chain:50000` would run for minutes before the error."""
 
     def build(path: object) -> None:
         raise AssertionError("paths were built before their number was looked at")

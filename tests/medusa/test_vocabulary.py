@@ -1,4 +1,4 @@
-"""Heads that guess among some tokens only: by what the same heads say about all tokens."""
+"""Heads with a draft vocabulary, compared with the same heads over all tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LM_HEADS = ["own", "shared"]
 
 
 def pair(model: Any, kind: str = "medusa", lm_head: str = "shared", seed: int = 0) -> tuple[MedusaHeads, MedusaHeads]:
-    """The same heads twice: guessing among all tokens, and among WORDS of them in random order."""
+    """The same heads twice: over all tokens, and over WORDS of them in random order."""
     whole = random_heads(model, HEADS, seed, kind=kind, lm_head=lm_head, block="mlp")
     some = random_heads(model, HEADS, seed, kind=kind, lm_head=lm_head, block="mlp", vocabulary=WORDS)
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ def pair(model: Any, kind: str = "medusa", lm_head: str = "shared", seed: int = 
 
 
 def shown(model: Any, heads: MedusaHeads, count: int = 50) -> HeadInputs:
-    """Hidden states, and embeddings of the tokens behind for heads that follow the path."""
+    """Hidden states, and embeddings of the tokens after them for heads that follow the path."""
     torch.manual_seed(1)
     backbone = Backbone(model)
     hidden = torch.randn(count, backbone.hidden_size)
@@ -226,7 +226,7 @@ def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> Non
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
-    """Tokens that are not on the list come as often as the backbone wants them (`medusa verify`'s own experiment)."""
+    """Tokens outside the list appear with the backbone's probabilities (the experiment of `medusa verify`)."""
     model = tiny_model("llama", initializer_range=0.15)
     _, some = pair(model, kind)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_a_tree_wider_than_the_list_is_refused(llama: Any) -> None:
 
 @torch.no_grad()
 def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
-    """As with all tokens, but for those on the list ahead of which others stood, and those that are not on it."""
+    """Ranks are as over all tokens, except after tokens outside the list, which are missed."""
     whole, some = pair(llama, "recurrent")
     backbone, inputs = Backbone(llama), shown(llama, whole, 200)
     labels = torch.randint(VOCAB, (HEADS, 200))
@@ -324,7 +324,7 @@ def test_the_loss_in_chunks_is_the_plain_one(
 
 
 def test_a_label_that_is_not_on_the_list_ends_the_chain(llama: Any) -> None:
-    """Nothing is taught about it, nor about the heads behind: no path goes on there."""
+    """Heads do not learn from this label or the later ones, because no path continues there."""
     _, some = pair(llama)
     assert some.vocabulary is not None
     missing = next(token for token in range(VOCAB) if token not in some.vocabulary)
@@ -348,7 +348,7 @@ def dataset(texts: list[list[int]]) -> PackedDataset:
 
 
 def test_the_most_frequent_labels_and_how_many_of_them_are_on_the_list() -> None:
-    """A document's first two tokens are no labels; rows count for one half or the other."""
+    """A document's first two tokens are no labels; each row counts for one of two halves."""
     texts = [[9, 9, 4, 4, 4, 2], [9, 9, 4, 2, 2, 7], [9, 9, 2, 4, 4, 4], [9, 9, 4, 4, 3, 1]]
     found = most_frequent(dataset(texts), 3, 10)
     assert found.ids.tolist() == [4, 2, 1], "of equals the lower id"

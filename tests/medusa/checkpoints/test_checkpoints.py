@@ -1,4 +1,4 @@
-"""medusa/checkpoints/load.py: bit for bit there and back, what others published, and refusal of everything else."""
+"""medusa/checkpoints: heads survive saving and loading bit for bit, published files load, other files are rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write(folder: Path, tensors: dict[str, Tensor], config: Any = None) -> Path:
 
 
 def refusal(folder: Path | str) -> str:
-    """The message with which the heads there are refused, which is one line."""
+    """The error message, one line, for heads that cannot be loaded."""
     with pytest.raises(RequestError) as error:
         MedusaHeads.from_pretrained(folder)
     message = str(error.value)
@@ -82,7 +82,7 @@ def test_round_trip_is_bit_for_bit(
 
 
 def test_published_names_and_layout(tmp_path: Path) -> None:
-    """Others read these files: names, the [out, in] layout and the JSON keys are not ours to change."""
+    """Other programs read these files: names, the [out, in] layout and the JSON keys must not change."""
     heads = some_heads(num_heads=2, base_model_name_or_path="org/base")
     heads.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
@@ -201,7 +201,7 @@ def test_no_tensor_at_all(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("name", [WEIGHTS, LEGACY_WEIGHTS])
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    """Truncated at every size and with bytes overwritten: heads come out, or one line; never another exception."""
+    """Files cut at any size or with bytes overwritten give heads or a one-line error, never another exception."""
     buffer = io.BytesIO()
     if name == WEIGHTS:
         save_file(original_tensors(heads=1), tmp_path / name)
@@ -263,7 +263,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
     "published", [{"kind": "oak"}, {"tree": "mc_sim_7b_63"}, {"tree": [[0, 0]]}, {"tree": 5}, {"backbone": [1]}]
 )
 def test_a_config_with_nonsense_is_refused_at_load(tmp_path: Path, published: dict) -> None:
-    """Else it surfaces as a TypeError somewhere in the middle of decoding."""
+    """Without this check a TypeError would appear in the middle of decoding."""
     refusal(write(tmp_path, original_tensors(heads=2), published))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the original Hydra: loaded, they say what the original's forward says, written down here once more."""
+"""Loaded checkpoints of the original Hydra compute the original's logits (its forward is repeated here)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ EPS, THETA = 1e-3, 500.0
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """With norms and rope_angles of its own, so that nobody's defaults pass for them."""
+    """A model with unusual norms and rotary positions, so that defaults would be noticed."""
     rope = {"rope_type": "default", "rope_theta": THETA}
     return tiny_model("llama", rms_norm_eps=EPS, rope_parameters=rope, intermediate_size=40)
 
 
 def checkpoint(model: Any, prefix: bool = False, dropout: bool = True, layers: int = LAYERS) -> dict[str, Tensor]:
-    """What the original saves: layers 2 to n are one block, and the backbone's embedding comes along."""
+    """A file as the original saves it: layers 2 to n are one block, and the backbone's embedding is included."""
     generator = torch.Generator().manual_seed(0)
     sizes, step = model.config, 2 if dropout else 1
     hidden, vocab = sizes.hidden_size, sizes.vocab_size
@@ -130,7 +130,7 @@ def head_forward(tensors: dict[str, Tensor], head: int, z: Tensor) -> Tensor:
 @pytest.mark.parametrize("prefix", [False, True])
 @torch.no_grad()
 def test_logits_are_the_originals(model: Any, tmp_path: Path, prefix: bool, dropout: bool, layers: int) -> None:
-    """At every position of a text, for every head: what it says behind the text's own tokens."""
+    """At every position of a text, every head gives the original's logits."""
     model.config.save_pretrained(tmp_path / "base")
     tensors = checkpoint(model, prefix, dropout, layers)
     arch = "prefix-mlp" if prefix else "mlp"

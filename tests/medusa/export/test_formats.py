@@ -1,4 +1,4 @@
-"""medusa/formats: what others publish is read, what others load is written, to the exact name, shape and key."""
+"""medusa/export: published files are read, and exports have exactly the names, shapes and keys that servers load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ORIGINAL = ("original-v1", "tgi", "vllm", "tensorrt-llm", "modelopt")  # of inde
 
 
 def some_heads(**settings: Any) -> MedusaHeads:
-    """Heads with numbers of their own in every tensor."""
+    """Heads with different random numbers in every tensor."""
     heads = MedusaHeads.from_config(MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K} | settings))
     generator = torch.Generator().manual_seed(1)
     for parameter in heads.parameters():
@@ -58,7 +58,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exported(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> Callable[..., Path]:
-    """Heads as `medusa export` leaves them in a format."""
+    """Heads as `medusa export` writes them in a format."""
 
     def export(heads: MedusaHeads | Path, to: str, *words: str) -> Path:
         folder = heads if isinstance(heads, Path) else tmp_path / "heads"
@@ -73,7 +73,7 @@ def exported(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> C
 
 
 def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
-    """What `medusa export` says where it does nothing."""
+    """The error message of a rejected `medusa export`."""
     assert main(["export", *words]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said
@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
 
 
 def refusal(folder: Path) -> str:
-    """The one line with which the heads there are refused."""
+    """The error message, one line, for heads that cannot be loaded."""
     with pytest.raises(RequestError) as error:
         MedusaHeads.from_pretrained(folder)
     assert "\n" not in str(error.value)
@@ -298,7 +298,7 @@ def test_eagle3_to_the_letter(exported: Callable, backbone: Path, to: str) -> No
 
 
 def test_eagle3_with_fewer_words(exported: Callable, backbone: Path) -> None:
-    """`d2t` is a difference: the token is the place among the words plus it."""
+    """`d2t` is a difference: a token is its place in the list plus this difference."""
     heads = gated_heads(vocabulary=32)
     folder = exported(heads, "sglang")
     tensors, words = load_file(folder / MODEL), heads.vocabulary
@@ -346,7 +346,7 @@ class Served:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [T, H] and the tokens behind them [T] -> LM head inputs and next hidden states, both [T, H]."""
+        """hidden [T, H] and the tokens after them [T] -> LM head inputs and next hidden states, both [T, H]."""
         embedded = self.norms["input_layernorm"](self.embedding[ids])
         both = torch.cat([embedded, self.norms["hidden_norm"](hidden)], dim=-1)[None]
         positions = torch.arange(len(ids))[None]
@@ -359,7 +359,7 @@ class Served:
 
 @pytest.mark.parametrize("size", [H, 384])
 def test_eagle3_computes_what_servers_compute(tmp_path: Path, exported: Callable, backbone: Path, size: int) -> None:
-    """A text of seven tokens, then a chain of drafts: heads here, and the served layer run over everything again."""
+    """On seven tokens and a chain of drafts, heads equal the served layer, which is run over the whole text each time."""
     base = backbone
     if size != H:  # more than one attention head
         base = tmp_path / "wide"
@@ -398,7 +398,7 @@ def published_rules(tensors: dict[str, Tensor], layers: int, hidden: Tensor) -> 
 
 
 def vllm_rules(folder: Path, hidden: Tensor) -> Tensor:
-    """What vLLM 0.32 does with names, biases and LM heads (`models/medusa.py`, `configs/medusa.py`)."""
+    """vLLM 0.32's handling of names, biases and LM heads (`models/medusa.py`, `configs/medusa.py`)."""
     config = read_json(folder / CONFIG)
     for key in list(config):
         if "num" in key and "heads" in key:
@@ -506,7 +506,7 @@ def inside_a_model(prefix: str, heads: MedusaHeads, backbone: Path) -> dict[str,
 def test_heads_are_read_out_of_whole_models(
     tmp_path: Path, backbone: Path, prefix: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FasterDecoding 1.0, MLC and modelopt: no tensor of the backbone's is read, and the folder is the backbone."""
+    """In files of FasterDecoding 1.0, MLC and modelopt, no tensor of the backbone is read; the folder is the backbone."""
     heads = some_heads(num_layers=2)
     tensors = inside_a_model(prefix, heads, backbone)
     config = read_json(backbone / CONFIG) | {
@@ -553,7 +553,7 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path, content: Any) -> 
 
 
 def renamed(heads: MedusaHeads, form: str) -> dict[str, Tensor]:
-    """Tensors by the names of vLLM and of TensorRT-LLM's converted checkpoints, written down once more."""
+    """Tensors by the names of vLLM and of TensorRT-LLM's converted checkpoints, repeated here."""
     out = {}
     layers = heads.config.num_layers
     for name, tensor in to_published(heads.checkpoint()).items():
@@ -819,7 +819,7 @@ def test_vllm_knows_one_kind_that_follows_the_path(
 def test_several_blocks_are_one_in_the_originals_loader(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, exported: Callable
 ) -> None:
-    """It makes one block and puts it L times into a head, so the last one's weights would stand for all."""
+    """The original's loader uses one block L times in a head, so the last block's weights would be used for all."""
     heads = some_heads(num_layers=2)
     heads.save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
@@ -844,7 +844,7 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    assert "no export" in refused(capsys, *heads, "--output", str(mine), *base, "--to", "tgi", "--overwrite")
+    assert "is not an export" in refused(capsys, *heads, "--output", str(mine), *base, "--to", "tgi", "--overwrite")
     assert "folder with its safetensors" in refused(capsys, *heads, *out, "--backbone", "org/model", "--to", "modelopt")
     assert (mine / "thesis.txt").exists()
     assert not (tmp_path / "out").exists()
@@ -896,7 +896,7 @@ def test_what_is_printed_and_what_is_in_the_json(tmp_path: Path, backbone: Path,
 def test_the_lm_head_is_read_without_the_backbone(
     tmp_path: Path, family: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under its own name, or the embedding's where they are one."""
+    """Under the LM head's name, or the embedding's name if both are tied."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
     monkeypatch.setattr("medusa.export.base.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))

@@ -1,4 +1,4 @@
-"""Heads on the Hub: what a repository holds, what its card says, and that plain transformers decodes with it exactly.
+"""Heads on the Hub: a repository's files and card, and exact decoding with plain transformers.
 
 The Hub itself is not asked: repositories are local folders, or lie in a cache as the Hub's library would leave them.
 """
@@ -52,7 +52,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """transformers copies remote code into a cache and puts that on the path: not into the user's."""
+    """transformers copies remote code into a cache on the path; tests use a cache that is not the user's."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -74,7 +74,7 @@ def by_hub(model: Any, folder: str, ids: Any, **kwargs: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gemma2", "llama4_text", "gpt2", "cohere"])
 def test_same_ids_as_ours_and_as_plain_decoding(family: str, tmp_path: Path) -> None:
-    """Windows, chunks, learned positions, scaled logits: each with its masks; texts outgrow the windows."""
+    """Models with windows, chunks, learned positions and scaled logits, on texts longer than the windows."""
     model = tiny_model(family)
     heads = random_heads(model, 3)
     folder = repository(heads, tmp_path / "heads")
@@ -94,7 +94,7 @@ def test_same_ids_as_ours_and_as_plain_decoding(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
 def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
-    """Paths longer than a window, so that a node's own ancestors fall out of it; kept nodes stand behind others."""
+    """Paths are longer than a window, so that a node's ancestors fall out of it; kept nodes follow dropped ones."""
     model = tiny_model(family)
     tree = Tree.from_paths([*random_tree(12, seed=3, max_depth=4).rank_paths, *[[7] * d for d in range(1, 8)]])
     shipped = CandidateTree(tree.rank_paths, model.device)
@@ -125,7 +125,7 @@ def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
     ids=str,
 )
 def test_guesses_of_every_kind_are_ours(settings: dict[str, Any], llama: Any, tmp_path: Path) -> None:
-    """Text is right with any guess; steps are as long as ours only with the same ones."""
+    """Text is right with any guesses, but steps are as long as the package's only with the same guesses."""
     heads = random_heads(llama, 3, **settings)
     tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
     folder = repository(heads, tmp_path / "heads", tree)
@@ -160,7 +160,7 @@ def test_ragged_rows_copies_and_the_form_of_the_result(llama: Any, tmp_path: Pat
 
 
 def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """What transformers keeps from other decoding methods: here it arrives."""
+    """Options that transformers withholds from decoding methods work here."""
     folder = repository(random_heads(llama, 3), tmp_path / "heads")
     prompt = random_ids(6, seed=4)
     text = tokenizer.decode(plain(llama, prompt, max_new_tokens=30))
@@ -189,7 +189,7 @@ def test_a_text_fills_the_context_and_no_more(tmp_path: Path) -> None:
 
 
 def test_heads_are_those_of_the_folder_named(llama: Any, tmp_path: Path) -> None:
-    """The code is one and the same file in every folder of one name; the heads are not."""
+    """Folders of one name share the code's module, but not the heads."""
     prompt, found = random_ids(9, seed=2), {}
     settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
     trees: dict[str, list[list[int]]] = {"a": WIDE, "b": [[0]]}
@@ -348,7 +348,7 @@ def test_without_our_packages(tmp_path: Path, request: pytest.FixtureRequest) ->
 
 
 def test_code_imports_little(tmp_path: Path) -> None:
-    """transformers tries every import of such a file, and tells its reader to install what is missing."""
+    """transformers checks every import of such a file and asks the user to install missing packages."""
     from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
     (tmp_path / "generate.py").write_text(bundle())
@@ -361,7 +361,7 @@ def test_code_imports_little(tmp_path: Path) -> None:
 
 
 def in_cache(repo_id: str, folder: Path, cache: Path) -> None:
-    """Lay `folder` into a cache as the Hub's library does: files by commit, and a ref that names the commit."""
+    """Put `folder` into a cache as the Hub's library does: files by commit, and a ref that names the commit."""
     place = cache / f"models--{repo_id.replace('/', '--')}"
     (place / "refs").mkdir(parents=True)
     (place / "refs" / "main").write_text(COMMIT)
@@ -410,7 +410,7 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytes
 
 
 class FakeHub:
-    """HfApi as far as pushing asks it; uses_context what it was asked and what was uploaded."""
+    """The part of HfApi that pushing uses; it records calls and uploads."""
 
     def __init__(self, refuses: Exception | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []

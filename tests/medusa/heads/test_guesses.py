@@ -1,4 +1,4 @@
-"""medusa/heads/guesses.py: ranks of right tokens, and how deep a tree reaches with them, against a search by eye."""
+"""medusa/heads/guesses.py: ranks of right tokens, and the depth that a tree reaches with them, against a plain search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_accepted_is_the_longest_path_whose_guesses_are_all_right_and_drafted(se
     drafted = torch.stack([torch.randperm(tree.num_nodes, generator=generator)[:15] for _ in range(60)])
 
     def longest(row: int, nodes: set[int]) -> int:
-        """The length of the longest path that is right, from the root on through `nodes` alone."""
+        """The length of the longest right path from the root through `nodes` alone."""
         lengths = [0]
         for node, path in enumerate(tree.rank_paths, 1):
             line = [n for n in tree.paths[node].tolist() if n > 0]

@@ -57,7 +57,7 @@ def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("settings", KINDS)
 def test_at_the_start_heads_are_exactly_the_identity(settings: dict) -> None:
-    """The original's is not: nn.Linear's random bias was left in place (docs/original D13)."""
+    """The original's heads are not: they keep nn.Linear's random bias (docs/original D13)."""
     hidden = torch.randn(2, 5, H)
     features = fresh(**settings).features(HeadInputs(hidden))
     assert features.shape == (K, 2, 5, H)
@@ -65,7 +65,7 @@ def test_at_the_start_heads_are_exactly_the_identity(settings: dict) -> None:
 
 
 def test_an_mlp_starts_as_nn_linear_does() -> None:
-    """`up` is uniform within 1 / sqrt(H), its bias zero: nothing of it may be whatever lay in memory."""
+    """`up` is uniform within 1 / sqrt(H), and its bias is zero; no entry is uninitialised memory."""
     hidden = 64
     block = MedusaHeads(MedusaConfig(hidden_size=hidden, vocab_size=V, num_heads=K, block="mlp")).blocks[0]
     assert block.up.abs().max() <= hidden**-0.5

@@ -1,4 +1,4 @@
-"""medusa/kinds: every kind of heads by what it is said to compute, on disk and back, and refused where it is wrong."""
+"""medusa/heads: every kind computes its definition, survives saving and loading, and rejects wrong settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inputs(seed: int = 0) -> HeadInputs:
 @pytest.mark.parametrize("block", ["square", "mlp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
-    """So that training starts from the backbone's own guess."""
+    """Training starts from the backbone's guess."""
     features = fresh(kind, block=block, num_layers=2, lm_head="shared").features(inputs())
     assert torch.equal(features, inputs().hidden.expand(K, -1, -1))
 
@@ -52,7 +52,7 @@ def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
 @pytest.mark.parametrize("block", ["square", "mlp"])
 @pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
 def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> None:
-    """Written down once more, a head at a time."""
+    """Each kind's formula is repeated here, one head at a time."""
     heads = fresh(kind, 1, block=block, num_layers=layers, expansion=2.0, lm_head="shared")
     assert isinstance(heads, SequentialHeads)
     hidden, following, _ = inputs()
@@ -119,7 +119,7 @@ def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.T
 
 
 def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
-    """Trained on whole rows: every step at every position, as the layer would run over that path and nothing else."""
+    """On whole rows, every step at every position equals the layer run over that path alone."""
     heads = fresh("eagle", 6, block="mlp", lm_head="shared")
     generator = torch.Generator().manual_seed(7)
     rows, length, vocab = 2, 7, 5
@@ -182,7 +182,7 @@ def test_heads_that_follow_the_path_ask_for_it(kind: str) -> None:
 
 
 def test_embeddings_come_at_the_scale_of_hidden_states() -> None:
-    """Backbones keep them at 0.02 or at 30; the heads see the direction."""
+    """Backbones scale embeddings to 0.02 or to 30; heads see the direction only."""
     token = inputs().hidden
     torch.testing.assert_close(normalised(token * 1000), normalised(token * 0.1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(normalised(token).pow(2).mean(-1), torch.ones(5), rtol=1e-4, atol=1e-5)
@@ -202,7 +202,7 @@ def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_attention_goes_with_every_kind(kind: str, tmp_path: Path) -> None:
-    """The identity at the start; then it looks back, never ahead, and never into another document; saved and loaded."""
+    """Prefix layers start as the identity, attend to earlier positions of the document only, and survive saving."""
     hidden, positions = torch.randn(2, 7, H, generator=torch.Generator().manual_seed(0)), torch.arange(7).expand(2, -1)
     documents = torch.tensor([[0] * 7, [0, 0, 0, 1, 1, 1, 1]])
     assert torch.equal(fresh(kind, prefix_layers=2).read(hidden, positions), hidden)
