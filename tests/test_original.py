@@ -58,7 +58,7 @@ def test_ids_and_steps_are_the_originals(name: str, original: dict[str, Any], pa
 
 
 def test_published_trees_are_the_trees_of_these_runs(original: dict[str, Any]) -> None:
-    from medusa.tree_files import named_trees
+    from medusa.tree import named_trees
 
     for name in ("mc_sim_7b_63", "vicuna_7b_stage2"):
         assert named_trees()[name] == original["runs"][name]["tree_paths"]

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
-from medusa.tree_files import load_tree
+from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import LogBeforeSaving, ProgressBar, TimeBudget
 from train.data.datasets import Batch

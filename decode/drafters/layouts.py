@@ -25,8 +25,7 @@ from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout, RankPath, Tree
-from medusa.tree_files import load_tree
+from medusa.tree import Layout, RankPath, Tree, load_tree
 
 TreeLike = Layout | str | Sequence[Sequence[int]] | None
 """A tree, its name or file, its paths, or `None` for the tree saved with the heads."""

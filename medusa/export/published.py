@@ -24,8 +24,7 @@ from medusa.config import PUBLISHED_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
 from medusa.files import read_json, write_json
-from medusa.tree import Tree
-from medusa.tree_files import named_trees
+from medusa.tree import Tree, named_trees
 
 CHOICES, MAX_CHOICES, FALLBACK_TREE = "medusa_choices.json", 63, "mc_sim_7b_63"
 TENSORRT_LOST = "greedy decoding only; one tree, given when the engine is built; Llama and Qwen backbones only"

@@ -23,7 +23,7 @@ from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, wit
 from medusa.export.hub_code import bundle
 from medusa.files import write_text
 from medusa.loading import DEMO
-from medusa.tree_files import load_tree
+from medusa.tree import load_tree
 
 CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"
 NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"

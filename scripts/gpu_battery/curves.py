@@ -21,7 +21,7 @@ from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled.region import Regions
 from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads, Tree
-from medusa.tree_files import load_tree
+from medusa.tree import load_tree
 from scripts.gpu_battery.run import Run
 from train.sharding import blocks
 

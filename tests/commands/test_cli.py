@@ -28,7 +28,7 @@ from medusa.commands import generate as generate_command
 from medusa.commands.datastore import PIECE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
-from medusa.tree_files import named_trees
+from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
 from train.features.files import shards
 

@@ -11,8 +11,7 @@ import torch
 
 import medusa.tree
 from medusa import RequestError, Tree
-from medusa.tree import MAX_NODES
-from medusa.tree_files import load_tree, named_trees
+from medusa.tree import MAX_NODES, load_tree, named_trees
 from tests.helpers import random_tree
 
 

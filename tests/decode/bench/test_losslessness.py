@@ -20,7 +20,7 @@ from decode.results import Result
 from decode.settings import Settings
 from medusa import Tree
 from medusa.errors import RequestError
-from medusa.tree_files import load_tree
+from medusa.tree import load_tree
 from tests.helpers import VOCAB, random_heads, random_ids, random_tree, tiny_model
 
 DRAWS = 60_000

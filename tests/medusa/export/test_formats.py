@@ -359,7 +359,7 @@ class Served:
 
 @pytest.mark.parametrize("size", [H, 384])
 def test_eagle3_computes_what_servers_compute(tmp_path: Path, exported: Callable, backbone: Path, size: int) -> None:
-    """On seven tokens and a chain of drafts, heads equal the served layer, which is run over the whole text each time."""
+    """On seven tokens and a chain of drafts, heads equal the served layer, which is run over the whole text again."""
     base = backbone
     if size != H:  # more than one attention head
         base = tmp_path / "wide"
@@ -506,7 +506,7 @@ def inside_a_model(prefix: str, heads: MedusaHeads, backbone: Path) -> dict[str,
 def test_heads_are_read_out_of_whole_models(
     tmp_path: Path, backbone: Path, prefix: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In files of FasterDecoding 1.0, MLC and modelopt, no tensor of the backbone is read; the folder is the backbone."""
+    """In files of FasterDecoding 1.0, MLC and modelopt, no tensor of the backbone is read."""
     heads = some_heads(num_layers=2)
     tensors = inside_a_model(prefix, heads, backbone)
     config = read_json(backbone / CONFIG) | {

@@ -1,4 +1,4 @@
-"""medusa/heads/guesses.py: ranks of right tokens, and the depth that a tree reaches with them, against a plain search."""
+"""medusa/heads/guesses.py: ranks of right tokens, and the depth that a tree reaches with them, against a search."""
 
 from __future__ import annotations
 
