@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from medusa.errors import RequestError
-from medusa.loading import LoadOptions
+from medusa.options import LoadOptions
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:

@@ -150,7 +150,7 @@ def test_lambda_0_weighs_what_the_heads_ask_of_the_backbone_and_not_the_heads_th
         module.lambda_0 = weight
         module.zero_grad()
         losses = module(**{name: tensor[None] for name, tensor in rows[0].items()})
-        (losses.objective.sum() + losses.lm).backward()
+        (losses.heads.objective.sum() + losses.lm).backward()
         gradients[weight] = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     assert any("lora_B" in name for name in gradients[1.0])
     for name, gradient in gradients[1.0].items():

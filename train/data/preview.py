@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from medusa.loading import LoadOptions, load_config, load_tokenizer
+from medusa.loading import load_config, load_tokenizer
+from medusa.options import LoadOptions
 from train.data.datasets import pack, require_data, row_length
 from train.data.examples import DataCounts, Example, ExampleReader
 from train.recipe import TrainConfig

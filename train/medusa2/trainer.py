@@ -21,6 +21,7 @@ from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from train.arguments import MedusaTrainingArguments
 from train.data.datasets import Batch
+from train.loss.heads import HeadLosses
 from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.backbone import ADAPTER, ADAPTER_WEIGHTS, heads_weight, lm_loss, risen, tilt_towards, untouched
 from train.module import HeadsOnBackbone
@@ -31,12 +32,9 @@ HEADS_FASTER = 4  # times the adapter's learning rate (paper, section 3)
 
 
 class JointLosses(NamedTuple):
-    """The heads' losses (`train.loss.heads.HeadLosses`) with the LM loss and its number of labels."""
+    """The heads' losses with the LM loss and its number of labels."""
 
-    objective: Tensor
-    loss: Tensor
-    correct: Tensor
-    total: Tensor
+    heads: HeadLosses
     lm: Tensor
     """Mean over the labels, in nats; carries gradients. 0 while the heads learn alone."""
     lm_total: Tensor
@@ -75,7 +73,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         if not self.joint:
             assert hidden is not None
             nothing = ids.new_zeros((), dtype=torch.float32)
-            return JointLosses(*super().forward(**batch, hidden=hidden), nothing, nothing)
+            return JointLosses(super().forward(**batch, hidden=hidden), nothing, nothing)
         adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
         labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
         taught = labels != IGNORE
@@ -87,7 +85,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, tilt)
         still = adapted.detach()
         for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
-        return JointLosses(*super().forward(**batch, hidden=for_heads), lm, taught.sum())
+        return JointLosses(super().forward(**batch, hidden=for_heads), lm, taught.sum())
 
 
 class Medusa2Trainer(MedusaTrainer):
@@ -122,10 +120,10 @@ class Medusa2Trainer(MedusaTrainer):
     def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
         """The sums of each head and of the LM loss, which has no guesses [3, K + 1]."""
         lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
-        return torch.cat([super().sums(losses), lm[:, None]], dim=1)  # type: ignore[arg-type]
+        return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
 
     def total_loss(self, losses: JointLosses, of_step: Tensor | None) -> Tensor:  # type: ignore[override]
-        heads = super().total_loss(losses, None if of_step is None else of_step[:-1])  # type: ignore[arg-type]
+        heads = super().total_loss(losses.heads, None if of_step is None else of_step[:-1])
         return losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1]) + heads
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
