@@ -27,12 +27,12 @@ from decode import steps
 from decode.bench.methods import left_padded
 from decode.loop import Step
 from decode.tree_check import TreeCheck, check_tree_forward
-from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
+from medusa import RequestError, Tree
 from medusa.backbone import Backbone, require_tree_support
 from medusa.files import write_json, write_text
 from medusa.loading import DTYPES, LoadOptions, load_backbone
-from script_tools import markdown_table, plain_table, run_script, script_parser
-from tiny_models import REFUSED, SUPPORTED, VOCAB, tiny_model
+from script_tools import markdown_table, run_script, script_parser
+from tiny_models import REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
 
 # Wide, because random heads guess badly: the next of 61 tokens is among 40 guesses two times in three.
 TREE = Tree.top_k([40, 4])
@@ -40,7 +40,6 @@ PROMPTS, NEW = (9, 4, 6), 30  # tokens: three rows of a ragged batch; all end fa
 CHECKED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SUPPORTED_COLUMNS = ["model", "class", "attention", *CHECKED, "control", "greedy text", "tau"]
 REFUSED_COLUMNS = ["model", "class", "refused because", "the self-test alone"]
-CLASS = 1  # column
 BEGIN, END = "<!-- tables: begin (scripts/check_architectures.py --write) -->", "<!-- tables: end -->"
 
 
@@ -134,9 +133,7 @@ def compare_texts(model: PreTrainedModel) -> tuple[bool, float]:
     """Whether random heads give the text of `model.generate`, for prompts alone and in a batch; and tokens a step."""
     backbone, generator = Backbone(model), torch.Generator().manual_seed(1)
     torch.manual_seed(0)
-    heads = MedusaHeads(MedusaConfig(backbone.hidden_size, backbone.vocab_size, num_heads=TREE.max_depth)).eval()
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    heads = random_heads(model, TREE.max_depth, std=0.3)
     prompts = [torch.randint(VOCAB, (1, length), generator=generator) for length in PROMPTS]
     options = {"max_new_tokens": NEW, "do_sample": False}
     plain = [model.generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in prompts]
@@ -159,10 +156,9 @@ def versions() -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Both tables, and the versions that they were made with."""
-    parts = [f"Run with {versions()}."]
-    parts += ["### Supported", markdown_table(SUPPORTED_COLUMNS, [r.cells() for r in rows if r.name not in REFUSED])]
-    parts += ["### Refused", markdown_table(REFUSED_COLUMNS, [row.cells() for row in rows if row.name in REFUSED])]
-    return "\n\n".join(parts)
+    supported = markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in rows if row.name not in REFUSED])
+    refused = markdown_table(REFUSED_COLUMNS, [row.cells() for row in rows if row.name in REFUSED])
+    return f"Run with {versions()}.\n\n### Supported\n\n{supported}\n\n### Refused\n\n{refused}"
 
 
 def write_page(path: Path, rows: Sequence[Row]) -> None:
@@ -174,16 +170,6 @@ def write_page(path: Path, rows: Sequence[Row]) -> None:
     if not end:
         raise RequestError(f"{path} lacks the lines {BEGIN!r} and {END!r} between which the tables go")
     write_text(path, f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}")
-
-
-def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a table without the column of classes, because a terminal is narrow."""
-    if not rows:
-        return
-    table = plain_table(title, [*columns[:CLASS], *columns[CLASS + 1 :]], words=len(columns))
-    for cells in (row.cells() for row in rows):
-        table.add_row(*cells[:CLASS], *cells[CLASS + 1 :])
-    Console().print(table)
 
 
 def check_backbone(args: argparse.Namespace) -> bool:
@@ -226,8 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [check_refused(name) if name in REFUSED else check_supported(name) for name in progress]
     if args.write:
         write_page(args.write, rows)
-    show("supported", SUPPORTED_COLUMNS, [row for row in rows if row.name not in REFUSED])
-    show("refused", REFUSED_COLUMNS, [row for row in rows if row.name in REFUSED])
+    print(markdown(rows))
     if args.json:
         write_json(args.json, {"versions": versions(), "rows": [asdict(row) for row in rows]})
     if wrong := [row.name for row in rows if not row.as_expected]:

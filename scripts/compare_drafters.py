@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.table import Table
 
 from decode.bench.benchmark import summarize
 from decode.bench.losslessness.cases import p_values, passes, rules_for
@@ -32,7 +31,7 @@ from decode.drafters.base import DrafterConfig, DrafterFactory
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
-from measuring import Measured, MeasuringOptions, open_measured, take_turns
+from measuring import Measured, MeasuringOptions, open_measured, show, take_turns
 from medusa.__main__ import main as medusa
 from medusa.commands.arguments import group, parse
 from medusa.commands.models import open_drafter
@@ -40,9 +39,8 @@ from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import Loaded
 from medusa.options import REQUIRED, LoadOptions, count, option
-from script_tools import plain_table, run_script, script_parser
+from script_tools import markdown_table, run_script, script_parser
 
-WIDTH = 112  # characters that the wider table takes; a narrow terminal wraps lines, and no figure is cut off
 DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]
 
 
@@ -79,12 +77,9 @@ def compare(options: DraftersOptions, folder: Path) -> dict[str, object]:
     table = {"backbone": models.loaded.name, "heads": options.models.heads}
     table |= {"prompts": len(models.prompts), "rounds": options.rounds}
     table |= {"max_new_tokens": settings.max_new_tokens, "draws": options.draws, "left_out": left_out, "rows": rows}
-    console = options.output.console
-    console.width = max(console.width, WIDTH)
     title = f"{models.loaded.name}, {len(models.prompts)} prompts, {settings.max_new_tokens} greedy tokens"
-    console.print(speed_table(title, rows), price_table(rows))
-    for name, why in left_out.items():
-        console.print(f"{name} left out: {why}", highlight=False)
+    reasons = [f"{name} left out: {why}" for name, why in left_out.items()]
+    show(options, title, speed_table(rows), price_table(rows), *reasons)
     return table
 
 
@@ -152,30 +147,27 @@ def verify(options: DraftersOptions, models: Measured, source: DrafterFactory) -
     return {"smallest_p_value": min(p_values(cases)), "draws_pass": passes(cases)}
 
 
-def speed_table(title: str, rows: dict[str, dict[str, object]]) -> Table:
+def speed_table(rows: dict[str, dict[str, object]]) -> str:
     """tau by category, and speeds."""
-    categories = list(rows["plain"]["by_category"])
-    table = plain_table(title, ["drafter", *categories, "tau", "tokens/s", "x plain", "x generate"])
+    categories, lines = list(rows["plain"]["by_category"]), []
     for name, row in rows.items():
         taus = [row["by_category"][category]["tau"] for category in categories] + [row["tau"]]
         # transformers does not report the steps of its assisted generation
-        told = [("" if name.startswith("transformers,") else f"{tau:.2f}") for tau in taus]
+        shown = [("" if name.startswith("transformers,") else f"{tau:.2f}") for tau in taus]
         speeds = [f"{row[key]:.2f}" for key in ("speedup", "speedup_vs_generate")]
-        table.add_row(name, *told, f"{row['tokens_per_second']:.0f}", *speeds)
-    return table
+        lines.append([name, *shown, f"{row['tokens_per_second']:.0f}", *speeds])
+    return markdown_table(["drafter", *categories, "tau", "tokens/s", "x plain", "x generate"], lines)
 
 
-def price_table(rows: dict[str, dict[str, object]]) -> Table:
-    """What a drafter needs and holds besides the backbone, and whether it changes anything."""
-    table = plain_table(
-        "needs, memory besides the backbone, and exactness", ["drafter", "needs", "exact", "MB"], words=3
-    )
+def price_table(rows: dict[str, dict[str, object]]) -> str:
+    """What a drafter needs, its memory without the backbone's, and whether it changes anything."""
+    lines = []
     for name, row in rows.items():
         if "needs" in row:
             exact = "yes" if row["equal_to_plain"] == 1 and row["draws_pass"] else "NO"
             exact += f": {row['equal_to_plain']:.0%} of texts equal, smallest p-value {row['smallest_p_value']:.2g}"
-            table.add_row(name, row["needs"], exact, f"{row['megabytes']:.1f}")
-    return table
+            lines.append([name, row["needs"], exact, f"{row['megabytes']:.1f}"])
+    return markdown_table(["drafter", "needs", "exact", "MB"], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -20,7 +20,6 @@ from functools import partial
 from itertools import cycle, islice
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +35,7 @@ from decode.request import prepare
 from decode.results import tau
 from decode.session import Session
 from decode.settings import Settings
-from measuring import MeasuringOptions, open_measured, take_turns
+from measuring import MeasuringOptions, open_measured, show, take_turns
 from medusa.commands.arguments import group, parse
 from medusa.commands.models import choose_tree, heads_folder, open_heads
 from medusa.errors import RequestError
@@ -44,11 +43,10 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 from medusa.options import REQUIRED, count, option
 from medusa.tree import Layout, Tree
-from script_tools import plain_table, run_script, script_parser
+from script_tools import markdown_table, run_script, script_parser
 
 TREES = """as for medusa generate, or calibrated:N, the static tree of N nodes that `medusa calibrate` found and kept
 with the heads (default: dynamic:64)"""
-WIDTH = 112  # characters that the table takes; a narrow terminal wraps lines, and no figure is cut off
 PATH = 4
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's own counter knows those of GPUs only
 # In inference mode, which `costs` uses, scaled_dot_product_attention is one operation.
@@ -166,23 +164,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     contenders = take_turns(options, loaded, methods, [[prompt] for prompt in prompts])
     for key, row in rows.items():
         row |= speeds(contenders[key], contenders["plain"])
-    console = options.output.console
-    console.width = max(console.width, WIDTH)
-    console.print(table_of(list(rows.values())))
+    show(options, table_of(list(rows.values())))
     about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(prompts), "rounds": options.rounds}
     about["context"] = options.context
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 
-def table_of(rows: Sequence[dict[str, object]]) -> Table:
+def table_of(rows: Sequence[dict[str, object]]) -> str:
     """The rows for people."""
     formats = {"parameters": ",", "draft_mflop": ".2f", "draft_megabytes": ".2f", "tau": ".2f"}
     formats |= {"tokens_per_second": ".0f", "speedup": ".2f", "equal_to_plain": ".0%"}
     head = ["parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"]
-    table = plain_table("", ["heads", "tree", *head], words=2)
-    for row in rows:
-        table.add_row(row["heads"], row["tree"], *(format(row[name], spec) for name, spec in formats.items()))
-    return table
+    lines = [[row["heads"], row["tree"], *(format(row[key], to) for key, to in formats.items())] for row in rows]
+    return markdown_table(["heads", "tree", *head], lines)
 
 
 if __name__ == "__main__":

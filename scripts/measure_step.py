@@ -43,7 +43,7 @@ from decode.sequences import Request
 from decode.session import Session
 from decode.topology import Topology
 from measuring import MeasuringOptions, PeakMemory, open_measured
-from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
+from medusa import MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.commands.arguments import group, parse
 from medusa.commands.models import open_heads
@@ -51,7 +51,8 @@ from medusa.commands.options import Models
 from medusa.heads.independent import HeadInputs
 from medusa.loading import DTYPES
 from medusa.options import count, option
-from script_tools import positive, run_script, script_parser
+from script_tools import markdown_table, positive, run_script, script_parser
+from tiny_models import random_heads
 
 VOCAB, NUM_HEADS = 32000, 5
 WARM_UP = 3  # rounds of each prompt that are not counted
@@ -108,15 +109,6 @@ def counting_llama(layers: int, hidden: int) -> LlamaForCausalLM:
         nn.init.normal_(embedding, std=4)  # so far above what the layers add that rounding decides nothing
         model.lm_head.weight.copy_(embedding.roll(1, 0) / 4 / hidden**0.5)
     return model
-
-
-def random_heads(model: LlamaForCausalLM, lm_head: str) -> MedusaHeads:
-    """Heads with random weights for this model."""
-    config = MedusaConfig(hidden_size=model.config.hidden_size, vocab_size=VOCAB, num_heads=NUM_HEADS, lm_head=lm_head)
-    heads = MedusaHeads(config)
-    for parameter in heads.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    return heads.to(model.device, model.dtype).eval()
 
 
 @torch.inference_mode()
@@ -211,19 +203,11 @@ def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:
 
 def show(outcome: dict[str, object], title: str) -> None:
     """Print the figures for people."""
-    ms, read = outcome["ms"], outcome["prefill"]
     print(f"{title}, tau {outcome['tau']:.2f}")
-    memory = f"{read['peak_mb']:.0f} MB, {read['cache_mb']:.0f} of them cache"
-    print(f"prefill of {read['tokens']} tokens: {read['seconds']:.2f} s, {memory}")
-    print(
-        f"step {ms['step']:.3f} ms, bare forward {ms['forward']:.3f} ms, heads {ms['heads']:.3f} ms: "
-        f"ratio {outcome['ratio']:.3f} (median of rounds {outcome['ratio_of_rounds']['median']:.3f}), "
-        f"outside {outcome['outside']:.1%}"
-    )
-    print(
-        f"plain step {ms['plain']:.3f} ms, T(1) {ms['forward_of_one']:.3f} ms: speedup {outcome['speedup']:.3f}, "
-        f"bound {outcome['bound']:.3f}: {outcome['speedup'] / outcome['bound']:.3f} of it"
-    )
+    figures = {f"{name}, ms": value for name, value in outcome["ms"].items()}
+    figures |= {name: outcome[name] for name in ("ratio", "outside", "speedup", "bound")}
+    figures |= {f"prefill {name}": value for name, value in outcome["prefill"].items()}
+    print(markdown_table(["figure", "value"], [[name, f"{value:.3f}"] for name, value in figures.items()]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.random:
         options.machine.prepare()
         model = counting_llama(*options.random).to(load.device or "cpu", DTYPES[load.dtype or "float32"])
-        heads, prompts = random_heads(model, options.lm_head), [torch.randint(VOCAB, (options.prompt_tokens,)).tolist()]
+        heads = random_heads(model, NUM_HEADS, std=0.02, lm_head=options.lm_head)
+        prompts = [torch.randint(VOCAB, (options.prompt_tokens,)).tolist()]
     elif not (options.models.backbone and options.models.heads):
         raise RequestError("nothing to measure: give --backbone B --heads H --prompts P, or --random LxH")
     else:

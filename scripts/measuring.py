@@ -62,6 +62,11 @@ def take_turns(
     return contenders
 
 
+def show(options: MeasuringOptions, *parts: str) -> None:
+    """Print titles and Markdown tables as they are, unless `--quiet` was given."""
+    options.output.console.print("\n\n".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
 class PeakMemory:
     """The most bytes in use since this object was made: tensors on a GPU, resident memory on a CPU (Linux only)."""
 

@@ -21,12 +21,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from medusa.errors import RequestError
 from medusa.files import write_json
-from script_tools import plain_table, run_script, script_parser
+from script_tools import run_script, script_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "faults.yaml"
@@ -111,22 +109,12 @@ def try_fault(folder: Path, fault: Fault, all_tests: bool) -> Outcome:
     return Outcome(fault.name, fault.file, status == FAILED, test, round(time.monotonic() - start, 1))
 
 
-def table_of(outcomes: list[Outcome]) -> Table:
-    """The outcomes for people."""
-    table = plain_table("", ["fault", "file", "caught by", "seconds"], words=3)
-    for outcome in outcomes:
-        caught = outcome.test.partition("::")[2] if outcome.caught else "[red]NOTHING[/red]"
-        table.add_row(outcome.name, outcome.file, caught, f"{outcome.seconds:.0f}")
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="faults by name or pattern")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite instead of each fault's tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
     args = parser.parse_args(argv)
-    console = Console(stderr=True)
     faults = [fault for fault in read_faults() if any(fnmatch(fault.name, pattern) for pattern in args.only)]
     if not faults:
         raise RequestError(f"no fault is called {' or '.join(args.only)}; see {FAULTS.relative_to(ROOT)}")
@@ -136,13 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         tests = sorted({test for fault in faults for test in fault.tests})
         status, test = run_tests(folder, [] if args.all_tests else tests)
         if status != PASSED:
-            console.print(f"without a fault, pytest ends with status {status} {test}")
+            print(f"without a fault, pytest ends with status {status} {test}", file=sys.stderr)
             return 1
         outcomes = []
         for fault in faults:
-            outcomes.append(try_fault(folder, fault, args.all_tests))
-            console.print(f"{outcomes[-1].name}: {'caught' if outcomes[-1].caught else 'NOT CAUGHT'}")
-    Console().print(table_of(outcomes))
+            outcomes.append(outcome := try_fault(folder, fault, args.all_tests))
+            caught_by = f"caught by {outcome.test.partition('::')[2]}" if outcome.caught else "NOT CAUGHT"
+            print(f"{outcome.name}: {caught_by}, {outcome.seconds:.0f} s", flush=True)
     caught = sum(outcome.caught for outcome in outcomes)
     print(f"{caught} of {len(outcomes)} faults were caught")
     if args.json:

@@ -9,9 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from medusa.commandline import OneLineParser, exit_status
 
 
@@ -53,12 +50,3 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
     """
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
-
-
-def plain_table(title: str, head: Sequence[str], words: int = 1) -> Table:
-    """A table for the terminal without a frame. The first `words` columns hold text; only names never wrap."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, name in enumerate(head):
-        is_figure = index >= words
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure or index == 0)
-    return table

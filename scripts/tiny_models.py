@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, for check_architectures.py and the tests."""
+"""Models and heads with random weights: of many architectures and tiny, for check_architectures.py and the tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from medusa import MedusaConfig, MedusaHeads
+from medusa.backbone import Backbone
 
 TABLE = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
 COMMON: dict[str, Any] = TABLE["common"]
@@ -32,3 +35,12 @@ def tiny_model(
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the default implementation does not take float64
     return model
+
+
+def random_heads(model: PreTrainedModel, num_heads: int, std: float, **settings: Any) -> MedusaHeads:
+    """Make heads for a model with normal weights of this deviation."""
+    backbone = Backbone(model)
+    heads = MedusaHeads.from_config(MedusaConfig(backbone.hidden_size, backbone.vocab_size, num_heads, **settings))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return heads.to(backbone.device, backbone.dtype).eval()

@@ -23,8 +23,7 @@ from decode.request import prepare
 from decode.session import Session
 from decode.settings import DecodingOptions
 from decode.topology import Topology
-from medusa import MedusaConfig, MedusaHeads, Tree
-from medusa.backbone import Backbone
+from medusa import MedusaHeads, Tree
 
 COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
 HIDDEN: int = COMMON["hidden_size"]
@@ -72,15 +71,8 @@ def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
 
 def random_heads(model: PreTrainedModel, num_heads: int = 3, seed: int = 0, **settings: Any) -> MedusaHeads:
     """Untrained heads with guesses of their own: a head that is the identity would repeat the backbone's."""
-    backbone = Backbone(model)
     torch.manual_seed(seed)
-    config = MedusaConfig(
-        hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size, num_heads=num_heads, **settings
-    )
-    heads = MedusaHeads.from_config(config)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return heads.to(backbone.dtype).eval()
+    return tiny_models.random_heads(model, num_heads, std=0.3, **settings)
 
 
 def random_tree(nodes: int, seed: int = 0, max_rank: int = 5, max_depth: int = 5) -> Tree:

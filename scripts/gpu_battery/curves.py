@@ -20,9 +20,10 @@ from benchmark_loss import Variant, measure
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled.region import Regions
 from decode.settings import Settings
-from medusa import MedusaConfig, MedusaHeads, Tree
+from medusa import Tree
 from medusa.tree import load_tree
 from scripts.gpu_battery.run import Run
+from tiny_models import random_heads
 from train.sharding import blocks
 
 SKIPPED = 4  # steps before those that are timed
@@ -62,7 +63,8 @@ def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Metho
     settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, compile=compile)
     if nodes == 1:
         return plain_method(model, settings)
-    return medusa_method(model, random_heads(run), settings, tree=tree_of(nodes))
+    heads = random_heads(model, NUM_HEADS, std=0.02, block="mlp", lm_head="shared")
+    return medusa_method(model, heads, settings, tree=tree_of(nodes))
 
 
 @functools.cache
@@ -74,16 +76,6 @@ def random_model(run: Run, name: str) -> LlamaForCausalLM:
         model = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
     run.keep(model=name, parameters=model.num_parameters(), dtype=run.dtype_name)
     return model
-
-
-def random_heads(run: Run) -> MedusaHeads:
-    """Make heads with random weights."""
-    shape = run.scale.curve_shape
-    config = MedusaConfig(shape["hidden_size"], shape["vocab_size"], NUM_HEADS, block="mlp", lm_head="shared")
-    heads = MedusaHeads(config)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    return heads.to(run.device, run.dtype).eval()
 
 
 def tree_of(nodes: int) -> Tree:
