@@ -61,7 +61,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def foreign_package() -> str | None:
-    """The error if another package shadows one of ours, in one line; `None` if all are ours.
+    """The error message if another package shadows `medusa`, `train` or `decode`; `None` if none does.
 
     `python -m medusa` and `torchrun -m medusa` find a `train.py` in the current folder before our package, and another
     distribution may have installed a package of the same name.

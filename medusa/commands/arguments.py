@@ -23,7 +23,7 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 @dataclass(frozen=True)
 class Group:
-    """Options that stand under one title in the help."""
+    """Options that form one argument group."""
 
     kind: type[Options]
     title: str

@@ -199,7 +199,7 @@ def measure(options: BenchmarkOptions, earlier: Earlier) -> tuple[BenchmarkResul
             categories=[record.category for record in records],
             heads=options.models.heads,
             drafter=specs[0] or "heads",
-            tree=models.drafter_json(specs[0], source)["tree"],
+            tree=models.tree_json(source),
             rounds=options.rounds,
             batch_size=options.batch_size,
             seed=options.machine.seed,

@@ -10,7 +10,7 @@ Each of the four stages prints the command that runs it alone. The demo takes un
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from medusa.commands.arguments import group
 from medusa.commands.distill.engines import LocalEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
-from medusa.commands.options import Machine, Output, read_prompts
+from medusa.commands.options import Machine, Output, Prompts
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
 from medusa.options import LoadOptions, Options, count, option
@@ -47,8 +47,7 @@ class DemoOptions(Options):
     overwrite: bool = option(False, "replace the results of an earlier demo")
     minutes: float = option(3.0, "train for M minutes", "above 0", lambda value: value > 0, "M")
     texts: int = count(384, "generate N texts to train on")
-    prompts: str = option(str(ASSETS / "prompts.jsonl"), "benchmark on these prompts", metavar="FILE")
-    max_prompts: int | None = count(None, "use only the first N prompts")
+    prompts: Prompts = group(Prompts, "prompts of the benchmark (default: 24 shipped ones)", without=("prompt",))
     load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))
     machine: Machine = group(Machine, "machine")
     output: Output = group(Output, "output")
@@ -63,6 +62,11 @@ class DemoOptions(Options):
         return Path(self.out)
 
     @property
+    def benchmark_prompts(self) -> Prompts:
+        """The prompts of --prompts, or the shipped ones."""
+        return replace(self.prompts, prompts=self.prompts.prompts or str(ASSETS / "prompts.jsonl"))
+
+    @property
     def heads(self) -> Path:
         """The folder of the trained heads."""
         return self.folder / "heads"
@@ -72,7 +76,7 @@ def run(options: DemoOptions) -> None:
     from medusa.loading import load_backbone
     from medusa.records.record import prompt_ids
 
-    records, console = read_prompts(options.prompts, "train", options.max_prompts), options.output.console
+    records, console = options.benchmark_prompts.read(), options.output.console
     options.machine.prepare()
     loaded = load_backbone("demo", options.load)
     console.print(
@@ -227,9 +231,9 @@ def measure(
     from decode.drafters import drafter_factory
     from decode.drafters.base import DrafterContext
     from decode.settings import Settings
-    from medusa.commands.models import drafter_json
+    from medusa.commands.models import tree_json
 
-    command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {options.prompts}"
+    command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {options.benchmark_prompts.prompts}"
     print_stage(options, 4, "The speedup, measured", command)
     source = drafter_factory("heads", DrafterContext(loaded.model, heads))
     with options.output.progress_bars() as start_progress:
@@ -241,7 +245,7 @@ def measure(
                 prompts=prompts,
                 categories=categories,
                 heads=str(options.heads),
-                tree=drafter_json(None, source)["tree"],
+                tree=tree_json(source),
                 seed=options.machine.seed,
                 command=options.output.command_line,
                 start_progress=start_progress,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,9 @@ from medusa.errors import RequestError
 from medusa.options import option
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import TextStreamer
 
+    from decode.drafters.base import DrafterFactory
     from decode.results import Result
     from medusa.commands.models import Opened
     from train.features.files import Recorder
@@ -49,36 +51,21 @@ class GenerateOptions(CommandOptions):
 
 
 def run(options: GenerateOptions) -> None:
-    from decode.bench.methods import medusa_method, plain_method
-    from decode.results import prompt_seeds, tau
+    from decode.results import tau
     from medusa.commands import models
 
     drafts = not options.plain and not options.strategy.is_search
     opened = models.open_models(options, options.prompts.read(), [options.models.drafter] if drafts else [])
-    model, tokenizer, settings = opened.loaded.model, opened.loaded.tokenizer, opened.settings
+    settings, tokenizer = opened.settings, opened.loaded.tokenizer
     if settings.stop:
         models.require_tokenizer(opened.loaded, "--stop")
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
-    recorder = _recorder(options, opened)
-    keeps = recorder is not None
-    source = next(iter(opened.drafters), None)
-    if source is None:
-        method = plain_method(model, settings, tokenizer, keep_hidden=keeps)
-    else:
-        method = medusa_method(model, source.heads, settings, tokenizer, keep_hidden=keeps, drafter=source)
+    source, recorder = next(iter(opened.drafters), None), _recorder(options, opened)
     results: list[Result] = []
-    seconds = 0.0
     with _recording(options, recorder):
-        for batch in batches(opened.prompts, options.batch_size):
-            printer = _printer(options, tokenizer)
-            seeds = prompt_seeds(options.machine.seed, range(len(results), len(results) + len(batch)))
-            new = method(batch, printer, seeds)
-            seconds += new[-1].seconds  # of the whole batch
-            results += new
-            _print_texts(options, new, printer, tokenizer)
-            _keep(recorder, new)
+        seconds = _generate(options, opened, source, recorder, results)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     options.output.note(speed_line(tokens, seconds, per_step))
     if source is not None and source.heads is not None and not options.output.quiet:
@@ -87,50 +74,50 @@ def run(options: GenerateOptions) -> None:
     options.output.write({"settings": about, "results": [r.to_json(tokenizer, settings.stop) for r in results]})
 
 
-class _Printer:
-    """Prints the text of one prompt while it is generated, through transformers' streamer."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from transformers import TextStreamer
-
-        self.streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-
-    def __call__(self, row: int, ids: list[int]) -> None:
-        import torch
-
-        for token in ids:  # one at a time: the streamer prints after each call
-            self.streamer.put(torch.tensor([token]))
-
-
-def _printer(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> _Printer | None:
-    """A printer for the next prompt; `None` where texts are printed when they are complete, or not at all."""
-    whole = options.batch_size > 1 or options.settings.stop or options.output.quiet
-    return None if tokenizer is None or whole else _Printer(tokenizer)
-
-
-def _print_texts(
+def _generate(
     options: GenerateOptions,
+    opened: Opened,
+    source: DrafterFactory | None,
+    recorder: Recorder | None,
     results: list[Result],
-    printer: _Printer | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    """Print the end of a streamed text, or the whole texts of a batch."""
-    from decode.results import text_of
+) -> float:
+    """Decode all prompts, print and record their texts, append to `results`, and return the seconds of decoding."""
+    from transformers import TextStreamer
 
-    if printer is not None:
-        printer.streamer.end()
-    elif not options.output.quiet:
-        for result in results:
-            print(text_of(result.new_ids, tokenizer, options.settings.stop) if tokenizer else result.new_ids)
+    from decode.bench.methods import medusa_method, plain_method
+    from decode.results import prompt_seeds, text_of
+
+    loaded, settings, prompts, _ = opened
+    model, tokenizer, keeps, seconds = loaded.model, loaded.tokenizer, recorder is not None, 0.0
+    if source is None:
+        method = plain_method(model, settings, tokenizer, keep_hidden=keeps)
+    else:
+        method = medusa_method(model, source.heads, settings, tokenizer, keep_hidden=keeps, drafter=source)
+    shown = not options.output.quiet
+    streams = shown and options.batch_size == 1 and not settings.stop
+    for batch in batches(prompts, options.batch_size):
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True) if streams and tokenizer is not None else None
+        seeds = prompt_seeds(options.machine.seed, range(len(results), len(results) + len(batch)))
+        new = method(batch, None if streamer is None else partial(_stream, streamer), seeds)
+        seconds += new[-1].seconds  # of the whole batch
+        results += new
+        if streamer is not None:
+            streamer.end()
+        for result in new:
+            if shown and streamer is None:
+                print(text_of(result.new_ids, tokenizer, settings.stop) if tokenizer else result.new_ids)
+            if recorder is not None and result.hidden is not None:
+                recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
+                result.hidden = None  # frees the memory; the texts themselves stay
+    return seconds
 
 
-def _keep(recorder: Recorder | None, results: list[Result]) -> None:
-    """Move the hidden states of finished texts to the recorder."""
-    for result in results if recorder is not None else ():
-        assert recorder is not None
-        assert result.hidden is not None
-        recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
-        result.hidden = None  # frees the memory; the texts themselves stay
+def _stream(streamer: TextStreamer, row: int, ids: list[int]) -> None:
+    """Print the tokens of a step, one at a time: the streamer prints after each call."""
+    import torch
+
+    for token in ids:
+        streamer.put(torch.tensor([token]))
 
 
 def _recorder(options: GenerateOptions, opened: Opened) -> Recorder | None:

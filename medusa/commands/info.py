@@ -50,7 +50,7 @@ def run(options: InfoOptions) -> None:
 
 
 def _description(config: MedusaConfig, num_parameters: int) -> dict[str, object]:
-    """What the configuration says, in words."""
+    """Describe the configuration in words."""
     from medusa.config import GATED
     from medusa.tree import Tree
 

@@ -102,11 +102,8 @@ def open_models(
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
     check_models(command.models, command.load, command.settings, command.contrasting, configs)
     command.machine.prepare()
-    loaded, settings, contrasting = (
-        load_backbone(command.models.backbone, command.load),
-        command.settings,
-        command.contrasting,
-    )
+    loaded = load_backbone(command.models.backbone, command.load)
+    settings, contrasting = command.settings, command.contrasting
     if configs:
         require_tree_support(loaded.model)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
@@ -117,19 +114,15 @@ def open_models(
         model = load_small_model(contrasting.amateur, context, "amateur")
         require_fitting(prompts, Backbone(model), "amateur")
         settings = replace(settings, amateur=Amateur(model, contrasting.contrast, contrasting.amateur))
-    chosen = settings if calibrates else None
-    return Opened(loaded, settings, prompts, [open_drafter(command, loaded, config, chosen) for config in configs])
+    sources = [open_drafter(command, loaded, config, settings if calibrates else None) for config in configs]
+    return Opened(loaded, settings, prompts, sources)
 
 
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
-    """The drafter that `spec` describes, by default the heads.
-
-    Args:
-        alone: there is no other drafter that --tree could belong to.
+    """The drafter that `spec` describes, by default the heads; `alone`: --tree cannot belong to another drafter.
 
     Raises:
-        RequestError: there is no such drafter, it needs --heads, or it cannot take an option.
-    """
+        RequestError: there is no such drafter, it needs --heads, or it cannot take an option."""
     models, settings = command.models, command.settings
     config = parse(spec or "heads")
     if settings.compile and not config.compiles:
@@ -231,22 +224,21 @@ def heads_folder(name: str | None) -> Path | None:
     return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
 
 
-def drafter_json(spec: str | None, source: DrafterFactory | None) -> dict[str, object]:
-    """What results say about the drafter: its name, its tree and the nodes of a draft."""
-    if source is None:
-        return {"drafter": None, "tree": None, "nodes": None}
+def tree_json(source: DrafterFactory | None) -> object:
+    """The drafter's tree as results list it; `None` without a tree."""
     tree = getattr(source, "tree", None)
-    return {
-        "drafter": spec or "heads",
-        "tree": None if tree is None else tree.to_json(),
-        "nodes": source.num_nodes,
-    }
+    return None if tree is None else tree.to_json()
 
 
 def settings_json(command: CommandOptions, settings: Settings, source: DrafterFactory | None) -> dict[str, object]:
     """What results say about the settings, the models and the drafter."""
-    models = {"backbone": command.models.backbone, "heads": command.models.heads}
-    return settings.to_dict() | models | drafter_json(command.models.drafter, source)
+    return settings.to_dict() | {
+        "backbone": command.models.backbone,
+        "heads": command.models.heads,
+        "drafter": None if source is None else command.models.drafter or "heads",
+        "tree": tree_json(source),
+        "nodes": None if source is None else source.num_nodes,
+    }
 
 
 def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:

@@ -50,8 +50,8 @@ class Network(Options):
     def allowed_hosts(self) -> list[str]:
         """The Host headers that requests may have.
 
-        A server for this machine only allows this machine's names. A page from elsewhere then cannot reach the server
-        under a name of its own (DNS rebinding)."""
+        A server for this machine only allows this machine's names, so that no web page can reach the server through a
+        domain that resolves to this machine (DNS rebinding)."""
         return ["127.0.0.1", "localhost", "[::1]"] if self.is_loopback else ["*"]
 
     def announce(self, command: str) -> None:

@@ -60,7 +60,7 @@ def run(options: VerifyOptions) -> int:
                 prompts=prompts,
                 heads=options.models.heads,
                 drafter=spec or "heads",
-                tree=models.drafter_json(spec, source)["tree"],
+                tree=models.tree_json(source),
                 batch_size=options.batch_size,
                 seed=options.machine.seed,
                 draws=options.draws,
