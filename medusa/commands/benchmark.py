@@ -175,8 +175,10 @@ def compare_files(earlier: Earlier) -> list[Comparison]:
     return [compare(base, result, (first, name)) for name, result in others]
 
 
-def measure(options: BenchmarkOptions, earlier: Earlier) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure, show the figures, and compare them with earlier runs."""
+def measure(
+    options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
+) -> tuple[BenchmarkResult, list[Comparison]]:
+    """Measure, show the figures, and compare them with earlier runs; `calibrates`: as in `open_models`."""
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob, prompts_hash
     from decode.bench.report.terminal import print_benchmark
@@ -185,7 +187,7 @@ def measure(options: BenchmarkOptions, earlier: Earlier) -> tuple[BenchmarkResul
     options.require_measurable()
     output, specs = options.output, options.drafters
     records = options.prompts.read()
-    loaded, settings, prompts, (source, *others) = models.open_models(options, records, specs)
+    loaded, settings, prompts, (source, *others) = models.open_models(options, records, specs, calibrates)
     models.hint_at_bfloat16(loaded, output)
     for name, result in earlier:
         if result.settings.prompts_sha256 != prompts_hash(prompts):

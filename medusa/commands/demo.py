@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa.commands import benchmark
 from medusa.commands.arguments import group
+from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.distill.engines import LocalEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
-from medusa.commands.options import Machine, Output, Prompts
+from medusa.commands.options import Machine, Models, Output, Prompts
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
 from medusa.options import LoadOptions, Options, count, option
@@ -86,9 +88,8 @@ def run(options: DemoOptions) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     text = generate_text(options, loaded)
     heads = train_heads(options, loaded, text)
-    prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
-    show_stories(options, loaded, heads, prompts[0])
-    result = measure(options, loaded, heads, prompts, [record.category for record in records])
+    show_stories(options, loaded, heads, prompt_ids(records[0], loaded.tokenizer))
+    result = measure(options)
     write_json(options.folder / "benchmark.json", result.to_json())
     print_summary(options, result)
     options.output.write(result.to_json())
@@ -222,36 +223,15 @@ def play(console: Console, plain: Story, fast: Story) -> None:
         live.update(frame(end))
 
 
-def measure(
-    options: DemoOptions, loaded: Loaded, heads: MedusaHeads, prompts: list[list[int]], categories: list[str | None]
-) -> BenchmarkResult:
+def measure(options: DemoOptions) -> BenchmarkResult:
     """Stage 4: the speedup."""
-    from decode.bench.measure import BenchmarkJob, run_benchmark
-    from decode.bench.report.terminal import print_benchmark
-    from decode.drafters import drafter_factory
-    from decode.drafters.base import DrafterContext
-    from decode.settings import Settings
-    from medusa.commands.models import tree_json
-
-    command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {options.benchmark_prompts.prompts}"
+    prompts, models = options.benchmark_prompts, Models(backbone="demo", heads=str(options.heads))
+    command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}"
     print_stage(options, 4, "The speedup, measured", command)
-    source = drafter_factory("heads", DrafterContext(loaded.model, heads))
-    with options.output.progress_bars() as start_progress:
-        result = run_benchmark(
-            BenchmarkJob(
-                loaded=loaded,
-                source=source,
-                settings=Settings(max_new_tokens=128),
-                prompts=prompts,
-                categories=categories,
-                heads=str(options.heads),
-                tree=tree_json(source),
-                seed=options.machine.seed,
-                command=options.output.command_line,
-                start_progress=start_progress,
-            )
-        )
-    print_benchmark(options.output.console, result)
+    asked = BenchmarkOptions(
+        models=models, load=options.load, prompts=prompts, machine=options.machine, output=options.output
+    )
+    result, _ = benchmark.measure(asked, [], calibrates=False)
     return result
 
 

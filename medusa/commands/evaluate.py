@@ -28,16 +28,10 @@ OPENING = 16  # tokens of a text that serve as its prompt
 class DataOptions(Options):
     """Which records to read."""
 
-    data: str = option(
-        REQUIRED,
-        "read records from a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset",
-        metavar="D",
-    )
+    data: str = option(REQUIRED, "read records from this file, folder or Hub dataset, as --prompts does", metavar="D")
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
-    document_separator: str = option(
-        DOCUMENT_SEPARATOR, "split a .txt file into documents at this line", metavar="LINE"
-    )
+    document_separator: str = option(DOCUMENT_SEPARATOR, "split a .txt file at this line", metavar="LINE")
 
 
 @dataclass(frozen=True, kw_only=True)

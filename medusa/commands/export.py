@@ -147,12 +147,7 @@ def _require_replaceable(output: Path, keep: list[Path]) -> None:
 
 
 def _show(output: Output, about: Exported) -> None:
-    out = output.console
-    out.print(f"{about['folder']}:", highlight=False)
-    for name, size in about["files"].items():
-        out.print(f"  {name}  {readable(size)}", highlight=False)
-    out.print("read again: the same weights, bit for bit", highlight=False)
-    out.print(f"serve:  {about['serve']}", highlight=False, soft_wrap=True, markup=False)
-    out.print(f"lost there:  {about['lost']}", highlight=False)
-    for note in about["notes"]:
-        out.print(f"note:  {note}", highlight=False)
+    lines = [f"{about['folder']}:", *(f"  {name}  {readable(size)}" for name, size in about["files"].items())]
+    lines += ["read again: the same weights, bit for bit", f"serve:  {about['serve']}", f"lost there:  {about['lost']}"]
+    for line in [*lines, *(f"note:  {note}" for note in about["notes"])]:
+        output.console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -102,12 +102,9 @@ def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple
     """transformers' beam search, which goes on until no better text is possible."""
     from decode.bench.methods import transformers_method
 
-    options = {
-        "num_beams": strategy.num_beams,
-        "length_penalty": strategy.length_penalty,
-        "early_stopping": "never",
-    }
-    method = transformers_method(opened.loaded.model, opened.settings, opened.loaded.tokenizer, **options)
+    beams, penalty, loaded = strategy.num_beams, strategy.length_penalty, opened.loaded
+    options: dict[str, object] = {"num_beams": beams, "length_penalty": penalty, "early_stopping": "never"}
+    method = transformers_method(loaded.model, opened.settings, loaded.tokenizer, **options)
     for batch in batches(opened.prompts, batch_size):
         yield from ((result, {}) for result in method(batch))
 

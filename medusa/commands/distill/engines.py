@@ -61,14 +61,12 @@ class Engine(ABC):
         """Generate the answers that the journal lacks, and return the seconds."""
 
     @contextlib.contextmanager
-    def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], None]]:
+    def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], object]]:
         """A progress bar of texts; call it with the number of new texts."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.output.progress, disable=self.output.quiet) as progress:
-            bar = progress.add_task("", total=sum(task.turns for task in tasks), completed=len(journal.done))
-            yield lambda count: progress.advance(bar, count)
+        with self.output.progress_bars() as start:
+            advance = start("generating", sum(task.turns for task in tasks))
+            advance(len(journal.done))
+            yield advance
 
 
 @dataclass
@@ -181,7 +179,7 @@ class ServerEngine(Engine):
                 self._stop.set()
         return perf_counter() - start
 
-    def _converse(self, task: Task, journal: Journal, advance: Callable[[int], None]) -> None:
+    def _converse(self, task: Task, journal: Journal, advance: Callable[[int], object]) -> None:
         """Get the answers of one task, unless the run has ended."""
         for turn in range(task.turns):
             if self._stop.is_set():
