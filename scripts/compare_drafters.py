@@ -139,7 +139,7 @@ def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings)
 def verify(options: DraftersOptions, models: Measured, source: DrafterFactory) -> dict[str, object]:
     """Draw as `medusa verify` does: the smallest p-value of those judged, and whether all pass."""
     model, sampling, cases = models.loaded.model, Settings(temperature=1.0), []
-    generator = torch.Generator(model.device).manual_seed(options.machine.seed)
+    generator = torch.Generator(model.device).manual_seed(options.runtime.seed)
     for number, prompt in enumerate(models.prompts[: options.sampled_prompts]):
         experiment = Experiment(model, source, prompt, sampling, generator)
         rules = [rule for rule in rules_for(source) if rule.acceptance == "rejection"]

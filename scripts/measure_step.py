@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.piece:
         prefill_module.TOKENS = prefill_module.LEAST = options.piece
     if options.random:
-        options.machine.prepare()
+        options.runtime.prepare()
         model = counting_llama(*options.random).to(load.device or "cpu", DTYPES[load.dtype or "float32"])
         heads = random_heads(model, NUM_HEADS, std=0.02, lm_head=options.lm_head)
         prompts = [torch.randint(VOCAB, (options.prompt_tokens,)).tolist()]

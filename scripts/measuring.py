@@ -58,7 +58,7 @@ def take_turns(
     with options.output.progress_bars() as start_progress:
         advance = start_progress("measuring", options.rounds * len(batches))
         clock = stopwatch(loaded.model.device)
-        run_rounds(list(contenders.values()), batches, options.rounds, advance, options.machine.seed, clock)
+        run_rounds(list(contenders.values()), batches, options.rounds, advance, options.runtime.seed, clock)
     return contenders
 
 

@@ -204,7 +204,7 @@ def measure(
             tree=models.tree_json(source),
             rounds=options.rounds,
             batch_size=options.batch_size,
-            seed=options.machine.seed,
+            seed=options.runtime.seed,
             command=output.command_line,
             start_progress=start_progress,
         )

@@ -51,7 +51,7 @@ def run(options: CalibrateOptions) -> None:
     from decode.bench.report.terminal import print_calibration
     from medusa.commands import models
 
-    output, seed = options.output, options.machine.seed
+    output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
     models.check_models(options.models, options.load)
     loaded, settings, prompts, _ = models.open_models(options, records)

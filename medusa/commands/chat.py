@@ -95,7 +95,7 @@ def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settin
     with options.warming_up():
         worker.call(generator.warm_up, begin, settings)
     names = options.models.backbone, options.models.drafter or "heads"
-    config = PageConfig(worker, settings, *names, options.system, options.machine.seed)
+    config = PageConfig(worker, settings, *names, options.system, options.runtime.seed)
     serve(config, network.host, network.port, network.allowed_hosts, lambda: network.announce("chat"))
 
 
@@ -161,7 +161,7 @@ class _Terminal:
         from decode.serve.texts import TextStream
 
         source, templated = self.generator.source, self.conversation.has_template
-        seed = prompt_seeds(self.options.machine.seed, [len(self.results)])[0]
+        seed = prompt_seeds(self.options.runtime.seed, [len(self.results)])[0]
         decoding = self.generator.run(turn.prompt, self.settings, seed, self.plain)
         before = () if templated else turn.prompt
         stream, text = TextStream(self.generator.tokenizer, self.settings.stop, before=before), ""

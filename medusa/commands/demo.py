@@ -20,7 +20,7 @@ from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.distill.engines import LocalEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
-from medusa.commands.options import Machine, Models, Output, Prompts
+from medusa.commands.options import Models, Output, Prompts, RuntimeOptions
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
 from medusa.options import LoadOptions, Options, count, option
@@ -51,7 +51,7 @@ class DemoOptions(Options):
     texts: int = count(384, "generate N texts to train on")
     prompts: Prompts = group(Prompts, "prompts of the benchmark (default: 24 shipped ones)", without=("prompt",))
     load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))
-    machine: Machine = group(Machine, "machine")
+    runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ def run(options: DemoOptions) -> None:
     from medusa.records.record import prompt_ids
 
     records, console = options.benchmark_prompts.read(), options.output.console
-    options.machine.prepare()
+    options.runtime.prepare()
     loaded = load_backbone("demo", options.load)
     console.print(
         f"[bold]The backbone[/bold]: a Llama of {loaded.model.num_parameters():,} parameters that writes children's "
@@ -117,7 +117,7 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
     )
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
     method = transformers_method(loaded.model, settings, loaded.tokenizer)
-    about = options.output, settings, options.machine.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
+    about = options.output, settings, options.runtime.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
     engine = LocalEngine(*about, 64, loaded.model, method, TEXT_SECONDS)
     text.unlink(missing_ok=True)
     with Journal(text) as journal:
@@ -145,7 +145,7 @@ def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads
     )
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     content["data"]["path"], content["output_dir"] = str(text), str(folder)
-    content["training"] |= {"max_minutes": options.minutes, "seed": options.machine.seed, "log_lines": False}
+    content["training"] |= {"max_minutes": options.minutes, "seed": options.runtime.seed, "log_lines": False}
     content |= {name: getattr(options.load, name) for name in ("dtype", "device", "attention")}
     figures = train(parse_recipe(content, "demo"), overwrite=True, quiet=options.output.quiet)
     shares = ", ".join(f"head {head} {share:.0%}" for head, share in enumerate(figures.top1, 1))
@@ -229,7 +229,7 @@ def measure(options: DemoOptions) -> BenchmarkResult:
     command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}"
     print_stage(options, 4, "The speedup, measured", command)
     asked = BenchmarkOptions(
-        models=models, load=options.load, prompts=prompts, machine=options.machine, output=options.output
+        models=models, load=options.load, prompts=prompts, runtime=options.runtime, output=options.output
     )
     result, _ = benchmark.measure(asked, [], calibrates=False)
     return result

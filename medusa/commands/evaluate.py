@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.arguments import group
-from medusa.commands.options import LOADING, Machine, Models, Output, read_prompts
+from medusa.commands.options import LOADING, Models, Output, RuntimeOptions, read_prompts
 from medusa.options import REQUIRED, LoadOptions, Options, count, option
 from medusa.records.sources import DOCUMENT_SEPARATOR
 
@@ -42,7 +42,7 @@ class EvaluateOptions(Options):
     load: LoadOptions = LOADING
     data: DataOptions = group(DataOptions, "data")
     settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
-    machine: Machine = group(Machine, "machine")
+    runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
 
 
@@ -60,7 +60,7 @@ def run(options: EvaluateOptions) -> None:
     data, output = options.data, options.output
     records = read_prompts(data.data, data.split, data.max_prompts, data.document_separator)
     models.check_models(options.models, options.load)
-    options.machine.prepare()
+    options.runtime.prepare()
     loaded = load_backbone(options.models.backbone, options.load)
     backbone, heads = Backbone(loaded.model), models.open_heads(str(options.models.heads), loaded)
     prompts = []

@@ -97,7 +97,7 @@ def _generate(
     streams = shown and options.batch_size == 1 and not settings.stop
     for batch in batches(prompts, options.batch_size):
         streamer = TextStreamer(tokenizer, skip_special_tokens=True) if streams and tokenizer is not None else None
-        seeds = prompt_seeds(options.machine.seed, range(len(results), len(results) + len(batch)))
+        seeds = prompt_seeds(options.runtime.seed, range(len(results), len(results) + len(batch)))
         new = method(batch, None if streamer is None else partial(_stream, streamer), seeds)
         seconds += new[-1].seconds  # of the whole batch
         results += new

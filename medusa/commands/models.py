@@ -101,7 +101,7 @@ def open_models(
         RequestError: a model is missing or does not fit, or a prompt is too long."""
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
     check_models(command.models, command.load, command.settings, command.contrasting, configs)
-    command.machine.prepare()
+    command.runtime.prepare()
     loaded = load_backbone(command.models.backbone, command.load)
     settings, contrasting = command.settings, command.contrasting
     if configs:

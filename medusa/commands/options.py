@@ -85,8 +85,8 @@ def read_prompts(place: str, split: str, most: int | None = None, separator: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine(Options):
-    """The random seed and the threads."""
+class RuntimeOptions(Options):
+    """The random seed and the number of threads."""
 
     seed: int = option(
         0,
@@ -199,7 +199,7 @@ class CommandOptions(Options):
     settings: Settings = group(Settings, "generation")
     batch_size: int = count(1, "decode N prompts at a time")
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
-    machine: Machine = group(Machine, "machine")
+    runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
 
     def __post_init__(self) -> None:

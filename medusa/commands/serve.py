@@ -54,5 +54,5 @@ def run(options: ServeOptions) -> None:
     worker = BatchWorker(generator, options.batch_size)
     with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
-    api = CompletionApi(worker, options.name or options.models.backbone, settings, options.machine.seed)
+    api = CompletionApi(worker, options.name or options.models.backbone, settings, options.runtime.seed)
     serve(api, network.host, network.port, network.allowed_hosts, lambda: network.announce("serve"))

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 
 from medusa.commands.arguments import group
-from medusa.commands.options import Machine, Output
+from medusa.commands.options import Output, RuntimeOptions
 from medusa.options import REQUIRED, Options, count, option
 
 
@@ -39,7 +39,7 @@ class TrainOptions(Options):
     )
     ids: bool = option(False, "with --inspect: print a line for every token")
     plan: bool = option(False, "report the disk space and the time that cached features (cache_features) take and save")
-    machine: Machine = group(Machine, "machine", only=("threads",))
+    runtime: RuntimeOptions = group(RuntimeOptions, "runtime", only=("threads",))
     output: Output = group(Output, "output")
 
 
@@ -50,7 +50,7 @@ def run(options: TrainOptions) -> None:
 
     output = options.output
     config = load_recipe(options.config, list(options.overrides))
-    Machine(seed=int(config.training.get("seed", 42)), threads=options.machine.threads).prepare()
+    RuntimeOptions(seed=int(config.training.get("seed", 42)), threads=options.runtime.threads).prepare()
     figures: dict[str, object]
     if options.inspect:
         found = preview(config, options.inspect)

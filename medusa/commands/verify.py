@@ -62,7 +62,7 @@ def run(options: VerifyOptions) -> int:
                 drafter=spec or "heads",
                 tree=models.tree_json(source),
                 batch_size=options.batch_size,
-                seed=options.machine.seed,
+                seed=options.runtime.seed,
                 draws=options.draws,
                 sampled_prompts=options.sampled_prompts,
                 full=options.full,

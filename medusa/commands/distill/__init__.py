@@ -86,7 +86,7 @@ def run(options: DistillOptions) -> None:
     about = _about(options, records)
     _check_resume(path, about, options.overwrite)
     models.check_models(options.models, options.load)
-    options.machine.prepare()
+    options.runtime.prepare()
     engine = _server_engine(options) if options.server else _local_engine(options)
     tasks = _tasks(options, engine, records)
     engine.check(tasks)
@@ -150,7 +150,7 @@ def _about(options: DistillOptions, records: list[Record]) -> Json:
         "max_turns": options.max_turns,
         "split": prompts.split,
         "dtype": options.load.dtype,
-        "seed": options.machine.seed,
+        "seed": options.runtime.seed,
     }
     if settings.do_sample:  # greedy text does not depend on these options, so they may change
         about |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
@@ -212,7 +212,7 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
     else:
         method = transformers_method(loaded.model, settings, loaded.tokenizer)
     about = loaded.name, loaded.tokenizer, loaded.bos_token_id
-    return LocalEngine(options.output, settings, options.machine.seed, *about, options.batch_size, loaded.model, method)
+    return LocalEngine(options.output, settings, options.runtime.seed, *about, options.batch_size, loaded.model, method)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
@@ -223,4 +223,4 @@ def _server_engine(options: DistillOptions) -> ServerEngine:
     name, load = options.models.backbone, options.load
     tokenizer = load_tokenizer(name, load)
     about = name, tokenizer, bos_token_id(tokenizer, load_config(name, load))
-    return ServerEngine(options.output, options.settings, options.machine.seed, *about, options.concurrency, server)
+    return ServerEngine(options.output, options.settings, options.runtime.seed, *about, options.concurrency, server)
