@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from medusa.errors import RequestError
-from medusa.options import Options, count, option
+from medusa.options import Options, count, option, share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,6 @@ LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 """Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 DRAFTS = ("topk", "sample")
-SHARE = "between 0 and 1"
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
 
 
@@ -63,15 +62,11 @@ class DecodingOptions(Options):
     draft: str = option(
         "topk", "draft the heads' best guesses (topk) or samples from their distributions (sample)", metavar="KIND"
     )
-    stop_drafting: float = option(
-        0.0,
-        "with --tree dynamic:N: prune nodes whose path probability is below P, with their subtrees; 0 is off",
-        SHARE,
-        lambda value: 0 <= value <= 1,
-        "P",
+    stop_drafting: float = share(
+        0.0, "with --tree dynamic:N: prune nodes whose path probability is below P, with their subtrees; 0 is off", "P"
     )
-    epsilon: float = option(EPSILON, "set epsilon of typical acceptance", SHARE, lambda value: 0 <= value <= 1, "E")
-    delta: float = option(DELTA, "set delta of typical acceptance", SHARE, lambda value: 0 <= value <= 1, "D")
+    epsilon: float = share(EPSILON, "set epsilon of typical acceptance", "E")
+    delta: float = share(DELTA, "set delta of typical acceptance", "D")
     compile: bool = option(
         False, "compile whole steps by torch.compile, as CUDA graphs on a GPU; the first step takes seconds to minutes"
     )
@@ -144,13 +139,7 @@ class Settings(DecodingOptions):
         lambda value: 0 < value <= 1,
         "P",
     )
-    min_p: float = option(
-        0.0,
-        "sample tokens above P times the best probability; 0 is off",
-        "between 0 (off) and 1",
-        lambda value: 0 <= value <= 1,
-        "P",
-    )
+    min_p: float = share(0.0, "sample tokens above P times the best probability; 0 is off", "P")
     repetition_penalty: float = option(
         1.0, "penalise repeated tokens by R; 1 is off", "above 0; 1 is off", lambda value: value > 0, "R"
     )

@@ -1,4 +1,4 @@
-"""What our command-line programs share: a parser and exit statuses that answer a wrong request in one line."""
+"""The parser and the exit statuses of our command-line programs: a wrong request is reported in one line."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def option(
         help: what it does; the command line adds the default.
         allowed: describes the valid values, for messages.
         check: whether a value is valid. `None`, which means that the option was not given, always is.
-        name: of the argument, where it is not the field's.
+        name: the argument's name, if it differs from the field's.
         argparse: further keywords for `add_argument`; also `positional`, and `hidden` for what no argument sets.
     """
     about: dict[str, object] = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name}
@@ -45,12 +45,21 @@ def count(default: object, help: str, metavar: str = "N", **argparse: Any) -> An
     return option(default, help, allowed, lambda value: value >= 1, metavar, type=int, **argparse)
 
 
+def share(default: float, help: str, metavar: str, name: str = "") -> Any:
+    """An option whose value is between 0 and 1."""
+    return option(default, help, "between 0 and 1", lambda value: 0 <= value <= 1, metavar, name)
+
+
+class OptionError(RequestError):
+    """A value that its option does not allow. The message begins with the option's name."""
+
+
 @dataclass(frozen=True)
 class Options:
     """Base of dataclasses with options.
 
     Raises:
-        RequestError: a value that its option does not allow.
+        OptionError: a value that its option does not allow.
     """
 
     def __post_init__(self) -> None:
@@ -58,7 +67,7 @@ class Options:
             check, value = known.metadata.get("check"), getattr(self, known.name)
             if check is not None and value is not None and not check(value):
                 name = (known.metadata["name"] or known.name).replace("_", "-")
-                raise RequestError(f"{name} is {value}; it must be {known.metadata['allowed']}")
+                raise OptionError(f"{name} is {value}; it must be {known.metadata['allowed']}")
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from medusa.options import Options, count, option
+from medusa.options import Options, count, option, share
 
 
 @dataclass(frozen=True)
 class ContrastOptions(Options):
     """The constants of contrastive decoding; the defaults are those of Li et al. (2022, arXiv 2210.15097)."""
 
-    alpha: float = option(
-        0.1,
-        "exclude tokens less probable than A times the most probable token; 0 excludes none",
-        "between 0 (all tokens are plausible) and 1",
-        lambda value: 0 <= value <= 1,
-        "A",
-        name="contrast_alpha",
+    alpha: float = share(
+        0.1, "exclude tokens less probable than A times the most probable token; 0 excludes none", "A", "contrast_alpha"
     )
     beta: float | None = option(
         None,

@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar, cast
 
-from medusa.options import REQUIRED, Options
+from medusa.errors import RequestError
+from medusa.options import REQUIRED, OptionError, Options
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
@@ -111,10 +112,18 @@ def read(kind: type[O], args: argparse.Namespace) -> O:
         if about is not None:
             given = {name: value for name, value in about.defaults.items() if value is not REQUIRED}
             given |= {name: _value(args, option) for name, option in about.arguments.items()}
-            values[known.name] = about.kind(**given)
+            values[known.name] = _checked(about.kind, given)
         elif "help" in known.metadata:
             values[known.name] = _value(args, known)
-    return cast(O, kind(**values))
+    return _checked(kind, values)
+
+
+def _checked(kind: type[O], values: dict[str, object]) -> O:
+    """The options, with errors that name the argument as it is typed."""
+    try:
+        return cast(O, kind(**values))
+    except OptionError as error:
+        raise RequestError(f"--{error}") from None
 
 
 def _value(args: argparse.Namespace, option: Field[object]) -> object:
