@@ -30,11 +30,11 @@ class HubOptions(TypedDict, total=False):
     revision: str | None
     """A branch, tag or commit."""
     token: str | bool | None
-    """For private and gated repositories; by default that of `hf auth login`."""
+    """The token for private and gated repositories; by default that of `hf auth login`."""
     cache_dir: str | Path | None
     """The folder of downloads; by default the Hub's cache."""
     local_files_only: bool
-    """Use earlier downloads only."""
+    """Whether only earlier downloads are used."""
 
 
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:

@@ -121,7 +121,7 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
     return environment.get_template("card.md.j2").render(
         metadata=metadata.to_yaml(),
         bookkeeping=BOOKKEEPING,
-        base="a backbone that they do not name" if base is None else base if is_hub_id(base) else Path(base).name,
+        base="an unknown backbone" if base is None else base if is_hub_id(base) else Path(base).name,
         base_is_on_hub=is_hub_id(base),
         heads=heads,
         config=heads.config,

@@ -29,7 +29,7 @@ CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "cust
 NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"
 """transformers checks these before it runs the code."""
 DEFAULT_TREE = "eight"
-"""For heads about which nothing was measured: eight nodes cost little on any machine."""
+"""The tree of heads without measurements: eight nodes cost little on any machine."""
 
 
 def why_no_code(config: MedusaConfig) -> str | None:
@@ -51,8 +51,8 @@ def write_hub(export: Export) -> Written:
     unknown = why_no_code(heads.config)
     if unknown is not None:
         raise RequestError(
-            f"--to hub: the code that it ships knows independent and cascaded heads, not heads with {unknown}; "
-            "publish them without it by heads.push_to_hub, for use with this package"
+            f"--to hub: its code decodes with independent and cascaded heads, not with heads with {unknown}; "
+            "publish them without code by heads.push_to_hub, for use with this package"
         )
     if Path(export.backbone) == DEMO.resolve():  # a folder of this installation
         heads = replace(heads, config=replace(heads.config, base_model_name_or_path="demo"))
@@ -97,18 +97,18 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
 
 
 class PushOptions(TypedDict, total=False):
-    """How to publish heads."""
+    """Options of publishing heads."""
 
     private: bool | None
     """Whether a new repository is private; by default as the account's settings say."""
     token: str | bool | None
-    """By default that of `hf auth login`."""
+    """The access token; by default that of `hf auth login`."""
     revision: str | None
-    """A branch, made if it does not exist; by default main."""
+    """The branch, made if it does not exist; by default main."""
     commit_message: str | None
-    """By default the number and kind of the heads and their backbone."""
+    """The commit's message; by default the number and kind of the heads and their backbone."""
     license: str | None
-    """The Hub's name of it, for the card."""
+    """The Hub's name of the licence, for the card."""
     benchmark: str | Path | None
     """A file of `medusa benchmark --json` about these heads, for the card."""
 
@@ -116,7 +116,7 @@ class PushOptions(TypedDict, total=False):
 def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str:
     """Publish heads as the repository `repo_id`, which is made if it does not exist; return the commit's address.
 
-    Files of the same names are replaced, the card, too; git keeps the old ones.
+    Files of the same names, such as the card, are replaced; git keeps the old versions.
 
     Raises:
         RequestError: no such repository for this token, or a wrong name, licence or benchmark.

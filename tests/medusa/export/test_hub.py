@@ -560,7 +560,7 @@ def test_card_says_what_was_measured(llama: Any) -> None:
         "Texts equal to plain decoding, token for token: 98.0% of the prompts.",
         "1 80.0%, 2 60.0%",
         "| Some CPU x 8, threads 4 | 1, temperature 0 | 4 nodes, static | 2.00 | 2.50, plain 2.00 | 1.60 |",
-        "`apache-2.0`, as their publisher says.",
+        "`apache-2.0`, as given by the publisher.",
     ):
         assert line in card
     assert "/home" not in card
@@ -570,12 +570,12 @@ def test_card_says_what_is_not_known(llama: Any) -> None:
     card = model_card(random_heads(llama, 3).checkpoint(), Facts(), with_code=True)
     assert metadata(card).keys() == {"library_name", "pipeline_tag", "tags"}
     for sentence in (
-        "Not known: they came without a record of their training.",
-        "Not measured: no benchmark came with these heads, so nothing is said about speed.",
-        "Their publisher has not said.",
+        "Not known: the heads came without a record of their training.",
+        "Not measured: no benchmark came with these heads.",
+        "The publisher has not named a licence.",
     ):
         assert sentence in card
-    for claim in ("tokens/s", "faster", "speedup", "Which tree", "None"):
+    for claim in ("tokens/s", "faster", "speedup", "Calibrated trees", "None"):
         assert claim not in card
 
 
@@ -587,7 +587,7 @@ def test_card_of_lossy_figures_says_so(llama: Any) -> None:
     assert "token for token" not in card
 
 
-def test_folders_of_this_machine_are_not_told() -> None:
+def test_folders_of_this_machine_are_left_out() -> None:
     told = {"path": "/home/me/own.jsonl", "words": ["medusa train /a/b.yaml backbone=/data/m data=~/d/x.jsonl 1/2"]}
     kept = {"path": "own.jsonl", "words": ["medusa train b.yaml backbone=m data=x.jsonl 1/2"]}
     assert without_folders(told) == kept
@@ -691,6 +691,6 @@ def test_heads_that_the_code_does_not_know_are_not_exported(
     heads.save_pretrained(tmp_path / "heads")
     assert export("--heads", str(tmp_path / "heads"), "--output", str(tmp_path / "out")) == 2
     error = capsys.readouterr().err
-    assert "knows independent and cascaded heads, not heads with" in error
+    assert "decodes with independent and cascaded heads, not with heads with" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
