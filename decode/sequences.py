@@ -43,8 +43,8 @@ class Sequences:
             r.max_new_tokens if context is None else min(r.max_new_tokens, context - len(r.prompt)) for r in requests
         ]
         self.eos = [
-            {int(i) for c in request.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
-            for request in requests
+            {int(i) for c in r.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
+            for r in requests
         ]
         self.criteria = [
             [c for c in request.criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]

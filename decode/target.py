@@ -14,15 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation import logits_process
 
 from decode.accept import Truncation, typical
 from decode.ops.draws import Draws, RowDraws
@@ -30,13 +22,13 @@ from decode.ops.fast_topk import most_probable
 from decode.sequences import Request, Sequences
 
 WARPERS = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
 )
 """Processors that look only at scores. All others may depend on the row's text or its length."""
 
