@@ -27,7 +27,7 @@ class CompiledStepper:
     """Decodes a session in compiled regions (`decode.loop.Stepper`)."""
 
     ahead = 1024
-    """The most new tokens for which the first cache has room."""
+    """The most new tokens that the first cache can hold."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class DraftModelConfig(DrafterConfig):
         if not self.model:
             raise RequestError("drafter model needs a model: model:FOLDER, model:HUB-ID or model:demo")
         if not 0 <= self.confidence < 1:
-            raise RequestError(f"drafter model: confidence is {self.confidence}; it must be from 0 to below 1")
+            raise RequestError(f"drafter model: confidence is {self.confidence}; it must be at least 0 and below 1")
         if sum(map(bool, (self.widths, self.nodes, self.confidence))) > 1:
             raise RequestError("drafter model: give one of widths, nodes and confidence; each sets the draft's shape")
         _ = self.tree  # raises an error if the shape is invalid

@@ -194,7 +194,7 @@ class _Queue:
     def push(self, partial: _Partial) -> None:
         heapq.heappush(self.heap, (-self.bound(partial), next(self.number), partial))
         if self.max_queued is not None and len(self.heap) > self.max_queued:
-            live = [entry for entry in self.heap if self._has_room(entry[2])]
+            live = [entry for entry in self.heap if self._in_beam(entry[2])]
             self.heap = heapq.nsmallest(self.max_queued, live)  # sorted, which is a heap
             self.dropped += len(live) - len(self.heap)
 
@@ -204,7 +204,7 @@ class _Queue:
             partial = heapq.heappop(self.heap)[2]
             length, log_p = len(partial.ids), partial.log_probability
             rank = sum(other > log_p for other in self.seen[length])
-            kept = rank < self.num_beams if partial.is_end else self._has_room(partial)
+            kept = rank < self.num_beams if partial.is_end else self._in_beam(partial)
             self.seen[length].append(log_p)
             if kept:
                 self.taken[length] += not partial.is_end
@@ -214,9 +214,9 @@ class _Queue:
     def next_to_read(self, most: int) -> list[_Partial]:
         """Up to `most` unread hypotheses that are likely to come up next."""
         waiting = (entry for entry in self.heap if not entry[2].is_end and entry[2].following is None)
-        return [entry[2] for entry in heapq.nsmallest(most, (e for e in waiting if self._has_room(e[2])))]
+        return [entry[2] for entry in heapq.nsmallest(most, (e for e in waiting if self._in_beam(e[2])))]
 
-    def _has_room(self, partial: _Partial) -> bool:
+    def _in_beam(self, partial: _Partial) -> bool:
         return partial.is_end or self.taken[len(partial.ids)] < self.num_beams
 
 

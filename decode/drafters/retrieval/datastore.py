@@ -36,7 +36,7 @@ from medusa.files import disk_may_fill, read_json, require_absent, write_json
 TOKENS, ORDER, DONE, BUILDING = "tokens.bin", "order.bin", "datastore.json", "building.json"
 FORMAT = 1
 MOST = 2**32 - DEPTH
-"""The most tokens, because places are uint32."""
+"""The most tokens of a datastore, because places are uint32."""
 Facts = dict[str, Any]
 """The content of a JSON file."""
 
@@ -130,7 +130,7 @@ class Datastore:
     def after(self, match: Match, count: int, most: int) -> list[list[int]]:
         """Up to `count` tokens after each occurrence of a match, fewer where the document ends.
 
-        Of more than `most` occurrences, sorted by what follows, every k-th one is taken: frequencies stay the same."""
+        Of more than `most` occurrences, every k-th is taken. They are sorted, so frequencies stay the same."""
         step = -(-(match.last - match.first) // most)
         places = self.order[match.first : match.last : step].astype(np.int64) + match.size
         following = np.minimum(places[:, None] + np.arange(count), len(self.tokens) - 1)

@@ -189,7 +189,7 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
         ("model:x,tokens=0", "tokens is 0; it must be at least 1"),
         ("model:x,widths=3,nodes=9", "give one of widths, nodes and confidence"),
         ("model:x,widths=wide", "widths is 'wide'; write numbers such as 3x2x1"),
-        ("model:x,confidence=2", "confidence is 2.0; it must be from 0 to below 1"),
+        ("model:x,confidence=2", "confidence is 2.0; it must be at least 0 and below 1"),
         ("model:x,nodes=1", "dynamic:1 is no tree"),
         ("rest", "drafter rest needs datastore; its options: datastore=, nodes="),
         ("rest:", "drafter rest needs datastore"),
