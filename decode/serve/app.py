@@ -141,7 +141,7 @@ async def _reader_left(request: HttpRequest) -> None:
 
 
 class CompletionApi:
-    """The API over a worker."""
+    """The HTTP endpoints of the API. A worker decodes the texts."""
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
         """`name`: of the model; `settings`: defaults of all requests; `seed`: of requests without one."""
@@ -179,11 +179,11 @@ class CompletionApi:
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
 
     async def models(self, request: HttpRequest) -> Response:
-        """The only model, as a list."""
+        """List the models, of which there is one."""
         return JSONResponse({"object": "list", "data": [self.about]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """The only model."""
+        """Describe the model."""
         self._require_model(request.path_params["name"])
         return JSONResponse(self.about)
 
@@ -192,7 +192,7 @@ class CompletionApi:
             raise ApiError(f"model is {name!r}; this server has {self.name!r}", 404, "model")
 
     async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
-        """Continue texts or answer a conversation, for a request of this kind."""
+        """Answer a request of this kind: continue texts, or answer a conversation."""
         content = bytearray()
         async for part in request.stream():
             content += part

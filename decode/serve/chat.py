@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """All turns so far. Without a chat template, the messages and answers are one text, which is continued."""
+    """A conversation: all turns so far. Without a chat template, messages and answers form one continued text."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
@@ -139,7 +139,7 @@ def race(sides: Sequence[Side]) -> Iterator[None]:
 
 
 class Snapshot(NamedTuple):
-    """One side at one moment."""
+    """The state of one side of a race at one moment."""
 
     pieces: list[TextPiece]
     tokens: int

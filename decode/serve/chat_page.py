@@ -101,7 +101,7 @@ def _temperature_label(value: float) -> str:
 
 
 class Card:
-    """One side of a race."""
+    """The part of the page that shows one side of a race."""
 
     def __init__(self, title: str, subtitle: str, kind: str) -> None:
         with ui.element("section").classes(f"card {kind}"):

@@ -165,7 +165,7 @@ class CompletionRequest(GenerationRequest):
         """The ids of all prompts.
 
         Raises:
-            RequestError: an empty text."""
+            RequestError: a text is empty."""
         return [
             prompt_ids(Record("prompt", text=part, is_prompt=True), tokenizer) if isinstance(part, str) else part
             for part in self.prompt
@@ -183,8 +183,8 @@ class ChatRequest(GenerationRequest):
         """The ids of the conversation, as the chat template writes them.
 
         Raises:
-            ApiError: there is no chat template, or nothing to answer.
-            RequestError: messages that the template refuses."""
+            ApiError: there is no chat template, or the last message is the assistant's.
+            RequestError: the template refuses the messages."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":

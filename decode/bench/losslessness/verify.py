@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -42,12 +43,6 @@ class Verification(Job):
         if self.source.num_nodes == 1:
             raise RequestError("the tree chain:0 drafts nothing, so there is nothing to verify; give a deeper tree")
         require_room(self.prompts[: self.sampled_prompts], self.settings, self.loaded.model)
-
-    @property
-    def targets(self) -> list[tuple[float, float]]:
-        """The (temperature, top-p) of all targets."""
-        temperatures, top_ps = ((0.5, 1.0, 1.5), (1.0, 0.9)) if self.full else ((1.0,), (1.0,))
-        return [(temperature, top_p) for temperature in temperatures for top_p in top_ps]
 
 
 @dataclass
@@ -155,14 +150,14 @@ def verify(asked: Verification) -> VerificationResult:
     methods, amateur = (asked.plain(eager), asked.drafted(asked.settings)), asked.settings.amateur
     greedy = compare_greedy(model, *methods, asked.prompts, asked.batch_size, advance, amateur)
     rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
-    advance = asked.start_progress("draws", len(chosen) * len(asked.targets) * len(rules) * asked.draws)
+    targets = list(product((0.5, 1.0, 1.5), (1.0, 0.9))) if asked.full else [(1.0, 1.0)]
+    advance = asked.start_progress("draws", len(chosen) * len(targets) * len(rules) * asked.draws)
     generator = torch.Generator(model.device).manual_seed(asked.seed)
     cases = []
-    for number, prompt in enumerate(chosen):
-        for temperature, top_p in asked.targets:
-            sampling = replace(eager, temperature=temperature, top_p=top_p)
-            experiment = Experiment(model, asked.source, prompt, sampling, generator)
-            cases += [experiment.run(rule, number, asked.draws, advance) for rule in rules]
+    for (number, prompt), (temperature, top_p) in product(enumerate(chosen), targets):
+        sampling = replace(eager, temperature=temperature, top_p=top_p)
+        experiment = Experiment(model, asked.source, prompt, sampling, generator)
+        cases += [experiment.run(rule, number, asked.draws, advance) for rule in rules]
     return VerificationResult(asked, greedy, cases)
 
 
