@@ -63,7 +63,7 @@ def learning_rate(hidden_size: int) -> float:
 
 
 def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
-    """The shape of heads for a backbone of these sizes, with the keys that `asked` sets."""
+    """Choose the shape of heads for a backbone of these sizes; keys that `asked` sets are kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
@@ -87,7 +87,7 @@ def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
 
 
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:
-    """tau / (T(n) + T(heads)), up to a constant factor."""
+    """Expected decoding speed, tau / (T(n) + T(heads)), up to a constant factor."""
     lm_heads = (num_heads if own else 1) * sizes.hidden_size * sizes.vocab_size
     heads = num_heads * 2 * inner * sizes.hidden_size + lm_heads
     tau = (1 - LOSS / inner**0.5) * (OWN_GAIN if own else 1.0)

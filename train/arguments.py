@@ -100,7 +100,7 @@ class MedusaTrainingArguments(TrainingArguments):
 
     @property
     def weighting(self) -> Weighting:
-        """How much each head's error counts."""
+        """The weights of the heads' errors in the loss."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
 

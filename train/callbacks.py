@@ -144,7 +144,7 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Share of labels that are each head's best guess, in a line of the log."""
+    """Each head's top-1, the share of labels that are its best guess, from a line of the log."""
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(share)

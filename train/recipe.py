@@ -196,7 +196,7 @@ class TrainConfig(Section):
 
     @property
     def load_options(self) -> LoadOptions:
-        """How to load the backbone."""
+        """The options with which the backbone is loaded."""
         return LoadOptions(**{field.name: getattr(self, field.name) for field in fields(LoadOptions)})
 
 

@@ -79,11 +79,11 @@ class RunFigures:
 
     @property
     def top1(self) -> list[float]:
-        """Share of labels that are each head's best guess, in the last line of the log."""
+        """Each head's top-1, the share of labels that are its best guess, from the last line of the log."""
         return top1_shares(self.heads)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, which is flat."""
+        """The JSON form, one flat object."""
         figures = {name: value for name, value in vars(self).items() if name not in ("heads", "quality")}
         if self.quality is not None:
             figures |= {"perplexity_before": self.quality.before, "perplexity_after": self.quality.after}

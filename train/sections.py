@@ -34,7 +34,7 @@ class OneOf:
 
 
 class Section(BaseModel):
-    """A section of a recipe. Unknown keys and values of another type are errors; nothing is ignored or converted.
+    """A section of a recipe. Unknown keys and values of another type are errors; only YAML's misreadings are corrected.
 
     The docstring after a field describes the field.
     """
@@ -86,7 +86,7 @@ def validated(section: type[AnySection], content: object, source: str = "", pref
 
 
 def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> str:
-    """Name the key with its path, its value, and what is allowed.
+    """Describe the first error in one line: the key with its path, its value, and what is allowed.
 
     Unknown keys come first: for a misspelled required key, a suggestion helps more than "missing".
     """

@@ -167,7 +167,7 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Write the missing ones among every `processes`-th shard from number `process` on.
+        """Write the missing shards among every `processes`-th shard, from number `process` on.
 
         Yields:
             The number of rows whenever some are done.
@@ -186,7 +186,11 @@ class FeatureCache:
             files.write_shard(path, torch.cat(hidden), **self._tokens(rows))
 
     def read(self) -> Features:
-        """The rows with their hidden states, after all are written."""
+        """Open the rows with their hidden states, after all are written.
+
+        Raises:
+            RequestError: some rows are missing.
+        """
         features = Features(self.folder, self.row_length)
         if len(features) != len(self.rows):
             raise RequestError(f"{self.folder} holds {len(features)} of {len(self.rows)} rows; run again to write them")

@@ -67,7 +67,7 @@ class Manifest:
         write_json(folder / MANIFEST, {name: value for name, value in content.items() if value is not None})
 
     def same_states(self, other: Manifest) -> bool:
-        """Whether both hold the hidden states of one backbone, under any name, in one dtype."""
+        """Whether two manifests describe hidden states of the same backbone, under any name, in the same dtype."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         known = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
         return known and all(getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version"))

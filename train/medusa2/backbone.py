@@ -129,7 +129,7 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, taught: Tensor
 ) -> Tilt:
-    """A tilt towards the first head's prediction; 0 at the first token of a document, which no head predicts.
+    """Make a tilt towards the first head's prediction; 0 at the first position of a document, which has none.
 
     Args:
         exponent: `teacher_tilt`.
@@ -155,7 +155,7 @@ def tilt_towards(
 
 
 def risen(config: AdapterConfig, progress: float) -> float | None:
-    """Share of lambda_0 and teacher_tilt in force after `progress` of the run; `None` while the heads learn alone."""
+    """Share of lambda_0 and teacher_tilt that applies at `progress` (0 to 1); `None` while the heads learn alone."""
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
@@ -163,7 +163,7 @@ def risen(config: AdapterConfig, progress: float) -> float | None:
 
 
 def heads_weight(config: AdapterConfig, progress: float) -> float:
-    """lambda_0 after `progress` of the run; 1 while the heads learn alone, since their loss is the only one then."""
+    """lambda_0 at `progress` (0 to 1); 1 while the heads learn alone, since their loss is the only one then."""
     share = risen(config, progress)
     return 1.0 if share is None else config.lambda_0 * share
 

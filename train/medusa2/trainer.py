@@ -118,7 +118,7 @@ class Medusa2Trainer(MedusaTrainer):
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
-        """The sums of each head and of the LM loss, which has no guesses [3, K + 1]."""
+        """The sums of each head and of the LM loss [3, K + 1]; the LM loss has no guesses."""
         lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
         return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
 
