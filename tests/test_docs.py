@@ -109,7 +109,7 @@ def test_every_command_in_the_docs_parses(source: str, command: str) -> None:
     build_parser(words[0]).parse_args(words)
 
 
-def test_the_docs_have_commands() -> None:
+def test_commands_are_found_in_the_docs() -> None:
     assert {arguments(command)[0] for _, command in commands()} >= set(COMMANDS)
 
 
@@ -193,7 +193,7 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(900)  # seconds on a free machine
 @pytest.mark.parametrize("page", to_run())
-def test_commands_that_need_nothing_run(
+def test_commands_without_special_needs_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, one_cache: Path
 ) -> None:
     """A page's commands one after the other, in a folder of their own: later ones find what earlier ones wrote."""
@@ -211,12 +211,12 @@ def test_commands_that_need_nothing_run(
         assert (told.out + told.err).strip(), line
 
 
-def test_what_is_said_to_run_elsewhere_stands_in_a_page() -> None:
+def test_skipped_commands_appear_in_a_page() -> None:
     lines = {command.line for command in SHELL}
     assert not set(RUN_ELSEWHERE) - lines
 
 
-def test_a_command_without_a_reason_is_noticed(tmp_path: Path) -> None:
+def test_a_skipped_command_without_a_reason_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     above = "```bash\n# not run here: needs a GPU\na 1\n```\n"
     beside = "```bash\nb \\\n  2  # x\nc  # not run here: needs d\n```\n"
@@ -236,7 +236,7 @@ def python_blocks() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "block"), python_blocks())
-def test_python_in_the_docs_imports_what_there_is(page: str, block: str) -> None:
+def test_python_in_the_docs_imports_existing_names(page: str, block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         if (
             isinstance(node, ast.ImportFrom)
@@ -254,13 +254,13 @@ def test_every_recipe_is_a_valid_configuration(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_field_of_a_recipe_has_its_sentence(path: Path) -> None:
+def test_every_field_of_a_recipe_is_documented(path: Path) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
         if re.match(r"^\s*[a-z_]+: \S", line):
             assert "#" in line, f"{path.name}: {line.strip()} is not explained"
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_resolve() -> None:
     for source in SOURCES:
         if source.suffix == ".md":
             for target in re.findall(r"\]\(([^)#:]+)\)", source.read_text(encoding="utf-8")):

@@ -55,7 +55,7 @@ def test_arrows_point_down(package: str) -> None:
         assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
 
 
-def test_the_check_sees_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     path = tmp_path / "x.py"
     path.write_text("def f():\n  from train.data import y\n  import decode.cache\nimport_module(f'scripts.{f}')\n")
@@ -94,11 +94,11 @@ def imports_of_modules(root: Path) -> dict[str, set[str]]:
     return graph
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_imports_have_no_cycles() -> None:
     TopologicalSorter(imports_of_modules(ROOT)).prepare()  # raises CycleError
 
 
-def test_the_check_sees_cycles(tmp_path: Path) -> None:
+def test_the_check_finds_cycles(tmp_path: Path) -> None:
     (tmp_path / "decode").mkdir()
     (tmp_path / "decode" / "a.py").write_text("def f():\n  from decode import b\n")
     (tmp_path / "decode" / "b.py").write_text("if TYPE_CHECKING:\n  from .a import f\n")
@@ -161,7 +161,7 @@ def test_the_command_line_starts_without_torch() -> None:
     without("medusa", "torch", "transformers")
 
 
-def test_the_block_blocks() -> None:
+def test_blocked_imports_fail() -> None:
     with pytest.raises(AssertionError, match="transformers is blocked"):
         without("json, transformers.utils", "transformers")
 

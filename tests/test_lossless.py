@@ -64,7 +64,7 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
+def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
     """Right about a random number of tokens in every step, at random places of the tree."""
     model, tree, rng = shared_model(family, dtype=dtype), TREES[name], random.Random(0)
     session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=40)
@@ -87,7 +87,7 @@ def test_greedy_with_random_heads(llama: Any, seed: int, block: str, lm_head: st
 
 
 @pytest.mark.parametrize("right", range(5))
-def test_a_drafter_right_n_times_takes_exactly_the_steps_foreseen(llama: Any, right: int) -> None:
+def test_the_number_of_steps_follows_from_correct_guesses(llama: Any, right: int) -> None:
     """Each step writes the root and n drafted tokens, so 24 tokens need ceil(24 / (n + 1)) of them."""
     session, taken, text = scripted(llama, random_ids(6), TREES["chain"], lambda step: right)
     assert ids_of(taken) == text
@@ -113,7 +113,7 @@ def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_relabelled_vocabulary_gives_the_relabelled_text(seed: int) -> None:
+def test_permuted_token_ids_give_the_permuted_text(seed: int) -> None:
     """Token ids mean nothing to a model: with permuted embedding and LM head rows the text is the permuted one.
 
     The original failed here wherever token 0 was an ordinary word (docs/original D1), so 0 is in the text on purpose.
@@ -178,7 +178,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
-def test_one_seed_gives_the_text_of_plain_sampling(llama: Any, options: dict) -> None:
+def test_one_seed_gives_the_same_text_as_plain_sampling(llama: Any, options: dict) -> None:
     """One draw per token, in order: not only the distribution but the very sample is that of `model.generate`."""
     options = {"do_sample": True, "top_k": 0} | options
     for seed in range(4):
@@ -192,7 +192,7 @@ def test_one_seed_gives_the_text_of_plain_sampling(llama: Any, options: dict) ->
         assert len(taken) < len(text) or len(text) == 1, "nothing was accepted: no power"
 
 
-def test_one_seed_through_the_front_door(llama: Any) -> None:
+def test_seeded_generate_equals_transformers(llama: Any) -> None:
     heads, ids = random_heads(llama), torch.tensor([random_ids(5)])
     options = {"do_sample": True, "temperature": 0.5, "max_new_tokens": NEW}
     torch.manual_seed(11)
@@ -260,7 +260,7 @@ PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(6, seed=3)]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"])
-def test_each_row_of_a_ragged_batch_gives_what_it_gives_alone(family: str) -> None:
+def test_each_row_of_a_ragged_batch_equals_its_text_alone(family: str) -> None:
     model, tree, rng = shared_model(family), TREES["random"], random.Random(0)
     texts = [plain(model, prompt, max_new_tokens=30) for prompt in PROMPTS]
     drafter = ScriptedDrafter(tree, texts, lambda step: rng.randint(0, 4))
@@ -278,7 +278,7 @@ def test_greedy_batches_of_any_size_with_heads(llama: Any, size: int) -> None:
     assert [row[width:] for row in out.tolist()] == [plain(llama, p, max_new_tokens=25) for p in prompts[:size]]
 
 
-def test_max_time_ends_a_text_as_in_generate(llama: Any) -> None:
+def test_max_time_ends_a_text_like_transformers(llama: Any) -> None:
     """No time at all: the criterion is asked after every token, so exactly one is written."""
     heads, ids = random_heads(llama), torch.tensor([random_ids(5)])
     out = generate(llama, heads, ids, max_time=1e-9, max_new_tokens=20, do_sample=False)
@@ -287,7 +287,7 @@ def test_max_time_ends_a_text_as_in_generate(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("draft", ["topk", "sample"])
-def test_a_seed_gives_a_row_its_text_in_whatever_batch_it_is_drawn(llama: Any, draft: str) -> None:
+def test_a_seeded_row_is_the_same_in_every_batch(llama: Any, draft: str) -> None:
     """Rows draw from streams of their own: batches of 1, 3 and 8, in another order, with rows that end early."""
     heads, prompts = random_heads(llama), [random_ids(3 + 2 * i, seed=i) for i in range(8)]
     options = {"tree": "topk:3,2", "draft": draft, "do_sample": True, "top_k": 20, "max_new_tokens": 12}
@@ -311,7 +311,7 @@ def test_a_seed_gives_a_row_its_text_in_whatever_batch_it_is_drawn(llama: Any, d
         assert cut(plain(llama, prompts[4], **kwargs)) == alone[4]
 
 
-def test_a_batch_is_seeded_by_the_global_generator(llama: Any) -> None:
+def test_an_unseeded_batch_uses_the_global_generator(llama: Any) -> None:
     heads, inputs = random_heads(llama), left_padded([random_ids(5)] * 3)
     options = {"do_sample": True, "max_new_tokens": 12}
     torch.manual_seed(1)
@@ -323,7 +323,7 @@ def test_a_batch_is_seeded_by_the_global_generator(llama: Any) -> None:
     assert len({tuple(row) for row in first.tolist()}) == 3, "rows with one prompt are different samples"
 
 
-def test_rows_end_for_reasons_of_their_own(llama: Any) -> None:
+def test_rows_of_a_batch_end_independently(llama: Any) -> None:
     """One row meets an EOS, later another does, the third runs to the end; ended rows take part in no step."""
     texts = [plain(llama, prompt, max_new_tokens=30) for prompt in PROMPTS]
     eos = [texts[0][4], texts[1][13]]
@@ -354,7 +354,7 @@ def test_rows_end_for_reasons_of_their_own(llama: Any) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_processors_see_each_row_of_a_ragged_batch_as_if_alone(llama: Any, options: dict) -> None:
+def test_processors_see_rows_without_padding(llama: Any, options: dict) -> None:
     """Some processors count from the prompt's end, which in a padded batch lies elsewhere than in the row itself."""
     heads = random_heads(llama)
     options = options | {"do_sample": False, "max_new_tokens": 20}
@@ -363,7 +363,7 @@ def test_processors_see_each_row_of_a_ragged_batch_as_if_alone(llama: Any, optio
         assert ids_of(taken, row) == plain(llama, prompt, **options), f"row {row} of {len(prompt)} tokens"
 
 
-def test_a_padded_row_alone_is_penalised_for_its_whole_prompt(llama: Any) -> None:
+def test_a_padded_row_is_penalised_for_its_whole_prompt(llama: Any) -> None:
     """transformers tells the repetition penalty where the padding ends; without padding that place is the text's."""
     options = {"repetition_penalty": 3.0, "do_sample": False, "max_new_tokens": 12}
     for seed in range(4):
@@ -373,7 +373,7 @@ def test_a_padded_row_alone_is_penalised_for_its_whole_prompt(llama: Any) -> Non
         assert ids_of(taken) == plain(llama, prompt, **options)
 
 
-def test_a_constraint_is_told_its_row(llama: Any) -> None:
+def test_a_constraint_gets_its_row_index(llama: Any) -> None:
     """`prefix_allowed_tokens_fn(batch_id, ids)` may allow each prompt something else."""
 
     def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
@@ -386,7 +386,7 @@ def test_a_constraint_is_told_its_row(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_the_drafter_is_given_the_hidden_state_before_each_root() -> None:
+def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
     """Heads read where the path ended (docs/decoding.md). Another node's state changes no text, only wastes drafts, so
     nothing else here would notice. Ragged rows, of which one ends early.
     """
@@ -439,7 +439,7 @@ def test_eos_anywhere_in_a_path_ends_the_text_there(llama: Any, right: int) -> N
         assert len(taken) == -(-len(text) // (right + 1))
 
 
-def test_several_eos_of_the_models_own_generation_config(llama: Any) -> None:
+def test_several_eos_tokens_of_the_generation_config(llama: Any) -> None:
     prompt = random_ids(6)
     free = plain(llama, prompt, max_new_tokens=NEW)
     late, early = [at for at in range(3, NEW) if first_at(free, at)][:2][::-1]
@@ -478,7 +478,7 @@ def test_stop_strings_over_one_or_several_tokens(llama: Any, tokenizer: Any, wor
         assert session.sequences.finish_reason == ["stop"]
 
 
-def test_a_users_own_criterion_sees_one_token_more_at_a_time(llama: Any) -> None:
+def test_a_custom_criterion_is_called_after_every_token(llama: Any) -> None:
     seen: list[int] = []
 
     def criterion(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -524,7 +524,7 @@ def test_a_ragged_batch_at_the_end_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_prompt_that_is_the_whole_context_gives_nothing(family: str) -> None:
+def test_a_prompt_that_fills_the_context_gives_no_tokens(family: str) -> None:
     model = tiny_model(family, max_position_embeddings=16)
     prompt = torch.tensor([random_ids(16)])
     heads = random_heads(model)
@@ -555,7 +555,7 @@ def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> N
 
 
 @pytest.mark.parametrize("family", ["phi3, longrope", "phimoe, longrope"])
-def test_models_that_read_the_whole_text_again_at_the_boundary_of_longrope(family: str) -> None:
+def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -> None:
     """Phi-3's own `generate` drops its cache there, since the keys in it were rotated by the short factors."""
     model = tiny_model(family)  # boundary 32
     short = random_ids(29, 29)
@@ -581,7 +581,7 @@ def plain_steps(model: Any, prompt: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])
-def test_dynamic_rope_is_never_turned_up_to_the_end_of_the_context(family: str) -> None:
+def test_dynamic_rope_keeps_its_frequencies_within_the_context(family: str) -> None:
     """It depends on the longest position of a forward beyond the context's end, where no node of a tree may stand."""
     model = tiny_model(family, rope_parameters=DYNAMIC, max_position_embeddings=32)
     rotary = next(module for module in model.modules() if hasattr(module, "max_seq_len_cached"))
@@ -600,7 +600,7 @@ def test_dynamic_rope_is_never_turned_up_to_the_end_of_the_context(family: str) 
 # Side effects
 
 
-def test_two_generators_on_one_model_do_not_disturb_each_other(llama: Any) -> None:
+def test_two_generators_on_one_model_are_independent(llama: Any) -> None:
     """The original kept one cache and one mask on the model (D6)."""
     heads, prompts = random_heads(llama), PROMPTS[:2]
     alone = [
@@ -620,7 +620,7 @@ def test_two_generators_on_one_model_do_not_disturb_each_other(llama: Any) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_plain_forward_afterwards_is_bit_for_bit_the_one_before(family: str) -> None:
+def test_decoding_leaves_plain_forwards_unchanged(family: str) -> None:
     model = tiny_model(family)
     heads, ids = random_heads(model), torch.tensor([random_ids(12)])
     before = model(input_ids=ids).logits
@@ -634,7 +634,7 @@ def test_a_plain_forward_afterwards_is_bit_for_bit_the_one_before(family: str) -
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_consumers_grad_mode_is_its_own(llama: Any, enabled: bool) -> None:
+def test_the_callers_grad_mode_is_kept(llama: Any, enabled: bool) -> None:
     """A generator that switches gradients off must not do so between its steps."""
     weight = torch.ones(2, requires_grad=True)
     with torch.set_grad_enabled(enabled):

@@ -45,7 +45,7 @@ def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_saved_notebooks_are_whole_and_small(path: Path) -> None:
+def test_saved_notebooks_are_complete_and_small(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert path.stat().st_size < 60_000

@@ -42,7 +42,7 @@ def cut(lengths: list[int], total: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_ids_and_steps_are_the_originals(name: str, original: dict[str, Any], pair: tuple[Any, MedusaHeads]) -> None:
+def test_ids_and_steps_equal_the_originals(name: str, original: dict[str, Any], pair: tuple[Any, MedusaHeads]) -> None:
     assert set(original["runs"]) == set(TREES)
     run = original["runs"][name]
     tree = Tree.from_paths(run["tree_paths"])
@@ -57,7 +57,7 @@ def test_ids_and_steps_are_the_originals(name: str, original: dict[str, Any], pa
         )
 
 
-def test_published_trees_are_the_trees_of_these_runs(original: dict[str, Any]) -> None:
+def test_published_trees_equal_those_of_the_original_runs(original: dict[str, Any]) -> None:
     from medusa.tree import named_trees
 
     for name in ("mc_sim_7b_63", "vicuna_7b_stage2"):

@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_every_package_on_disk_is_in_the_list() -> None:
+def test_every_package_is_listed() -> None:
     found = {path.parent for name in ("medusa", "train", "decode") for path in (ROOT / name).rglob("__init__.py")}
     listed = PROJECT["tool"]["setuptools"]["packages"]
     assert sorted(listed) == sorted(".".join(path.relative_to(ROOT).parts) for path in found)
 
 
-def test_every_data_file_on_disk_is_in_the_list() -> None:
+def test_every_data_file_is_listed() -> None:
     """Templates, styles, pictures, trees: a wheel without them fails where it is used."""
     listed = {
         path
@@ -40,14 +40,14 @@ def test_every_data_file_on_disk_is_in_the_list() -> None:
         assert not [path for path in files if path.suffix != ".py" and path not in listed]
 
 
-def test_no_module_lies_outside_a_package() -> None:
+def test_no_module_is_outside_a_package() -> None:
     for name in ("medusa", "train", "decode"):
         for path in (ROOT / name).rglob("*.py"):
             assert (path.parent / "__init__.py").exists() or "assets" in path.parts, path
 
 
 @pytest.mark.timeout(900)  # seconds on a free machine
-def test_the_wheel_works_where_no_sources_are() -> None:
+def test_the_wheel_works_without_the_sources() -> None:
     pytest.importorskip("build", reason="needs the build package, of the dev extra")
     done = subprocess.run(
         [sys.executable, str(ROOT / ".ci" / "check_wheel.py")], capture_output=True, text=True, check=False
@@ -56,7 +56,7 @@ def test_the_wheel_works_where_no_sources_are() -> None:
     assert done.stdout.startswith(f"medusa {medusa.__version__}\n")
 
 
-def test_the_version_stands_in_one_place_and_heads_the_changelog() -> None:
+def test_the_version_is_defined_once_and_heads_the_changelog() -> None:
     assert "version" in PROJECT["project"]["dynamic"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", medusa.__version__)
     assert medusa.__version__ not in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_the_version_stands_in_one_place_and_heads_the_changelog() -> None:
     assert ".".join(map(str, versions[0])) == medusa.__version__
 
 
-def test_the_lowest_versions_are_the_lower_bounds() -> None:
+def test_the_lowest_tested_versions_are_the_lower_bounds() -> None:
     project = PROJECT["project"]
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     lowest = dict(line.split("==") for line in lines if not line.startswith("#"))
@@ -94,7 +94,7 @@ def test_the_matrix_has_the_oldest_python_and_all_three_sets_of_versions() -> No
     assert {"pinned", "lowest", "latest"} == {*matrix["versions"], *(one["versions"] for one in matrix["include"])}
 
 
-def test_what_workflows_run_is_there() -> None:
+def test_scripts_and_targets_of_workflows_exist() -> None:
     for name in ("ci.yml", "release.yml"):
         for job in workflow(name)["jobs"].values():
             assert job["timeout-minutes"]
@@ -104,7 +104,7 @@ def test_what_workflows_run_is_there() -> None:
                     assert (ROOT / path).exists(), f"{name} runs {path}"
 
 
-def test_only_the_publishing_job_may_prove_who_it_is() -> None:
+def test_only_the_publishing_job_has_an_id_token() -> None:
     release = workflow("release.yml")
     assert release["permissions"] == workflow("ci.yml")["permissions"] == {"contents": "read"}
     assert [name for name, job in release["jobs"].items() if "permissions" in job] == ["publish"]
@@ -112,7 +112,7 @@ def test_only_the_publishing_job_may_prove_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["train.py", "decode/__init__.py", "medusa/__init__.py"])
-def test_a_stranger_in_our_place_is_named_in_one_line(name: str, tmp_path: Path) -> None:
+def test_a_package_that_shadows_ours_is_named_in_one_line(name: str, tmp_path: Path) -> None:
     """`python -m medusa` from a folder with a train.py of its own, and a medusa/__init__.py that was written over."""
     stranger = tmp_path / name
     stranger.parent.mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ def test_every_page_is_built_and_in_the_menu(site: Path) -> None:
         assert f": {name}.md\n" in menu, f"{name} is in no menu of mkdocs.yml"
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_the_site_fetches_nothing_from_other_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not re.findall(r"<(?:script|img|iframe)[^>]*src=\"https?:", text), page.name
@@ -44,7 +44,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert not re.findall(r"url\(\s*['\"]?https?:|@import", style.read_text(encoding="utf-8")), style.name
 
 
-def test_links_out_of_docs_lead_to_what_the_site_has(site: Path) -> None:
+def test_links_out_of_docs_resolve_on_the_site(site: Path) -> None:
     """README becomes the first page, and a recipe that a page names comes along as a file."""
     home = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="exactness.html"' in home

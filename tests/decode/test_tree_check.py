@@ -330,7 +330,7 @@ def test_two_threads_try_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.config.sliding_window == 4096
 
 
-def test_a_model_that_nobody_holds_is_freed() -> None:
+def test_an_unreferenced_model_is_freed() -> None:
     model = tiny_model("llama")
     gone = weakref.ref(model)
     require_tree_forward(model)

@@ -31,7 +31,7 @@ def head_input(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_fast_and_whole_path_are_the_model(family: str) -> None:
+def test_fast_and_full_path_equal_the_model(family: str) -> None:
     """Logits and hidden states equal the model's bit for bit, also for models that cap or scale and run whole."""
     model = tiny_model(family)
     backbone = Backbone(model)
@@ -45,7 +45,7 @@ def test_fast_and_whole_path_are_the_model(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.no_grad()
-def test_only_the_last_position_of_each_row_is_read(family: str) -> None:
+def test_the_lm_head_reads_only_the_last_position_of_each_row(family: str) -> None:
     backbone = Backbone(tiny_model(family))
     everything = backbone.forward(IDS, DynamicCache())
     last = backbone.forward(IDS, DynamicCache(), last=torch.tensor([8, 3]))
@@ -58,7 +58,7 @@ def test_only_the_last_position_of_each_row_is_read(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 @torch.no_grad()
-def test_caps_and_scales_keep_the_order_of_the_lm_head(family: str) -> None:
+def test_caps_and_scales_keep_the_order_of_logits(family: str) -> None:
     """So heads that share the LM head can leave out caps and scales."""
     backbone = Backbone(tiny_model(family))
     hidden, logits = backbone.forward(IDS, DynamicCache())
@@ -67,7 +67,7 @@ def test_caps_and_scales_keep_the_order_of_the_lm_head(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_nothing_is_left_on_the_model(family: str) -> None:
+def test_the_model_is_unchanged_after_a_forward(family: str) -> None:
     model = tiny_model(family)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     backbone = Backbone(model)
@@ -83,7 +83,7 @@ def test_the_hook_is_removed_when_the_forward_fails() -> None:
     assert not backbone.head._forward_pre_hooks
 
 
-def test_a_model_is_tried_only_once() -> None:
+def test_a_model_is_checked_only_once() -> None:
     """Each request makes a Backbone; only the first runs the test's two forwards."""
     model, forwards = tiny_model("llama"), []
     model.model.register_forward_hook(lambda *args: forwards.append(1))
@@ -93,7 +93,7 @@ def test_a_model_is_tried_only_once() -> None:
     assert len(forwards) == 2
 
 
-def test_a_model_that_nobody_holds_is_freed() -> None:
+def test_an_unreferenced_model_is_freed() -> None:
     """Keeping every model would keep gigabytes."""
     model = tiny_model("llama")
     gone = weakref.ref(model)
@@ -103,7 +103,7 @@ def test_a_model_that_nobody_holds_is_freed() -> None:
     assert gone() is None
 
 
-def test_a_replaced_lm_head_is_noticed() -> None:
+def test_a_replaced_lm_head_is_detected() -> None:
     """`resize_token_embeddings`, adapters and quantisation put another module in its place."""
     model = tiny_model("llama")
     Backbone(model)
@@ -112,7 +112,7 @@ def test_a_replaced_lm_head_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_models_that_cannot_hold_a_tree_are_refused_by_name(family: str) -> None:
+def test_models_without_tree_support_are_rejected_by_name(family: str) -> None:
     model = tiny_model(family)
     with pytest.raises(RequestError) as error:
         require_tree_support(model)
@@ -122,7 +122,7 @@ def test_models_that_cannot_hold_a_tree_are_refused_by_name(family: str) -> None
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention", "paged|eager"])
-def test_attention_that_takes_no_mask_is_refused(attention: str) -> None:
+def test_attention_without_mask_support_is_rejected(attention: str) -> None:
     model = tiny_model("llama")
     model.config._attn_implementation_internal = attention
     with pytest.raises(RequestError, match="sdpa"):
@@ -130,11 +130,11 @@ def test_attention_that_takes_no_mask_is_refused(attention: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_supported_models_are_not_refused(family: str) -> None:
+def test_supported_models_are_accepted(family: str) -> None:
     require_tree_support(tiny_model(family))
 
 
-def test_where_longrope_switches() -> None:
+def test_the_longrope_boundary() -> None:
     """The config gives the boundary, also with parameters for each kind of layer; other rotary types have none."""
     assert Backbone(tiny_model("phi3, longrope")).rope_boundary == 32
     for family in ("llama", "llama, dynamic rope", "gpt2", "gemma3_text"):
@@ -145,7 +145,7 @@ def test_where_longrope_switches() -> None:
     assert Backbone(model).rope_boundary == 32
 
 
-def test_fingerprint_survives_a_change_of_dtype_and_tells_models_apart() -> None:
+def test_fingerprints_ignore_the_dtype_and_distinguish_models() -> None:
     model = tiny_model("llama")
     known = fingerprint(model)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -167,7 +167,7 @@ def test_fingerprint_is_made_of_plain_json() -> None:
 
 
 @pytest.mark.parametrize("change", [0.02, 0.1])
-def test_a_fine_tuned_relative_is_told_apart(change: float) -> None:
+def test_a_fine_tuned_model_has_another_fingerprint(change: float) -> None:
     """A fine-tuned model's weights differ by a few per cent, more than any rounding (bfloat16: 0.4 %)."""
     model = tiny_model("llama", initializer_range=0.02)
     known = fingerprint(model)
@@ -219,7 +219,7 @@ def test_bad_requests_are_refused_in_one_line(tmp_path: Any, request_: dict) -> 
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"model_type": "llama"}', '{"model_type": "nonsense"}'])
-def test_no_backbone_there(tmp_path: Any, content: str | None) -> None:
+def test_a_missing_backbone_is_rejected(tmp_path: Any, content: str | None) -> None:
     folder = tmp_path / "absent"
     if content is not None:
         folder.mkdir()
@@ -238,7 +238,7 @@ def test_damaged_weights_are_refused(tmp_path: Any) -> None:
         load_backbone(str(tmp_path))
 
 
-def test_common_settings_are_not_eos_by_accident() -> None:
+def test_common_token_ids_are_not_eos() -> None:
     """No test may end early because a random model hits an id that some default config calls EOS."""
     assert COMMON["eos_token_id"] is None
     assert all(tiny_model(family).generation_config.eos_token_id is None for family in FAMILIES)

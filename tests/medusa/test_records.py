@@ -61,7 +61,7 @@ def test_ids(line: Path) -> None:
     assert (record.input_ids, record.prompt_tokens) == ([5, 0, 7], 0)
 
 
-def test_ids_of_which_the_first_are_a_prompts(line: Path) -> None:
+def test_ids_that_start_with_a_prompt(line: Path) -> None:
     assert only(line, {"input_ids": [5, 0, 7], "prompt_tokens": 2, "answer": "x"}).prompt_tokens == 2
 
 
@@ -75,7 +75,7 @@ def test_sharegpt(line: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "role"), [("chatgpt", "assistant"), ("tool", "tool"), ("observation", "tool")])
-def test_sharegpts_other_names(line: Path, name: str, role: str) -> None:
+def test_sharegpt_with_other_field_names(line: Path, name: str, role: str) -> None:
     assert only(line, {"conversations": [{"from": name, "value": "x"}]}).messages == [{"role": role, "content": "x"}]
 
 
@@ -83,7 +83,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_and_their_calls_may_be_objects_or_their_json_text(line: Path, as_text: bool) -> None:
+def test_tools_and_calls_are_read_as_objects_or_json_text(line: Path, as_text: bool) -> None:
     """OpenAI writes arguments as text, and some data sets whole tools; chat templates need objects."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = CALL | {"function": {"name": "add", "arguments": '{"a": 1}'}} if as_text else CALL
@@ -94,7 +94,7 @@ def test_tools_and_their_calls_may_be_objects_or_their_json_text(line: Path, as_
     assert only(line, {"messages": [USER], "tools": []}).tools is None
 
 
-def test_what_distill_says_about_its_answers(line: Path) -> None:
+def test_metadata_of_distilled_answers(line: Path) -> None:
     plain = only(line, {"messages": [USER, ASSISTANT]})
     assert (plain.teach_last, plain.unfinished) == (False, False)
     told = only(line, {"messages": [USER, ASSISTANT], "teach": "last", "finish_reason": "length"})
@@ -115,13 +115,13 @@ def test_a_category_is_kept(line: Path) -> None:
 # --- forms of a file -------------------------------------------------------------------------------------------------
 
 
-def test_blank_lines_count_as_lines_but_hold_nothing(line: Path) -> None:
+def test_blank_lines_are_counted_but_hold_no_record(line: Path) -> None:
     records = read(line, '{"text": "a"}\n\n  \n{"text": "b"}')
     assert [(record.text, record.where) for record in records] == [("a", f"{line}:1"), ("b", f"{line}:4")]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+def test_a_byte_order_mark_is_removed(tmp_path: Path, name: str) -> None:
     content = {"a.jsonl": '{"prompt": "a"}', "a.json": '[{"prompt": "a"}]', "a.txt": "a"}[name]
     assert [record.text for record in read(tmp_path / name, b"\xef\xbb\xbf" + content.encode())] == ["a"]
 
@@ -143,7 +143,7 @@ def test_a_json_file_is_an_array_of_records(tmp_path: Path) -> None:
     assert (records[0].text, records[1].input_ids) == ("a", [1])
 
 
-def test_a_text_file_of_prompts_holds_one_a_line(tmp_path: Path) -> None:
+def test_a_text_file_of_prompts_holds_one_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     records = read(path, "first\n\nsecond\n")
     assert [(r.text, r.where, r.is_prompt) for r in records] == [
@@ -153,7 +153,7 @@ def test_a_text_file_of_prompts_holds_one_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_text_file_of_documents_is_cut_at_the_separator(tmp_path: Path, end: str) -> None:
+def test_a_text_file_of_documents_is_split_at_the_separator(tmp_path: Path, end: str) -> None:
     lines = ["one", "two", DOCUMENT_SEPARATOR, "three", DOCUMENT_SEPARATOR + " ", "", DOCUMENT_SEPARATOR, ""]
     records = read(tmp_path / "a.txt", end.join(lines).encode(), separator=DOCUMENT_SEPARATOR)
     assert [record.text for record in records] == ["one\ntwo", "three"]
@@ -186,7 +186,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [record.where for record in records] == [f"{path}, row {n}" for n in (1, 2, 3)]
 
 
-def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_file_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "b.jsonl", '{"text": "b"}')
     write(tmp_path / "a.json", '[{"text": "a"}]')
@@ -195,7 +195,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     assert [record.text for record in read_records(str(tmp_path))] == ["a", "b", "c"]
 
 
-def test_a_folder_that_distill_wrote_is_data(tmp_path: Path) -> None:
+def test_a_folder_of_distill_is_read_as_data(tmp_path: Path) -> None:
     """The settings and failures next to `own.jsonl` are not records."""
     write(tmp_path / "own.failed.jsonl", '{"index": 1, "error": "too long"}\n')
     write(tmp_path / "own.jsonl", '{"input_ids": [1, 2, 3], "prompt_tokens": 1}\n')
@@ -216,7 +216,7 @@ def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == {"name": "org/questions", "split": "test", "streaming": True}
 
 
-def test_a_hub_dataset_may_have_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
     def load(path: str, **kwargs: Any) -> Iterator[dict[str, Any]]:
@@ -257,7 +257,7 @@ def test_a_hub_dataset_may_have_subsets(monkeypatch: pytest.MonkeyPatch) -> None
         ({"turns": "hi"}, "turns"),
     ],
 )
-def test_a_record_of_another_form_is_named_by_line(line: Path, row: Any, said: str) -> None:
+def test_a_malformed_record_is_named_by_line(line: Path, row: Any, said: str) -> None:
     with pytest.raises(RequestError) as refusal:
         read(line, '{"text": "fine"}\n' + json.dumps(row) + "\n")
     assert str(refusal.value).startswith(f"{line}:2: ")
@@ -274,7 +274,7 @@ def test_broken_json_in_an_array_is_named_by_line(tmp_path: Path) -> None:
         read(tmp_path / "a.json", '[\n{"text": "a"},\n{"text" "b"}\n]')
 
 
-def test_json_lines_under_another_name_are_told_theirs(tmp_path: Path) -> None:
+def test_json_lines_in_a_json_file_are_rejected_with_the_right_suffix(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"a\.json:2: not JSON .*named \.jsonl"):
         read(tmp_path / "a.json", '{"text": "a"}\n{"text": "b"}\n')
 
@@ -285,7 +285,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
             read(tmp_path / "a.parquet", content)
 
 
-def test_files_are_read_as_far_as_they_are_needed(line: Path) -> None:
+def test_files_are_read_lazily(line: Path) -> None:
     """A file can be larger than the memory, so later lines are not read yet."""
     path = write(line, '{"text": "a"}\n{"text": "b"}\n{broken')
     records = read_records(path)
@@ -300,7 +300,7 @@ def test_a_json_file_without_an_array_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-def test_text_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path, name: str) -> None:
+def test_text_that_is_not_utf8_is_rejected_with_the_position(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError, match=rf"{name}:2: not UTF-8 \(byte 4 .* 0xe9\); .*iconv"):
         read(tmp_path / name, "\nabcé".encode("latin-1"))
 
@@ -349,16 +349,16 @@ def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompts_ids(tokenizer: Any) -> None:
+def test_prompt_ids_of_a_text(tokenizer: Any) -> None:
     assert prompt_ids(Record("here", text="abc"), tokenizer) == [0, 1, 2]
     assert prompt_ids(Record("here", input_ids=[9, 8]), None) == [9, 8]
 
 
-def test_of_distilled_text_only_the_prompt_is_continued() -> None:
+def test_only_the_prompt_of_distilled_text_is_used() -> None:
     assert prompt_ids(Record("here", input_ids=[9, 8, 7], prompt_tokens=2), None) == [9, 8]
 
 
-def test_a_conversation_goes_on_where_the_assistant_speaks_next(tokenizer: Any) -> None:
+def test_a_conversation_is_continued_at_the_next_assistant_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
@@ -369,7 +369,7 @@ def test_a_conversation_goes_on_where_the_assistant_speaks_next(tokenizer: Any) 
     assert tokenizer.decode(prompt_ids(Record("here", messages=longer), tokenizer)) == "uhiahellousoa"
 
 
-def test_a_question_to_a_base_model_is_its_text(tokenizer: Any) -> None:
+def test_a_question_to_a_base_model_is_encoded_as_plain_text(tokenizer: Any) -> None:
     assert tokenizer.decode(prompt_ids(Record("here", messages=[USER], is_prompt=True), tokenizer)) == "hi"
 
 
@@ -381,7 +381,7 @@ def test_a_question_to_a_base_model_is_its_text(tokenizer: Any) -> None:
         (Record("f.jsonl:3", messages=[USER, ASSISTANT]), "chat template"),
     ],
 )
-def test_prompts_that_cannot_be_used_are_named_by_line(tokenizer: Any, record: Record, said: str) -> None:
+def test_unusable_prompts_are_named_by_line(tokenizer: Any, record: Record, said: str) -> None:
     with pytest.raises(RequestError, match=rf"f\.jsonl:3: .*{said}"):
         prompt_ids(record, tokenizer)
 
@@ -391,7 +391,7 @@ def test_a_text_without_a_tokenizer_is_named_by_line() -> None:
         prompt_ids(Record("f.jsonl:3", text="a"), None)
 
 
-def test_a_template_that_refuses_a_prompt_is_named_by_line(tokenizer: Any) -> None:
+def test_a_chat_template_error_is_named_by_line(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
     with pytest.raises(RequestError, match=r"f\.jsonl:3: .*only two roles"):
         prompt_ids(Record("f.jsonl:3", messages=[USER]), tokenizer)

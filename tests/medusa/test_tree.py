@@ -37,7 +37,7 @@ def test_tensors_agree_with_the_definition(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_order_of_paths_does_not_matter_and_rank_paths_gives_them_back(seed: int) -> None:
+def test_rank_paths_restores_paths_in_any_order(seed: int) -> None:
     tree = random_tree(20, seed)
     again = Tree.from_paths(reversed(tree.rank_paths))
     assert again.rank_paths == tree.rank_paths
@@ -58,7 +58,7 @@ def test_chain_and_top_k() -> None:
     assert Tree.top_k([3, 3, 2]).num_nodes == 1 + 3 + 9 + 18
 
 
-def test_clip_keeps_what_is_shallow_enough() -> None:
+def test_clip_keeps_paths_up_to_the_depth() -> None:
     tree = random_tree(25, seed=3)
     clipped = tree.clip(2)
     assert clipped.rank_paths == [path for path in tree.rank_paths if len(path) <= 2]
@@ -66,7 +66,7 @@ def test_clip_keeps_what_is_shallow_enough() -> None:
     assert tree.clip(99).rank_paths == tree.rank_paths
 
 
-def test_published_trees_are_those_of_the_original(shared: Path) -> None:
+def test_published_trees_equal_the_originals(shared: Path) -> None:
     original = json.loads((shared / "data/original_medusa/published_trees.json").read_text())
     ours = {name: paths for name, paths in named_trees().items() if name != "eight"}
     assert len(ours) == 9
@@ -75,11 +75,11 @@ def test_published_trees_are_those_of_the_original(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(named_trees()))
-def test_published_trees_are_trees(name: str) -> None:
+def test_published_trees_are_valid(name: str) -> None:
     assert load_tree(name, 5).num_nodes == len(named_trees()[name]) + 1
 
 
-def test_sixty_three_paths_are_sixty_four_nodes() -> None:
+def test_sixty_three_paths_give_sixty_four_nodes() -> None:
     tree = load_tree("mc_sim_7b_63", 5)
     assert (tree.num_nodes, tree.max_depth) == (64, 4)
 
@@ -108,7 +108,7 @@ def test_names_of_trees(tmp_path: Path) -> None:
         ([None], "None"),
     ],
 )
-def test_bad_paths_are_refused_by_name(paths: list, named: str) -> None:
+def test_bad_paths_are_rejected_by_name(paths: list, named: str) -> None:
     with pytest.raises(RequestError) as error:
         Tree.from_paths(paths)
     assert named in str(error.value)
@@ -132,7 +132,7 @@ def test_a_chain_with_two_depths_is_refused() -> None:
         load_tree("chain:5,3", 3)
 
 
-def test_a_chain_is_measured_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_chain_is_checked_before_building(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for topk: depth d costs d * d / 2 ranks, so `chain:50000` would run for minutes before the error."""
 
     def build(path: object) -> None:

@@ -80,7 +80,7 @@ def shown(model: Any, heads: MedusaHeads, count: int = 50) -> HeadInputs:
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_logits_are_those_of_the_tokens_on_the_list(llama: Any, kind: str, lm_head: str) -> None:
+def test_logits_cover_only_the_draft_vocabulary(llama: Any, kind: str, lm_head: str) -> None:
     whole, some = pair(llama, kind, lm_head)
     inputs = shown(llama, whole)
     backbone = Backbone(llama)
@@ -95,7 +95,7 @@ def test_logits_are_those_of_the_tokens_on_the_list(llama: Any, kind: str, lm_he
     assert torch.equal(token_ids(whole, found.argmax(-1)), found.argmax(-1)), "without a list a place is a token"
 
 
-def test_rows_are_taken_once_from_each_lm_head(llama: Any) -> None:
+def test_rows_of_the_lm_head_are_selected_once(llama: Any) -> None:
     _, some = pair(llama)
     layer, other = nn.Linear(8, VOCAB), nn.Linear(8, VOCAB, bias=False)
     rows = rows_for(some, layer)
@@ -108,7 +108,7 @@ def test_rows_are_taken_once_from_each_lm_head(llama: Any) -> None:
     assert not any("rows" in name for name in some.state_dict()), "heads never hold a part of the backbone"
 
 
-def test_own_lm_heads_start_as_the_backbones_rows(llama: Any) -> None:
+def test_new_own_lm_heads_copy_the_backbones_rows(llama: Any) -> None:
     _, some = pair(llama, lm_head="own")
     weight = Backbone(llama).head_weight
     some.start_from(weight)
@@ -117,14 +117,16 @@ def test_own_lm_heads_start_as_the_backbones_rows(llama: Any) -> None:
         assert torch.equal(matrix, weight[some.vocabulary].T)
 
 
-def test_places() -> None:
+def test_positions_in_the_draft_vocabulary() -> None:
     words = torch.tensor([5, 2, 7])
     assert places_of(words, torch.tensor([[2, 5], [7, 0]]), 9).tolist() == [[1, 0], [2, -1]]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("lm_head", LM_HEADS)
-def test_on_disk_and_back(llama: Any, tmp_path: Path, kind: str, lm_head: str) -> None:
+def test_heads_with_a_draft_vocabulary_survive_saving_and_loading(
+    llama: Any, tmp_path: Path, kind: str, lm_head: str
+) -> None:
     _, some = pair(llama, kind, lm_head)
     some.save_pretrained(tmp_path)
     back = MedusaHeads.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -144,7 +146,7 @@ def test_on_disk_and_back(llama: Any, tmp_path: Path, kind: str, lm_head: str) -
         (None, "misses the tensor vocabulary"),
     ],
 )
-def test_lists_that_are_none_are_refused(llama: Any, tmp_path: Path, change: Any, message: str) -> None:
+def test_invalid_draft_vocabularies_are_rejected(llama: Any, tmp_path: Path, change: Any, message: str) -> None:
     _, some = pair(llama)
     some.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
@@ -155,7 +157,7 @@ def test_lists_that_are_none_are_refused(llama: Any, tmp_path: Path, change: Any
 
 
 @pytest.mark.parametrize("words", [True, 8, VOCAB, 40.0])
-def test_sizes_that_are_none_are_refused(llama: Any, tmp_path: Path, words: Any) -> None:
+def test_invalid_draft_vocabulary_sizes_are_rejected(llama: Any, tmp_path: Path, words: Any) -> None:
     _, some = pair(llama)
     some.save_pretrained(tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
@@ -177,7 +179,7 @@ def drafted(model: Any, heads: MedusaHeads, tree: Any, target: Target | None = N
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 @pytest.mark.parametrize("tree", [Tree.top_k([4, 2, 1]), DynamicTree.over_heads(9, HEADS)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_heads_that_never_think_of_other_tokens(
+def test_drafts_equal_those_of_full_heads_with_other_tokens_masked(
     llama: Any, kind: str, tree: Any, lm_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, some = pair(llama, kind, lm_head)
@@ -198,7 +200,7 @@ def silenced(says: Callable[..., Tensor], unknown: Tensor) -> Callable[..., Tens
 
 
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])
-def test_what_is_drawn_is_drawn_from_a_distribution_over_all_tokens(llama: Any, kind: str) -> None:
+def test_draft_distributions_cover_all_tokens(llama: Any, kind: str) -> None:
     whole, some = pair(llama, kind)
     requests = prepare(llama, [[1, 2], [3, 4]], [0, 1], max_new_tokens=4, do_sample=True, top_k=0, top_p=1.0)
     ours, theirs = (drafted(llama, heads, Tree.top_k([2, 2]), Target(requests)) for heads in (some, whole))
@@ -216,7 +218,7 @@ def test_what_is_drawn_is_drawn_from_a_distribution_over_all_tokens(llama: Any, 
 
 @pytest.mark.parametrize("tree", ["topk:3,2,2", "dynamic:9"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> None:
+def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, tree: str) -> None:
     _, some = pair(llama, kind)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 7)]
     out = generate(llama, some, **left_padded(prompts), tree=tree, max_new_tokens=16)
@@ -225,7 +227,7 @@ def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_samples_follow_the_target_to_the_last_token(kind: str) -> None:
+def test_samples_have_the_target_distribution(kind: str) -> None:
     """Tokens outside the list appear with the backbone's probabilities (the experiment of `medusa verify`)."""
     model = tiny_model("llama", initializer_range=0.15)
     _, some = pair(model, kind)
@@ -263,13 +265,13 @@ def test_whole_steps_can_be_compiled(
     assert out[0, 5:].tolist() == plain(llama, prompt, max_new_tokens=8)
 
 
-def test_a_tree_wider_than_the_list_is_refused(llama: Any) -> None:
+def test_a_tree_wider_than_the_draft_vocabulary_is_rejected(llama: Any) -> None:
     with pytest.raises(RequestError, match=str(WORDS)):
         generate(llama, pair(llama)[1], torch.tensor([[1, 2]]), tree=f"topk:{WORDS + 1}", max_new_tokens=4)
 
 
 @torch.no_grad()
-def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
+def test_recordings_and_ranks_use_token_ids(llama: Any) -> None:
     """Ranks are as over all tokens, except after tokens outside the list, which are missed."""
     whole, some = pair(llama, "recurrent")
     backbone, inputs = Backbone(llama), shown(llama, whole, 200)
@@ -298,7 +300,7 @@ def test_recordings_and_ranks_know_tokens_by_their_ids(llama: Any) -> None:
 @pytest.mark.parametrize("weighting", [Weighting("decay"), Weighting("dpace")], ids=["decay", "dpace"])
 @pytest.mark.parametrize("objective", ["labels", "teacher"])
 @pytest.mark.parametrize("lm_head", LM_HEADS)
-def test_the_loss_in_chunks_is_the_plain_one(
+def test_the_chunked_loss_equals_the_plain_loss(
     lm_head: str, objective: str, weighting: Weighting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.loss.chunked.chunk_rows", lambda *args: 7)
@@ -323,7 +325,7 @@ def test_the_loss_in_chunks_is_the_plain_one(
     assert torch.equal(found[0][3], (labels != IGNORE).sum(1)), "what cannot be guessed is a label all the same"
 
 
-def test_a_label_that_is_not_on_the_list_ends_the_chain(llama: Any) -> None:
+def test_a_label_outside_the_draft_vocabulary_ends_the_chain(llama: Any) -> None:
     """Heads do not learn from this label or the later ones, because no path continues there."""
     _, some = pair(llama)
     assert some.vocabulary is not None
@@ -347,7 +349,7 @@ def dataset(texts: list[list[int]]) -> PackedDataset:
     return PackedDataset([Example(ids, [True] * len(ids)) for ids in texts], len(texts[0]))
 
 
-def test_the_most_frequent_labels_and_how_many_of_them_are_on_the_list() -> None:
+def test_the_most_frequent_labels_and_their_coverage() -> None:
     """A document's first two tokens are no labels; each row counts for one of two halves."""
     texts = [[9, 9, 4, 4, 4, 2], [9, 9, 4, 2, 2, 7], [9, 9, 2, 4, 4, 4], [9, 9, 4, 4, 3, 1]]
     found = most_frequent(dataset(texts), 3, 10)
@@ -359,7 +361,7 @@ def test_the_most_frequent_labels_and_how_many_of_them_are_on_the_list() -> None
         most_frequent(dataset(texts), 10, 10)
 
 
-def test_what_it_wins_is_time_and_what_it_loses_is_tau() -> None:
+def test_a_draft_vocabulary_trades_tau_for_time() -> None:
     sizes = BackboneSizes(hidden_size=4096, vocab_size=128_256, parameters=8_000_000_000)
     heads = {"num_heads": 4, "blocks": 134_000_000, "lm_heads": 4}
     assert vocabulary_gain(sizes, **heads, vocabulary=128_256, coverage=1.0) == 1
@@ -394,7 +396,9 @@ def recipe(tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("kind", "objective"), [("medusa", "argmax"), ("hydra", "distill"), ("recurrent", "text"), ("eagle", "argmax")]
 )
-def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, objective: str, lm_head: str) -> None:
+def test_a_run_with_a_draft_vocabulary_counts_trains_and_saves(
+    recipe: Any, tmp_path: Path, kind: str, objective: str, lm_head: str
+) -> None:
     recipe(kind, {"objective": objective}, lm_head=lm_head, vocabulary=WORDS, force_vocabulary=True)
     heads = MedusaHeads.from_pretrained(tmp_path / "out")
     assert heads.vocabulary is not None
@@ -405,7 +409,7 @@ def test_a_run_counts_trains_and_saves(recipe: Any, tmp_path: Path, kind: str, o
     assert torch.equal(again.vocabulary, heads.vocabulary)
 
 
-def test_a_loss_is_refused_with_its_figures(recipe: Any) -> None:
+def test_a_draft_vocabulary_that_slows_decoding_is_rejected(recipe: Any) -> None:
     message = (
         rf"heads.vocabulary {WORDS} of {VOCAB} tokens holds [0-9.]+% of the labels and is expected to make decoding "
         r"0\.\d+ times as fast; leave it out, take more tokens, or insist with heads.force_vocabulary=true"
@@ -414,7 +418,7 @@ def test_a_loss_is_refused_with_its_figures(recipe: Any) -> None:
         recipe(vocabulary=WORDS)
 
 
-def test_a_teacher_that_leans_on_all_tokens_is_refused(llama: Any) -> None:
+def test_teacher_tilt_with_a_draft_vocabulary_is_rejected(llama: Any) -> None:
     _, some = pair(llama)
     content: dict[str, Any] = {"backbone": "demo", "data": "text.txt", "output_dir": "out", "adapter": {}}
     with pytest.raises(
@@ -424,7 +428,7 @@ def test_a_teacher_that_leans_on_all_tokens_is_refused(llama: Any) -> None:
     require_adaptable(parse_recipe(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some)
 
 
-def test_streams_and_tiny_lists_are_refused(recipe: Any) -> None:
+def test_streams_and_tiny_draft_vocabularies_are_rejected(recipe: Any) -> None:
     with pytest.raises(RequestError, match=r"counted on the whole text, and data.streaming has no end"):
         most_frequent(StreamedDataset(None, 8, False, 1, 0), 3, 10)
     with pytest.raises(RequestError, match=r"heads.vocabulary is 8; it must be at least 32, or 0 for all tokens"):

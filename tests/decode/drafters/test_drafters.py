@@ -90,7 +90,7 @@ def drafter(request: Any, tmp_path: Path) -> Guesser:
     return Guesser(GUESSERS[request.param], tmp_path / "datastore")
 
 
-def test_greedy_is_plain_greedy(drafter: Guesser, llama: Any) -> None:
+def test_greedy_equals_plain_greedy(drafter: Guesser, llama: Any) -> None:
     write_as_plainly(llama, drafter)
 
 

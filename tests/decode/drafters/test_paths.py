@@ -164,7 +164,7 @@ def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str, copies
 
 @pytest.mark.parametrize("tree", ["topk:3,2,2", "dynamic:9", "chain"])
 @pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
-def test_greedy_text_is_plain_decodings(llama: Any, kind: str, tree: str) -> None:
+def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, tree: str) -> None:
     heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
     out = generate(llama, heads, **left_padded(prompts), tree=tree, max_new_tokens=16)
     for row, prompt in enumerate(prompts):

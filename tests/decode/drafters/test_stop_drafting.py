@@ -112,7 +112,7 @@ def test_no_head_is_run_below(llama: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("least", [0.003, 0.05, 0.5, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_plain_decodings(llama: Any, kind: str, least: float) -> None:
+def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, least: float) -> None:
     heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
     out = generate(llama, heads, **left_padded(prompts), tree="dynamic:9", stop_drafting=least, max_new_tokens=16)
     for row, prompt in enumerate(prompts):

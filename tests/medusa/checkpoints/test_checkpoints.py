@@ -104,13 +104,13 @@ def test_published_names_and_layout(tmp_path: Path) -> None:
     assert not {"architectures", "model_type"} & set(config), "TGI takes these for another kind of file"
 
 
-def test_heads_that_share_the_lm_head_are_version_2(tmp_path: Path) -> None:
+def test_heads_that_share_the_lm_head_use_the_version_2_layout(tmp_path: Path) -> None:
     some_heads(lm_head="shared").save_pretrained(tmp_path)
     assert json.loads((tmp_path / CONFIG).read_text())["version"] == "2"
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_original_pt_file_is_read_and_its_tensors_are_believed(tmp_path: Path, layers: int) -> None:
+def test_original_pt_file_is_read_and_its_tensors_override_its_config(tmp_path: Path, layers: int) -> None:
     """Published configs say 2 heads where the file holds 5."""
     tensors = original_tensors(heads=5, layers=layers)
     torch.save(tensors, tmp_path / LEGACY_WEIGHTS)
@@ -125,7 +125,7 @@ def test_original_pt_file_is_read_and_its_tensors_are_believed(tmp_path: Path, l
         assert torch.equal(heads.lm_heads[head].T, tensors[f"{head}.{layers}.weight"])
 
 
-def test_blocks_shared_in_an_old_file_are_unshared(tmp_path: Path) -> None:
+def test_blocks_shared_in_an_old_file_become_separate_blocks(tmp_path: Path) -> None:
     """`[ResBlock(h)] * 2` stored one block under two names; training must not move both."""
     tensors = original_tensors(heads=2, layers=2)
     for head in range(2):
@@ -141,7 +141,7 @@ def test_heads_without_a_config_are_read_from_their_tensors(tmp_path: Path) -> N
     assert MedusaHeads.from_pretrained(write(tmp_path, original_tensors(heads=3))).config.num_heads == 3
 
 
-def test_own_heads_of_the_shared_folder(shared: Path) -> None:
+def test_original_heads_of_the_shared_folder(shared: Path) -> None:
     heads = MedusaHeads.from_pretrained(shared / "models/stories260K-medusa5-original")
     assert (heads.config.num_heads, heads.config.vocab_size, heads.config.lm_head) == (5, 512, "own")
 
@@ -157,7 +157,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     assert name in message or "first head's first block" in message
 
 
-def test_a_whole_missing_head_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_head_is_rejected(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in original_tensors(heads=3).items() if not name.startswith("1.")}
     assert "1.0.linear.weight" in refusal(write(tmp_path, tensors))
 
@@ -189,12 +189,12 @@ def test_a_wrong_shape_is_named(tmp_path: Path, name: str, shape: tuple) -> None
     assert name in message or "first head's first block" in message or "heads.hidden_size" in message
 
 
-def test_tensors_that_are_no_weights_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_integers_are_rejected(tmp_path: Path) -> None:
     tensors = {name: tensor.to(torch.int8) for name, tensor in original_tensors(heads=2).items()}
     assert "int8" in refusal(write(tmp_path, tensors))
 
 
-def test_no_tensor_at_all(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_rejected(tmp_path: Path) -> None:
     assert "no tensor" in refusal(write(tmp_path, {}))
 
 
@@ -247,7 +247,7 @@ def test_pickles_with_code_are_refused_and_not_run(tmp_path: Path, zipped: bool)
 
 
 @pytest.mark.parametrize("content", [[1], {"a": 1}, "text", torch.zeros(3), {1: torch.zeros(2, 2)}])
-def test_a_pt_file_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+def test_a_pt_file_without_heads_is_rejected(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / LEGACY_WEIGHTS)
     assert LEGACY_WEIGHTS in refusal(tmp_path)
 
@@ -262,24 +262,26 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "published", [{"kind": "oak"}, {"tree": "mc_sim_7b_63"}, {"tree": [[0, 0]]}, {"tree": 5}, {"backbone": [1]}]
 )
-def test_a_config_with_nonsense_is_refused_at_load(tmp_path: Path, published: dict) -> None:
+def test_an_invalid_config_is_rejected_at_load(tmp_path: Path, published: dict) -> None:
     """Without this check a TypeError would appear in the middle of decoding."""
     refusal(write(tmp_path, original_tensors(heads=2), published))
 
 
 @pytest.mark.parametrize("vocab_size", ["many", 0, -1, 2.5])
-def test_a_nonsense_vocabulary_of_shared_heads_is_refused(tmp_path: Path, vocab_size: Any) -> None:
+def test_an_invalid_vocab_size_of_shared_heads_is_rejected(tmp_path: Path, vocab_size: Any) -> None:
     tensors = {n: t for n, t in original_tensors(heads=1).items() if "linear" in n}
     assert "vocab_size" in refusal(write(tmp_path, tensors, {"vocab_size": vocab_size}))
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_missing_path_is_rejected(tmp_path: Path) -> None:
     assert "neither" in refusal(tmp_path)
     assert "no heads" in refusal(tmp_path / "absent")
     assert "no heads" in refusal("not a name")
 
 
-def test_a_failed_save_leaves_the_old_heads_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_heads_and_leaves_no_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = some_heads()
     old.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -295,7 +297,7 @@ def test_a_failed_save_leaves_the_old_heads_and_no_litter(tmp_path: Path, monkey
     assert torch.equal(MedusaHeads.from_pretrained(tmp_path).lm_heads, old.lm_heads)
 
 
-def test_heads_are_not_replaced_unasked(tmp_path: Path) -> None:
+def test_existing_heads_are_kept_without_overwrite(tmp_path: Path) -> None:
     some_heads().save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="exists already"):
         some_heads().save_pretrained(tmp_path, overwrite=False)
@@ -303,7 +305,7 @@ def test_heads_are_not_replaced_unasked(tmp_path: Path) -> None:
     assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 1
 
 
-def test_files_are_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
+def test_saved_files_follow_the_umask(tmp_path: Path) -> None:
     some_heads().save_pretrained(tmp_path)
     assert (tmp_path / WEIGHTS).stat().st_mode & 0o777 == (tmp_path / CONFIG).stat().st_mode & 0o777
     umask = os.umask(0)
@@ -311,7 +313,7 @@ def test_files_are_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
     assert (tmp_path / WEIGHTS).stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-def test_front_door(tmp_path: Path) -> None:
+def test_from_pretrained_converts_the_dtype(tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"))
     heads.save_pretrained(tmp_path)
     again = MedusaHeads.from_pretrained(str(tmp_path), dtype=torch.float64)

@@ -129,7 +129,7 @@ def head_forward(tensors: dict[str, Tensor], head: int, z: Tensor) -> Tensor:
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("prefix", [False, True])
 @torch.no_grad()
-def test_logits_are_the_originals(model: Any, tmp_path: Path, prefix: bool, dropout: bool, layers: int) -> None:
+def test_logits_equal_the_originals(model: Any, tmp_path: Path, prefix: bool, dropout: bool, layers: int) -> None:
     """At every position of a text, every head gives the original's logits."""
     model.config.save_pretrained(tmp_path / "base")
     tensors = checkpoint(model, prefix, dropout, layers)
@@ -150,7 +150,7 @@ def test_logits_are_the_originals(model: Any, tmp_path: Path, prefix: bool, drop
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_the_text_is_plain_decodings_and_the_backbone_is_left_alone(model: Any, tmp_path: Path, prefix: bool) -> None:
+def test_text_equals_plain_decoding_and_the_backbone_is_unchanged(model: Any, tmp_path: Path, prefix: bool) -> None:
     model.config.save_pretrained(tmp_path / "base")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensors = checkpoint(model, prefix)
@@ -166,7 +166,7 @@ def test_the_text_is_plain_decodings_and_the_backbone_is_left_alone(model: Any, 
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_saved_here_they_are_the_same_heads(model: Any, tmp_path: Path, prefix: bool) -> None:
+def test_hydra_heads_survive_saving_in_our_format(model: Any, tmp_path: Path, prefix: bool) -> None:
     model.config.save_pretrained(tmp_path / "base")
     arch = "prefix-mlp" if prefix else "mlp"
     heads = MedusaHeads.from_pretrained(
@@ -179,7 +179,7 @@ def test_saved_here_they_are_the_same_heads(model: Any, tmp_path: Path, prefix: 
     assert all(torch.equal(tensor, heads.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
-def test_the_copied_embedding_tells_their_backbone_from_another(model: Any, tmp_path: Path) -> None:
+def test_the_copied_embedding_identifies_the_backbone(model: Any, tmp_path: Path) -> None:
     heads = MedusaHeads.from_pretrained(write(tmp_path, checkpoint(model)))
     assert not differs(model, heads.config.backbone)
     assert not differs(deepcopy(model).bfloat16(), heads.config.backbone), "in another dtype too"
@@ -190,7 +190,7 @@ def test_the_copied_embedding_tells_their_backbone_from_another(model: Any, tmp_
     )
 
 
-def test_they_are_for_decoding(model: Any, tmp_path: Path) -> None:
+def test_training_hydra_heads_is_rejected(model: Any, tmp_path: Path) -> None:
     write(tmp_path, checkpoint(model))
     with pytest.raises(RequestError, match="holds the original Hydra's heads, which can decode but not be trained"):
         new_heads(model, HeadsConfig(num=HEADS, kind="hydra", start=str(tmp_path)), "tiny")
@@ -219,7 +219,9 @@ def added(name: str, *shape: int) -> Any:
         (lambda tensors: tensors.clear() or tensors.update(a=torch.zeros(1)), "misses the first head's first block"),
     ],
 )
-def test_files_that_are_not_whole_are_refused_by_name(model: Any, tmp_path: Path, change: Any, message: str) -> None:
+def test_incomplete_files_are_rejected_with_the_tensor_name(
+    model: Any, tmp_path: Path, change: Any, message: str
+) -> None:
     tensors = checkpoint(model)
     change(tensors)
     with pytest.raises(RequestError, match=message) as error:
@@ -239,7 +241,9 @@ def test_files_that_are_not_whole_are_refused_by_name(model: Any, tmp_path: Path
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_said(model: Any, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_rejected_with_the_reason(
+    model: Any, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         MedusaHeads.from_pretrained(write(tmp_path, checkpoint(model), **config))
 
@@ -251,7 +255,7 @@ def test_heads_that_see_no_tokens_are_refused(model: Any, tmp_path: Path) -> Non
         MedusaHeads.from_pretrained(write(tmp_path, tensors, grounded_heads=False))
 
 
-def test_nothing_is_unpickled_but_tensors(tmp_path: Path) -> None:
+def test_only_tensors_are_unpickled(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "went off",))

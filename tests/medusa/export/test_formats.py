@@ -121,7 +121,7 @@ PUBLISHED = {
 PUBLISHED_CONFIG = {"medusa_num_heads": K, "medusa_num_layers": 1}
 
 
-def test_original_v1_to_the_letter(exported: Callable, backbone: Path) -> None:
+def test_original_v1_names_shapes_and_config(exported: Callable, backbone: Path) -> None:
     heads = some_heads()
     folder = exported(heads, "original-v1")
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, LEGACY_WEIGHTS]
@@ -133,7 +133,7 @@ def test_original_v1_to_the_letter(exported: Callable, backbone: Path) -> None:
     assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
-def test_tgi_version_1_to_the_letter(exported: Callable, backbone: Path) -> None:
+def test_tgi_version_1_names_shapes_and_config(exported: Callable, backbone: Path) -> None:
     heads = some_heads()
     folder = exported(heads, "tgi")
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS]
@@ -143,7 +143,7 @@ def test_tgi_version_1_to_the_letter(exported: Callable, backbone: Path) -> None
     assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
-def test_tgi_version_2_to_the_letter(exported: Callable, backbone: Path) -> None:
+def test_tgi_version_2_names_shapes_and_config(exported: Callable, backbone: Path) -> None:
     heads = some_heads(lm_head="shared")
     folder = exported(heads, "tgi")
     assert shapes(load_file(folder / WEIGHTS)) == {name: s for name, s in PUBLISHED.items() if ".linear." in name}
@@ -152,7 +152,7 @@ def test_tgi_version_2_to_the_letter(exported: Callable, backbone: Path) -> None
     assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
-def test_tgi_takes_several_blocks_as_version_1_only(exported: Callable, backbone: Path) -> None:
+def test_tgi_heads_with_several_blocks_use_version_1(exported: Callable, backbone: Path) -> None:
     folder = exported(some_heads(lm_head="shared", num_layers=2), "tgi")
     tensors = load_file(folder / WEIGHTS)
     parts = ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")
@@ -162,7 +162,7 @@ def test_tgi_takes_several_blocks_as_version_1_only(exported: Callable, backbone
     assert "version" not in read_json(folder / CONFIG)
 
 
-def test_vllm_to_the_letter(exported: Callable, backbone: Path) -> None:
+def test_vllm_names_shapes_and_config(exported: Callable, backbone: Path) -> None:
     heads = some_heads(num_layers=2)
     folder = exported(heads, "vllm")
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, MODEL]
@@ -190,7 +190,7 @@ def test_vllm_to_the_letter(exported: Callable, backbone: Path) -> None:
     assert same(MedusaHeads.from_pretrained(folder), heads)
 
 
-def test_vllm_gets_one_copy_of_a_shared_lm_head(exported: Callable, backbone: Path) -> None:
+def test_vllm_export_has_one_copy_of_a_shared_lm_head(exported: Callable, backbone: Path) -> None:
     folder = exported(some_heads(lm_head="shared"), "vllm")
     tensors, lm_head = load_file(folder / MODEL), load_file(backbone / MODEL)["lm_head.weight"]
     assert sorted(name for name in tensors if "lm_head" in name) == ["lm_head.weight"]
@@ -202,7 +202,7 @@ def test_vllm_gets_one_copy_of_a_shared_lm_head(exported: Callable, backbone: Pa
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_tensorrt_llm_to_the_letter(exported: Callable, backbone: Path, lm_head: str) -> None:
+def test_tensorrt_llm_names_shapes_and_config(exported: Callable, backbone: Path, lm_head: str) -> None:
     heads = some_heads(lm_head=lm_head)
     heads.config.tree = [[0], [1], [0, 0], [0, 0, 0]]
     folder = exported(heads, "tensorrt-llm")
@@ -212,7 +212,7 @@ def test_tensorrt_llm_to_the_letter(exported: Callable, backbone: Path, lm_head:
     assert read_json(folder / "medusa_choices.json") == [[0], [1], [0, 0], [0, 0, 0]]
 
 
-def test_tensorrt_llm_takes_63_nodes_and_no_deeper_than_the_heads(exported: Callable) -> None:
+def test_tensorrt_llm_trees_are_limited_to_63_nodes_and_the_number_of_heads(exported: Callable) -> None:
     heads = some_heads()
     heads.config.tree = [[rank] for rank in range(40)] + [[0, rank] for rank in range(40)] + [[0, 0, 0], [0, 0, 0, 0]]
     choices = read_json(exported(heads, "tensorrt-llm") / "medusa_choices.json")
@@ -221,7 +221,7 @@ def test_tensorrt_llm_takes_63_nodes_and_no_deeper_than_the_heads(exported: Call
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_modelopt_to_the_letter(exported: Callable, backbone: Path, tmp_path: Path, sharded: bool) -> None:
+def test_modelopt_names_shapes_and_config(exported: Callable, backbone: Path, tmp_path: Path, sharded: bool) -> None:
     base = backbone
     if sharded:
         base = tmp_path / "sharded"
@@ -261,7 +261,7 @@ GATED = {
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_eagle3_to_the_letter(exported: Callable, backbone: Path, to: str) -> None:
+def test_eagle3_names_shapes_and_config(exported: Callable, backbone: Path, to: str) -> None:
     heads = gated_heads()
     folder = exported(heads, to)
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, MODEL]
@@ -297,7 +297,7 @@ def test_eagle3_to_the_letter(exported: Callable, backbone: Path, to: str) -> No
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
 
 
-def test_eagle3_with_fewer_words(exported: Callable, backbone: Path) -> None:
+def test_eagle3_with_a_draft_vocabulary(exported: Callable, backbone: Path) -> None:
     """`d2t` is a difference: a token is its place in the list plus this difference."""
     heads = gated_heads(vocabulary=32)
     folder = exported(heads, "sglang")
@@ -426,7 +426,7 @@ def vllm_rules(folder: Path, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_what_is_written_computes_the_same_by_the_rules_of_its_readers(
+def test_exports_give_the_same_logits_by_each_servers_rules(
     exported: Callable, backbone: Path, lm_head: str, layers: int
 ) -> None:
     heads = some_heads(lm_head=lm_head, num_layers=layers)
@@ -456,7 +456,7 @@ def test_what_is_written_computes_the_same_by_the_rules_of_its_readers(
 
 @pytest.mark.parametrize("to", ORIGINAL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_read_written_and_read_again_bit_for_bit(exported: Callable, to: str, dtype: str) -> None:
+def test_reading_an_export_restores_the_heads_bit_for_bit(exported: Callable, to: str, dtype: str) -> None:
     heads = some_heads().to(getattr(torch, dtype))
     first = MedusaHeads.from_pretrained(exported(heads, to))
     assert next(first.parameters()).dtype == getattr(torch, dtype)
@@ -465,7 +465,7 @@ def test_read_written_and_read_again_bit_for_bit(exported: Callable, to: str, dt
 
 
 @pytest.mark.parametrize("to", ORIGINAL)
-def test_the_originals_own_heads_survive_every_format(shared: Path, exported: Callable, to: str) -> None:
+def test_the_original_heads_survive_every_format(shared: Path, exported: Callable, to: str) -> None:
     """Imported, exported, imported again: the same tensors, and so the same logits, bit for bit."""
     source, base = shared / "models/stories260K-medusa5-original", shared / "models/stories260K"
     heads = MedusaHeads.from_pretrained(source)
@@ -478,12 +478,12 @@ def test_the_originals_own_heads_survive_every_format(shared: Path, exported: Ca
 
 
 @pytest.mark.parametrize(("start", "to"), [("tgi", "vllm"), ("vllm", "modelopt"), ("modelopt", "original-v1")])
-def test_one_format_into_another(exported: Callable, tmp_path: Path, start: str, to: str) -> None:
+def test_converting_one_format_into_another(exported: Callable, tmp_path: Path, start: str, to: str) -> None:
     heads = some_heads()
     assert same(MedusaHeads.from_pretrained(exported(exported(heads, start), to)), heads)
 
 
-def test_another_dtype_is_what_rounding_gives(exported: Callable) -> None:
+def test_export_to_another_dtype_only_rounds(exported: Callable) -> None:
     heads = some_heads()
     folder = exported(heads, "vllm", "--dtype", "float16")
     assert read_json(folder / CONFIG)["torch_dtype"] == "float16"
@@ -538,7 +538,7 @@ def test_heads_are_read_out_of_whole_models(
     assert same(again, heads)
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     index = {"weight_map": {"medusa_head.0.0.linear.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(index))
     assert "model-00001-of-00002.safetensors" in refusal(tmp_path)
@@ -547,7 +547,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [[], {}, {"weight_map": 3}, {"weight_map": {"medusa_head.0.0.linear.weight": "../x"}}]
 )
-def test_an_index_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+def test_an_invalid_shard_index_is_rejected(tmp_path: Path, content: Any) -> None:
     (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(content))
     assert "index" in refusal(tmp_path)
 
@@ -587,7 +587,7 @@ def test_published_names_in_a_vllm_folder_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_vllm_heads_without_biases_have_none(tmp_path: Path) -> None:
+def test_vllm_heads_without_biases_load_without_biases(tmp_path: Path) -> None:
     heads = some_heads()
     tensors = {name: tensor for name, tensor in renamed(heads, "vllm").items() if not name.endswith("bias")}
     for name, tensor in heads.state_dict().items():
@@ -600,7 +600,7 @@ def test_vllm_heads_without_biases_have_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
-def test_one_lm_head_of_all_vllm_heads(tmp_path: Path, name: str) -> None:
+def test_one_lm_head_for_all_vllm_heads_is_read(tmp_path: Path, name: str) -> None:
     heads = some_heads()
     assert heads.lm_heads is not None
     heads.lm_heads.data[1:] = heads.lm_heads.data[0]
@@ -611,7 +611,7 @@ def test_one_lm_head_of_all_vllm_heads(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", ["all", "some"])
-def test_vllm_heads_of_fewer_words(tmp_path: Path, rows: str) -> None:
+def test_vllm_heads_with_a_draft_vocabulary(tmp_path: Path, rows: str) -> None:
     """`token_map` holds the tokens themselves; LM heads of all tokens are cut to those rows when they are loaded."""
     heads = some_heads()
     words = torch.randperm(V)[:33]
@@ -638,7 +638,7 @@ def test_tensorrt_llm_checkpoints_are_read(tmp_path: Path, backbone: Path) -> No
 
 
 @pytest.mark.parametrize("form", ["vllm", "tensorrt", "inside"])
-def test_what_is_missing_wrong_or_too_much_is_called_by_its_own_name(tmp_path: Path, backbone: Path, form: str) -> None:
+def test_missing_wrong_or_extra_tensors_are_named_as_in_the_file(tmp_path: Path, backbone: Path, form: str) -> None:
     heads = some_heads()
     whole = inside_a_model("medusa_head.", heads, backbone) if form == "inside" else renamed(heads, form)
     config = {"model_type": "medusa", "medusa_fc_bias": True} if form == "vllm" else {}
@@ -666,12 +666,12 @@ def test_quantised_heads_are_refused_with_the_reason(tmp_path: Path) -> None:
     assert "quantised" in refusal(write(tmp_path, tensors, {}))
 
 
-def test_logits_that_vllm_scales_are_refused(tmp_path: Path) -> None:
+def test_vllm_heads_with_a_logit_scale_are_rejected(tmp_path: Path) -> None:
     config = {"model_type": "medusa", "medusa_fc_bias": True, "logit_scale": 0.5}
     assert "logit_scale" in refusal(write(tmp_path, renamed(some_heads(), "vllm"), config))
 
 
-def test_a_plain_backbone_holds_no_heads(backbone: Path) -> None:
+def test_a_backbone_without_heads_is_rejected(backbone: Path) -> None:
     assert "no heads in" in refusal(backbone)
 
 
@@ -694,7 +694,7 @@ def test_other_layers_of_eagle3_are_refused(exported: Callable, change: dict, wo
     assert words in refusal(folder)
 
 
-def test_an_lm_head_that_others_trained_is_not_dropped(exported: Callable) -> None:
+def test_eagle3_heads_with_their_own_lm_head_are_rejected(exported: Callable) -> None:
     folder = exported(gated_heads(), "sglang")
     tensors, config = load_file(folder / MODEL), read_json(folder / CONFIG)
     del config["medusa_num_heads"]  # which only our own exports have
@@ -725,7 +725,7 @@ def test_eagle3_tensors_that_are_missing_wrong_or_too_many(exported: Callable, n
         ("vllm", {CONFIG, MODEL}),
     ],
 )
-def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
+def test_only_files_with_heads_are_fetched_from_the_hub(
     tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch, form: str, fetched: set[str]
 ) -> None:
     heads, repo, cache = some_heads(), tmp_path / "repo", tmp_path / "cache"
@@ -773,7 +773,7 @@ def test_of_a_model_on_the_hub_only_the_files_with_heads_are_fetched(
     ],
 )
 @pytest.mark.parametrize("to", ORIGINAL)
-def test_what_a_format_cannot_hold_is_refused(
+def test_heads_that_a_format_cannot_represent_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict, way_out: str
 ) -> None:
     some_heads(**settings).save_pretrained(tmp_path / "heads")
@@ -794,7 +794,7 @@ def test_what_a_format_cannot_hold_is_refused(
     ],
 )
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_eagle_heads_that_are_no_layer_of_eagle3_are_refused(
+def test_eagle_heads_that_differ_from_eagle3_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict, way_out: str
 ) -> None:
     gated_heads(**settings).save_pretrained(tmp_path / "heads")
@@ -808,15 +808,13 @@ def test_medusa_heads_are_refused_for_sglang(tmp_path: Path, capsys: pytest.Capt
     assert "heads.kind=eagle" in refused(capsys, *words, "--to", "sglang")
 
 
-def test_vllm_knows_one_kind_that_follows_the_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path
-) -> None:
+def test_vllm_supports_one_sequential_kind(tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path) -> None:
     some_heads(kind="recurrent").save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
     assert "heads.kind=eagle with heads.block=gated" in refused(capsys, *words, "--to", "vllm")
 
 
-def test_several_blocks_are_one_in_the_originals_loader(
+def test_several_blocks_are_rejected_for_the_originals_loader(
     tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, exported: Callable
 ) -> None:
     """The original's loader uses one block L times in a head, so the last block's weights would be used for all."""
@@ -850,13 +848,13 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_is_replaced_when_asked_for(exported: Callable) -> None:
+def test_overwrite_replaces_an_export(exported: Callable) -> None:
     exported(some_heads(), "tgi")
     folder = exported(some_heads(lm_head="shared"), "tgi", "--overwrite")
     assert read_json(folder / CONFIG)["version"] == "2"
 
 
-def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
+def test_a_failed_export_is_detected_and_leaves_no_files(
     tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     some_heads().save_pretrained(tmp_path / "heads")
@@ -872,7 +870,7 @@ def test_a_writer_that_errs_is_found_out_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
 
 
-def test_what_is_printed_and_what_is_in_the_json(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
+def test_export_output_and_json(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
     some_heads(base_model_name_or_path=str(backbone)).save_pretrained(tmp_path / "heads")
     place, result = tmp_path / "for vllm", tmp_path / "result.json"
     words = ["export", "--heads", f"{tmp_path}/heads", "--to", "vllm", "--output", str(place), "--json", str(result)]
@@ -893,7 +891,7 @@ def test_what_is_printed_and_what_is_in_the_json(tmp_path: Path, backbone: Path,
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_lm_head_is_read_without_the_backbone(
+def test_the_lm_head_is_read_without_loading_the_backbone(
     tmp_path: Path, family: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the LM head's name, or the embedding's name if both are tied."""

@@ -73,7 +73,7 @@ def by_hub(model: Any, folder: str, ids: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gemma2", "llama4_text", "gpt2", "cohere"])
-def test_same_ids_as_ours_and_as_plain_decoding(family: str, tmp_path: Path) -> None:
+def test_ids_equal_the_packages_and_plain_decoding(family: str, tmp_path: Path) -> None:
     """Models with windows, chunks, learned positions and scaled logits, on texts longer than the windows."""
     model = tiny_model(family)
     heads = random_heads(model, 3)
@@ -93,7 +93,7 @@ def test_same_ids_as_ours_and_as_plain_decoding(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
-def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
+def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
     """Paths are longer than a window, so that a node's ancestors fall out of it; kept nodes follow dropped ones."""
     model = tiny_model(family)
     tree = Tree.from_paths([*random_tree(12, seed=3, max_depth=4).rank_paths, *[[7] * d for d in range(1, 8)]])
@@ -124,7 +124,7 @@ def test_a_tree_forward_is_what_plain_forwards_are(family: str) -> None:
     ],
     ids=str,
 )
-def test_guesses_of_every_kind_are_ours(settings: dict[str, Any], llama: Any, tmp_path: Path) -> None:
+def test_guesses_of_every_kind_equal_the_packages(settings: dict[str, Any], llama: Any, tmp_path: Path) -> None:
     """Text is right with any guesses, but steps are as long as the package's only with the same guesses."""
     heads = random_heads(llama, 3, **settings)
     tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
@@ -140,7 +140,7 @@ def test_guesses_of_every_kind_are_ours(settings: dict[str, Any], llama: Any, tm
     assert len({length for lengths in found for length in lengths}) > 1, "some guesses are right and some wrong"
 
 
-def test_ragged_rows_copies_and_the_form_of_the_result(llama: Any, tmp_path: Path) -> None:
+def test_ragged_rows_several_sequences_and_the_result_type(llama: Any, tmp_path: Path) -> None:
     heads = random_heads(llama, 3)
     folder = repository(heads, tmp_path / "heads")
     prompts = [random_ids(count, seed=count) for count in (4, 11, 7)]
@@ -177,7 +177,7 @@ def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tm
     assert (odd[0, 6:] % 2 == 1).all()
 
 
-def test_a_text_fills_the_context_and_no_more(tmp_path: Path) -> None:
+def test_a_text_stops_at_the_end_of_the_context(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     heads = random_heads(model, 3)
     folder = repository(heads, tmp_path / "heads")
@@ -188,7 +188,7 @@ def test_a_text_fills_the_context_and_no_more(tmp_path: Path) -> None:
     assert torch.equal(out, generate(model, heads, torch.tensor([prompt]), max_new_tokens=50, do_sample=False))
 
 
-def test_heads_are_those_of_the_folder_named(llama: Any, tmp_path: Path) -> None:
+def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> None:
     """Folders of one name share the code's module, but not the heads."""
     prompt, found = random_ids(9, seed=2), {}
     settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
@@ -228,7 +228,7 @@ def test_heads_are_those_of_the_folder_named(llama: Any, tmp_path: Path) -> None
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_requests_are_one_line(options: dict[str, Any], words: str, llama: Any, tmp_path: Path) -> None:
+def test_wrong_requests_raise_a_one_line_error(options: dict[str, Any], words: str, llama: Any, tmp_path: Path) -> None:
     folder = repository(random_heads(llama, 3), tmp_path / "heads")
     inputs = {"input_ids": torch.tensor([random_ids(5)]), "max_new_tokens": 4} | options
     with pytest.raises(ValueError, match=words) as error:
@@ -236,7 +236,7 @@ def test_wrong_requests_are_one_line(options: dict[str, Any], words: str, llama:
     assert "\n" not in str(error.value)
 
 
-def test_text_in_the_cache_already_is_refused(llama: Any, tmp_path: Path) -> None:
+def test_a_prefilled_cache_is_rejected(llama: Any, tmp_path: Path) -> None:
     folder = repository(random_heads(llama, 3), tmp_path / "heads")
     cache = DynamicCache()
     llama(torch.tensor([[1, 2]]), past_key_values=cache)
@@ -244,7 +244,7 @@ def test_text_in_the_cache_already_is_refused(llama: Any, tmp_path: Path) -> Non
         by_hub(llama, folder, [1, 2, 3], past_key_values=cache, max_new_tokens=4)
 
 
-def test_models_that_cannot_hold_a_tree_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_tree_support_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = repository(random_heads(tiny_model("llama"), 3), tmp_path / "heads")
     mamba = tiny_model("mamba")
     with pytest.raises(ValueError, match=r"cannot hold a tree: its layers .* keep a state that cannot branch"):
@@ -266,7 +266,7 @@ def test_heads_for_another_model_are_refused(llama: Any, tmp_path: Path) -> None
         by_hub(llama, folder, [1, 2, 3], max_new_tokens=4)
 
 
-def test_longrope_is_not_crossed(tmp_path: Path) -> None:
+def test_a_text_beyond_the_longrope_boundary_is_rejected(tmp_path: Path) -> None:
     model = tiny_model("phi3, longrope")
     boundary = model.config.rope_parameters["original_max_position_embeddings"]
     folder = repository(random_heads(model, 2), tmp_path / "heads", [[0], [1], [0, 0]])
@@ -309,7 +309,7 @@ print(json.dumps(results))
 """
 
 
-def test_without_our_packages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_repositories_run_without_the_packages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The embedded backbone and its heads, and the original's own heads for stories260K, exported by the command."""
     pairs = [("demo", str(DEMO_BACKBONE), "demo", [0, 403, 378])]
     try:
@@ -347,7 +347,7 @@ def test_without_our_packages(tmp_path: Path, request: pytest.FixtureRequest) ->
     assert all(max(lengths) > 1 for _, lengths in expected), "heads that fit are right now and then"
 
 
-def test_code_imports_little(tmp_path: Path) -> None:
+def test_hub_code_imports_only_three_packages(tmp_path: Path) -> None:
     """transformers checks every import of such a file and asks the user to install missing packages."""
     from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
@@ -388,7 +388,7 @@ def test_heads_of_a_hub_id(llama: Any, tmp_path: Path) -> None:
     assert min(lengths[:-1]) > 1
 
 
-def test_what_is_asked_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(random_heads(llama, 2), tmp_path / "heads", [[0]])
     asked: dict[str, Any] = {}
 
@@ -465,7 +465,7 @@ def test_push(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert hub.calls[-1][1]["commit_message"] == "as said"
 
 
-def test_heads_that_the_code_does_not_know_are_pushed_without_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_heads_are_pushed_without_code(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", hub)
     push(random_heads(llama, 2, kind="hydra").checkpoint(), "org/heads")
@@ -475,7 +475,7 @@ def test_heads_that_the_code_does_not_know_are_pushed_without_it(llama: Any, mon
     assert "library_name: medusa-heads" in card
 
 
-def test_push_that_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_push_raises_a_one_line_error(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = random_heads(llama, 2)
     nobody_listens = functools.partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(refuses=HFValidationError("bad name")))
@@ -525,7 +525,7 @@ BENCHMARK = {
 }
 
 
-def test_card_says_what_was_measured(llama: Any) -> None:
+def test_card_shows_the_measurements(llama: Any) -> None:
     heads = random_heads(llama, 3, base_model_name_or_path="org/model")
     made = {
         "command": "medusa train /home/me/x.yaml",
@@ -566,7 +566,7 @@ def test_card_says_what_was_measured(llama: Any) -> None:
     assert "/home" not in card
 
 
-def test_card_says_what_is_not_known(llama: Any) -> None:
+def test_card_lists_unknown_values(llama: Any) -> None:
     card = model_card(random_heads(llama, 3).checkpoint(), Facts(), with_code=True)
     assert metadata(card).keys() == {"library_name", "pipeline_tag", "tags"}
     for sentence in (
@@ -579,7 +579,7 @@ def test_card_says_what_is_not_known(llama: Any) -> None:
         assert claim not in card
 
 
-def test_card_of_lossy_figures_says_so(llama: Any) -> None:
+def test_card_marks_lossy_figures(llama: Any) -> None:
     bench = json.loads(json.dumps(BENCHMARK))
     bench["settings"] |= {"acceptance": "typical", "temperature": 0.7}
     card = model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=bench), with_code=True)
@@ -587,7 +587,7 @@ def test_card_of_lossy_figures_says_so(llama: Any) -> None:
     assert "token for token" not in card
 
 
-def test_folders_of_this_machine_are_left_out() -> None:
+def test_local_folders_are_left_out() -> None:
     told = {"path": "/home/me/own.jsonl", "words": ["medusa train /a/b.yaml backbone=/data/m data=~/d/x.jsonl 1/2"]}
     kept = {"path": "own.jsonl", "words": ["medusa train b.yaml backbone=m data=x.jsonl 1/2"]}
     assert without_folders(told) == kept
@@ -595,7 +595,7 @@ def test_folders_of_this_machine_are_left_out() -> None:
     assert without_folders(same) == same
 
 
-def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("org/model-7B.v1")
@@ -613,7 +613,7 @@ def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=str,
 )
-def test_what_is_no_benchmark_of_heads(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_invalid_benchmark_files_are_rejected(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps(BENCHMARK | change))
     with pytest.raises(RequestError, match=words):
         read_benchmark(tmp_path / "bench.json")
@@ -642,7 +642,7 @@ def test_export_of_the_shipped_heads(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert metadata((place / CARD).read_text())["license"] == "cdla-sharing-1.0"
 
 
-def test_export_takes_calibrations_of_these_heads_only(llama: Any, tmp_path: Path) -> None:
+def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path: Path) -> None:
     from medusa.fingerprint import heads_fingerprint
 
     heads = random_heads(llama, 2, base_model_name_or_path="org/model")
@@ -675,7 +675,9 @@ def test_export_takes_calibrations_of_these_heads_only(llama: Any, tmp_path: Pat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_exports(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_wrong_export_requests_are_rejected(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert export("--heads", "demo", "--output", str(tmp_path / "out"), *words) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -684,7 +686,7 @@ def test_wrong_exports(words: list[str], message: str, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     "settings", [{"kind": "hydra"}, {"kind": "eagle"}, {"prefix_layers": 1}, {"vocabulary": 40}], ids=str
 )
-def test_heads_that_the_code_does_not_know_are_not_exported(
+def test_unsupported_heads_are_not_exported(
     settings: dict[str, Any], llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     heads = random_heads(llama, 2, base_model_name_or_path="org/model", **settings)

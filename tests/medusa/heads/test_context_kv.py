@@ -27,7 +27,7 @@ def side_by_side(
 @pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("shared_mask", [False, True])
 @pytest.mark.parametrize("length", [S, 0])
-def test_text_and_own_keys_share_a_softmax(chosen: bool, shared_mask: bool, length: int) -> None:
+def test_text_keys_and_path_keys_share_a_softmax(chosen: bool, shared_mask: bool, length: int) -> None:
     keys, values = tensors(B, A, S, D)[:, :, :length], tensors(B, A, S, D, seed=1)[:, :, :length]
     query, own_keys, own_values = tensors(B, Q, A, D, seed=2), tensors(B, Q, J, A, D, seed=3), tensors(B, Q, J, A, D)
     seen = tensors(B, 1 if shared_mask else Q, S, seed=4)[..., :length] > 0
@@ -54,7 +54,7 @@ def test_text_and_own_keys_share_a_softmax(chosen: bool, shared_mask: bool, leng
     torch.testing.assert_close(found, pick(expected))
 
 
-def test_gradients_flow_to_all_that_was_read() -> None:
+def test_gradients_reach_every_input() -> None:
     keys, values, own = (tensors(1, 1, 2, 2, seed=n).requires_grad_() for n in range(3))
     query = tensors(1, 2, 1, 2, seed=5).requires_grad_()
     seen = torch.ones(1, 1, 2, dtype=torch.bool)
@@ -69,7 +69,7 @@ def test_gradients_flow_to_all_that_was_read() -> None:
     assert torch.autograd.gradcheck(attend, (keys, values, own.transpose(1, 2).detach().requires_grad_(), query))
 
 
-def test_what_is_visible() -> None:
+def test_visible_positions() -> None:
     documents = torch.tensor([[0, 0, 1, 1]])
     assert visible(4, documents, documents.device).tolist() == [
         [[T, F, F, F], [T, T, F, F], [F, F, T, F], [F, F, T, T]]

@@ -10,13 +10,13 @@ from medusa.tree import Tree
 from tests.helpers import random_tree
 
 
-def test_a_rank_is_the_place_among_the_guesses() -> None:
+def test_ranks_are_positions_in_the_sorted_guesses() -> None:
     guesses = torch.tensor([[7, 3, 5], [1, 2, 3]])
     assert ranks_of(torch.tensor([5, 9]), guesses).tolist() == [2, MISSED]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_accepted_is_the_longest_path_whose_guesses_are_all_right_and_drafted(seed: int) -> None:
+def test_the_accepted_length_is_the_longest_correct_drafted_path(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(20, seed, max_rank=3, max_depth=4)
     ranks = torch.randint(0, 4, (60, 4), generator=generator)
@@ -38,7 +38,7 @@ def test_accepted_is_the_longest_path_whose_guesses_are_all_right_and_drafted(se
     assert accepted(tree, ranks, drafted).tolist() == [longest(row, nodes) for row, nodes in enumerate(chosen)]
 
 
-def test_a_missed_token_is_accepted_by_no_tree_however_wide() -> None:
+def test_a_missed_token_is_never_accepted() -> None:
     tree = Tree.top_k([40])
     assert accepted(tree, torch.tensor([[39], [MISSED]])).tolist() == [1, 0]
     assert accepted(Tree.chain(0), torch.tensor([[0]])).tolist() == [0]

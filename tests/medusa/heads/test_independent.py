@@ -56,7 +56,7 @@ def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("settings", KINDS)
-def test_at_the_start_heads_are_exactly_the_identity(settings: dict) -> None:
+def test_new_heads_are_exactly_the_identity(settings: dict) -> None:
     """The original's heads are not: they keep nn.Linear's random bias (docs/original D13)."""
     hidden = torch.randn(2, 5, H)
     features = fresh(**settings).features(HeadInputs(hidden))
@@ -64,7 +64,7 @@ def test_at_the_start_heads_are_exactly_the_identity(settings: dict) -> None:
     assert all(torch.equal(features[head], hidden) for head in range(K))
 
 
-def test_an_mlp_starts_as_nn_linear_does() -> None:
+def test_mlp_weights_start_like_nn_linear() -> None:
     """`up` is uniform within 1 / sqrt(H), and its bias is zero; no entry is uninitialised memory."""
     hidden = 64
     block = MedusaHeads(MedusaConfig(hidden_size=hidden, vocab_size=V, num_heads=K, block="mlp")).blocks[0]
@@ -75,7 +75,7 @@ def test_an_mlp_starts_as_nn_linear_does() -> None:
 
 
 @pytest.mark.parametrize("block", ["square", "mlp"])
-def test_at_the_start_own_lm_heads_give_the_backbones_guess(block: str) -> None:
+def test_new_own_lm_heads_give_the_backbones_logits(block: str) -> None:
     lm_head = nn.Linear(H, V, bias=False)
     heads = fresh(block=block, lm_head="own")
     heads.start_from(lm_head.weight)
@@ -86,7 +86,7 @@ def test_at_the_start_own_lm_heads_give_the_backbones_guess(block: str) -> None:
 
 @pytest.mark.parametrize("settings", KINDS)
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam])
-def test_every_weight_learns(settings: dict, optimiser: type) -> None:
+def test_every_weight_is_updated_by_training(settings: dict, optimiser: type) -> None:
     """An MLP's `up` has no gradient until `down` has left zero, hence three steps; no entry may stay where it was."""
     heads, lm_head = fresh(**settings), nn.Linear(H, V)
     heads.start_from(lm_head.weight)
@@ -104,7 +104,7 @@ def test_every_weight_learns(settings: dict, optimiser: type) -> None:
 
 
 @pytest.mark.parametrize("settings", KINDS)
-def test_heads_are_separate(settings: dict) -> None:
+def test_heads_share_no_weights(settings: dict) -> None:
     """`[ResBlock(h)] * n` of the original was one block n times (D12)."""
     heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
     before = heads(HeadInputs(hidden), lm_head)
@@ -118,7 +118,7 @@ def test_heads_are_separate(settings: dict) -> None:
 
 
 @pytest.mark.parametrize("settings", KINDS)
-def test_layers_are_separate(settings: dict) -> None:
+def test_layers_share_no_weights(settings: dict) -> None:
     heads = fresh(**settings)
     storages = [parameter.data_ptr() for parameter in heads.parameters()]
     assert len(set(storages)) == len(storages)
@@ -142,7 +142,7 @@ def test_stacked_heads_equal_a_loop_over_linears(settings: dict, shape: tuple) -
 
 
 @pytest.mark.parametrize("settings", KINDS)
-def test_the_first_heads_alone_give_what_they_give_among_all(settings: dict) -> None:
+def test_the_first_heads_give_the_same_output_without_the_others(settings: dict) -> None:
     heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
     everything = heads(HeadInputs(hidden), lm_head)
     for count in (1, 2, K):
@@ -157,7 +157,7 @@ def test_num_parameters() -> None:
     assert fresh(block="mlp", expansion=2.0, lm_head="shared").num_parameters == K * (2 * H * 2 * H + 3 * H)
 
 
-def test_heads_hold_no_part_of_the_backbone() -> None:
+def test_heads_contain_no_backbone_weights() -> None:
     heads = random_heads(tiny_model("llama"), lm_head="shared")
     assert {name.split(".")[0] for name in heads.state_dict()} == {"blocks"}
 
@@ -184,7 +184,7 @@ def test_shared_heads_need_the_lm_head() -> None:
         {"expansion": "4"},
     ],
 )
-def test_bad_settings_are_refused_by_name(settings: dict) -> None:
+def test_bad_settings_are_rejected_by_name(settings: dict) -> None:
     with pytest.raises(RequestError) as error:
         MedusaConfig(**({"hidden_size": H} | settings))
     assert f"heads.{next(iter(settings))}" in str(error.value)

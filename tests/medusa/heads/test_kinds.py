@@ -51,7 +51,7 @@ def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("block", ["square", "mlp"])
 @pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
-def test_features_are_what_the_kind_says(kind: str, block: str, layers: int) -> None:
+def test_features_follow_the_formula_of_the_kind(kind: str, block: str, layers: int) -> None:
     """Each kind's formula is repeated here, one head at a time."""
     heads = fresh(kind, 1, block=block, num_layers=layers, expansion=2.0, lm_head="shared")
     assert isinstance(heads, SequentialHeads)
@@ -118,7 +118,7 @@ def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.T
     )
 
 
-def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
+def test_eagle_equals_one_layer_over_text_and_predicted_features() -> None:
     """On whole rows, every step at every position equals the layer run over that path alone."""
     heads = fresh("eagle", 6, block="mlp", lm_head="shared")
     generator = torch.Generator().manual_seed(7)
@@ -141,7 +141,7 @@ def test_eagle_is_one_layer_over_the_text_and_its_own_features() -> None:
             tokens.append(table[ids[row, (at + step + 2) % (length + K)]])  # after the last step nobody looks
 
 
-def test_eagle_sees_the_pairs_before_it_and_no_other_document() -> None:
+def test_eagle_attends_only_to_earlier_pairs_of_its_document() -> None:
     heads, hidden = fresh("eagle", 8, lm_head="shared"), inputs().hidden[None]
     ids, documents = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1]])
     table, positions = torch.randn(6, H, generator=torch.Generator().manual_seed(9)), torch.tensor([[0, 1, 0, 1, 2]])
@@ -164,7 +164,7 @@ def test_eagle_sees_the_pairs_before_it_and_no_other_document() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
+def test_a_head_depends_only_on_earlier_tokens(kind: str) -> None:
     heads = fresh(kind, 2, lm_head="shared")
     features = heads.features(inputs())
     for changed in range(K):
@@ -176,12 +176,12 @@ def test_a_head_sees_the_tokens_before_it_and_no_others(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hydra", "recurrent", "eagle"])
-def test_heads_that_follow_the_path_ask_for_it(kind: str) -> None:
+def test_sequential_heads_need_the_path(kind: str) -> None:
     with pytest.raises(RequestError, match=kind):
         fresh(kind).features(HeadInputs(inputs().hidden))
 
 
-def test_embeddings_come_at_the_scale_of_hidden_states() -> None:
+def test_embeddings_are_scaled_to_hidden_states() -> None:
     """Backbones scale embeddings to 0.02 or to 30; heads see the direction only."""
     token = inputs().hidden
     torch.testing.assert_close(normalised(token * 1000), normalised(token * 0.1), rtol=1e-4, atol=1e-5)
@@ -190,7 +190,7 @@ def test_embeddings_come_at_the_scale_of_hidden_states() -> None:
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
+def test_every_kind_survives_saving_and_loading(kind: str, lm_head: str, tmp_path: Path) -> None:
     heads = fresh(kind, 3, lm_head=lm_head, block="mlp", num_layers=2, expansion=1.5)
     heads.save_pretrained(tmp_path)
     again = MedusaHeads.from_pretrained(tmp_path)
@@ -201,7 +201,7 @@ def test_saved_and_loaded(kind: str, lm_head: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefix_attention_goes_with_every_kind(kind: str, tmp_path: Path) -> None:
+def test_prefix_attention_works_with_every_kind(kind: str, tmp_path: Path) -> None:
     """Prefix layers start as the identity, attend to earlier positions of the document only, and survive saving."""
     hidden, positions = torch.randn(2, 7, H, generator=torch.Generator().manual_seed(0)), torch.arange(7).expand(2, -1)
     documents = torch.tensor([[0] * 7, [0, 0, 0, 1, 1, 1, 1]])
@@ -219,7 +219,7 @@ def test_prefix_attention_goes_with_every_kind(kind: str, tmp_path: Path) -> Non
     assert torch.equal(again.read(hidden, positions, documents), before)
 
 
-def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_files_are_rejected_by_name(tmp_path: Path) -> None:
     fresh("hydra", 4).save_pretrained(tmp_path)
     tensors, config = load_file(tmp_path / WEIGHTS), json.loads((tmp_path / CONFIG).read_text())
     name = "stacks.1.layers.0.linear.weight"
@@ -237,19 +237,19 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     refused(tensors, {"kind": "hydra"}, "does not say what these heads are")
 
 
-def test_gated_eagle_heads_start_as_the_backbones_guess_at_another_temperature() -> None:
+def test_new_gated_eagle_heads_give_the_backbones_logits_rescaled() -> None:
     features = fresh("eagle", block="gated", lm_head="shared").features(inputs())
     direction = F.normalize(inputs().hidden, dim=-1).expand(K, -1, -1)
     torch.testing.assert_close(F.normalize(features, dim=-1), direction)
 
 
-def test_gated_blocks_belong_to_one_layer_of_kind_eagle() -> None:
+def test_gated_blocks_need_kind_eagle_with_one_layer() -> None:
     for settings in ({"kind": "recurrent"}, {"kind": "medusa"}, {"kind": "eagle", "num_layers": 2}):
         with pytest.raises(RequestError, match="gated"):
             fresh(**settings, block="gated")
 
 
-def test_gated_eagle_heads_on_disk_and_back(tmp_path: Path) -> None:
+def test_gated_eagle_heads_survive_saving_and_loading(tmp_path: Path) -> None:
     heads = fresh("eagle", 3, block="gated", expansion=1.5, lm_head="shared")
     heads.save_pretrained(tmp_path)
     again = MedusaHeads.from_pretrained(tmp_path)
