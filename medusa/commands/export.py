@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from medusa.commands.arguments import group
 from medusa.commands.options import Output, warn
@@ -53,18 +53,6 @@ class ExportOptions(Options):
     output: Output = group(Output, "output")
 
 
-class Exported(TypedDict):
-    """What was written, as `--json` lists it."""
-
-    format: str
-    folder: str
-    files: dict[str, int]
-    """Bytes by path."""
-    serve: str
-    lost: str
-    notes: list[str]
-
-
 def run(options: ExportOptions) -> None:
     from medusa.checkpoints.folder import find_folder, load
     from medusa.export import writer
@@ -96,11 +84,12 @@ def run(options: ExportOptions) -> None:
             raise RunError("the written weights differ when they are read again; nothing was kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-    about = Exported(
-        format=options.to, folder=options.out, files=files, serve=written.serve, lost=written.lost, notes=written.notes
-    )
-    options.output.write(about)
-    _show(options.output, about)
+    about = {"format": options.to, "folder": options.out, "files": files}
+    options.output.write(about | {"serve": written.serve, "lost": written.lost, "notes": written.notes})
+    lines = [f"{place}:", *(f"  {name}  {readable(size)}" for name, size in files.items())]
+    lines += ["read again: the same weights, bit for bit", f"serve:  {written.serve}", f"lost there:  {written.lost}"]
+    for line in [*lines, *(f"note:  {note}" for note in written.notes)]:
+        options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _facts(options: ExportOptions) -> Facts:
@@ -144,10 +133,3 @@ def _require_replaceable(output: Path, keep: list[Path]) -> None:
             raise RequestError(f"--output {output} would replace {path}, which is an input; choose another folder")
     if output.exists() and not (output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir()))):
         raise RequestError(f"--output {output} is not an export, so it is not replaced; choose another folder")
-
-
-def _show(output: Output, about: Exported) -> None:
-    lines = [f"{about['folder']}:", *(f"  {name}  {readable(size)}" for name, size in about["files"].items())]
-    lines += ["read again: the same weights, bit for bit", f"serve:  {about['serve']}", f"lost there:  {about['lost']}"]
-    for line in [*lines, *(f"note:  {note}" for note in about["notes"])]:
-        output.console.print(line, highlight=False, soft_wrap=True, markup=False)
