@@ -1,4 +1,4 @@
-"""Medusa heads: what a set of them is. `train` fits them, `decode` uses them."""
+"""Medusa heads: their kinds, files, trees and backbones. `train` fits heads, `decode` uses them."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ _HOMES = {"MedusaConfig": "config", "MedusaHeads": "heads.independent", "Request
 
 
 def __getattr__(name: str) -> object:
-    """Import torch only when something that needs it is asked for: `medusa --help` stays quick."""
+    """Import the public names at first use: `medusa --help` starts without torch."""
     if name in _HOMES:
         from importlib import import_module
 

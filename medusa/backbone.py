@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,14 +113,14 @@ class Backbone:
         """ids [...] -> the input embeddings [..., H], scaled as the model scales them."""
         return self.model.get_input_embeddings()(ids)
 
-    def hidden_states(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, **kwargs: object) -> Tensor:
         """input_ids [B, T] -> hidden [B, T, H]; `kwargs` go to the model."""
         if self.splits:
             return self.base(input_ids=input_ids, **kwargs).last_hidden_state
         return self._run_whole(input_ids, **kwargs).hidden
 
     def forward(
-        self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: Any
+        self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: object
     ) -> Readout:
         """Run the model on input_ids [B, T] after the tokens in `cache`: hidden [B, T, H] and logits [B, T, V].
 
@@ -158,7 +158,7 @@ class Backbone:
             handle.remove()
             self._seen = None
 
-    def _run_whole(self, input_ids: Tensor, **kwargs: Any) -> Readout:
+    def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
         if self._seen is None:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)

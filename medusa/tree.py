@@ -31,6 +31,7 @@ from medusa.errors import RequestError, first_line
 RankPath = tuple[int, ...]
 """The rank of the guess of each head from the root down."""
 MAX_NODES = 4096
+"""The largest number of nodes that one forward verifies."""
 TREES = Path(__file__).parent / "trees.json"
 
 

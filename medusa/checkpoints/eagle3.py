@@ -64,34 +64,33 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
         RequestError: a layer that differs from that of `medusa.heads.eagle`, or a tensor of the file `source` is
             missing, unknown or of the wrong shape.
     """
-    tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored}
+    tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
-    if "lm_head.weight" in tensors and "medusa_num_heads" not in published:
+    if "lm_head.weight" in stored and "medusa_num_heads" not in published:
         raise RequestError(f"{source} has an LM head of its own; heads of this kind here share the backbone's")
     vocabulary = {}
     if "d2t" in tensors:
         offsets = tensors.pop("d2t").to(torch.int64)
         vocabulary["vocabulary"] = offsets + torch.arange(len(offsets))
-    layer = {name: tensor for name, tensor in tensors.items() if name not in COPIES}
-    size = len(layer["norm.weight"])
+    size = len(tensors["norm.weight"])
     config = MedusaConfig(
         hidden_size=size,
         vocab_size=published.get("vocab_size"),
         num_heads=published.get("medusa_num_heads", STEPS),
         kind="eagle",
         block=GATED,
-        expansion=len(layer[f"{LAYER}mlp.gate_proj.weight"]) / size,
+        expansion=len(tensors[f"{LAYER}mlp.gate_proj.weight"]) / size,
         lm_head="shared",
         vocabulary=len(vocabulary["vocabulary"]) if vocabulary else None,
         base_model_name_or_path=published.get("base_model_name_or_path"),
     )
-    require_exactly(layer, to_eagle3(empty(config)), source)
+    require_exactly(tensors, to_eagle3(empty(config)), source)
     expected = attention_heads(size)
     for key in ("num_attention_heads", "num_key_value_heads"):
         if published.get(key) != expected:
             raise RequestError(f"{source}: its {key} is {published.get(key)}; heads of this size here have {expected}")
-    found = {module: layer[name] for module, name in NAMES.items()}
-    found["pair.weight"] = torch.cat([layer[name] for name in PAIR_PARTS]).roll(size, dims=1)
+    found = {module: tensors[name] for module, name in NAMES.items()}
+    found["pair.weight"] = torch.cat([tensors[name] for name in PAIR_PARTS]).roll(size, dims=1)
     return Checkpoint(config, found | vocabulary).require_complete(source)
 
 

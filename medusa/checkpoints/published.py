@@ -127,7 +127,7 @@ def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> H
 
 
 def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source: str) -> None:
-    """Add what vLLM's file leaves out: biases of 0, and LM heads cut to the tokens in `token_map`, for each head."""
+    """Complete heads of vLLM's file: an LM head for each, cut to the tokens in `token_map`, and biases of 0."""
     tensors = found.tensors
     blocks = [match for match in map(PUBLISHED.block_of, tensors) if match]
     shared, own = tensors.pop(SHARED, None), [name for name in tensors if LM_HEAD_NAME.fullmatch(name)]

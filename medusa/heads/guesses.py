@@ -24,7 +24,7 @@ def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor
     """The number of drafted tokens that a step from each position would accept [P].
 
     Args:
-        tree: the nodes that can be drafted.
+        tree: all nodes that can be drafted.
         ranks: [P, K] the rank of the right token among the guesses of each head (`ranks_of`).
         drafted: [P, N] indices of the nodes that are drafted at each position; all nodes by default.
     """
