@@ -125,8 +125,7 @@ def _calibrations(source: Path) -> list[Json]:
 
 
 def _require_replaceable(output: Path, keep: list[Path]) -> None:
-    """Raises:
-    RequestError: replacing the output would remove an input, or a folder that is no export."""
+    """Raise RequestError if replacing the output would remove an input, or a folder that is no export."""
     place = output.resolve()
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):

@@ -213,15 +213,13 @@ class CommandOptions(Options):
 
 
 def require_writable(path: str | None) -> None:
-    """Raises:
-    RequestError: the path is a folder, or lies in a folder that does not exist."""
+    """Raise RequestError if the path is a folder, or lies in a folder that does not exist."""
     if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise RequestError(f"cannot write {path}: it is a folder, or lies in a folder that does not exist")
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raises:
-    RequestError: a library of the optional extra is not installed."""
+    """Raise RequestError if a library of the optional extra is not installed."""
     from importlib.util import find_spec
 
     if missing := [module for module in modules if find_spec(module) is None]:

@@ -158,8 +158,7 @@ def _about(options: DistillOptions, records: list[Record]) -> Json:
 
 
 def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
-    """Raises:
-    RequestError: the output was generated with other settings, and --overwrite is off."""
+    """Raise RequestError if the output was generated with other settings, and --overwrite is off."""
     if path.exists() and not overwrite:
         sidecar = path.with_suffix(SETTINGS)
         if not sidecar.exists() or read_json(sidecar) != about:
@@ -167,8 +166,7 @@ def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
 
 
 def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
-    """Raises:
-    RequestError: not even the shortest answers fit on the disk."""
+    """Raise RequestError if not even the shortest answers fit on the disk."""
     prompts = sum(len(task.ids or ()) for task in tasks)
     turns = sum(task.turns for task in tasks)
     least = 3 * prompts + BYTES_PER_LINE * turns
