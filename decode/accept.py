@@ -27,14 +27,14 @@ Passes = Callable[[Tensor], Tensor]
 
 
 class Truncation(NamedTuple):
-    """The constants of sampled typical acceptance, whose target has no untypical tokens (`typical`)."""
+    """Constants of sampled typical acceptance, a lossy rule whose target has only `typical` tokens."""
 
     epsilon: float
     delta: float
 
 
 class Acceptance(NamedTuple):
-    """What a step decided in each row."""
+    """The accepted path of each row of a batch, and the token that follows it."""
 
     path: Tensor
     """[B, D + 1] accepted nodes from the root on, padded with -1."""
@@ -47,7 +47,7 @@ class Acceptance(NamedTuple):
 
 
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
-    """Accept the nodes that hold the text of greedy decoding (Stern et al. 2018, here for trees).
+    """Accept the longest path of nodes that equals the text of greedy decoding (Stern et al. 2018, here for trees).
 
     Args:
         best: [B, N] the target's most probable token after each node.
@@ -81,7 +81,7 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 
 
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
-    """Accept the longest path of tokens that pass, and of equally long paths the most probable one. Lossy.
+    """Accept the longest path of tokens that all pass a lossy rule; of equally long paths, the most probable one.
 
     The next root is the target's most probable token after the path. If that token always passes, no step is shorter
     than a greedy one.
@@ -111,10 +111,10 @@ def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Te
 
 
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Which tokens of probabilities p [..., V] are typical [..., V]: p > min(epsilon, delta exp(-H(p))).
+    """A mask [..., V] of the typical tokens of probabilities p [..., V]: p > min(epsilon, delta exp(-entropy)).
 
-    This is typical acceptance (Medusa paper, section 2.3.1). exp(-H) never exceeds max p, so the most probable token
-    always passes; it is set explicitly, because rounding could exclude it where delta is 1.
+    This is typical acceptance (Medusa paper, section 2.3.1). exp(-entropy) never exceeds max p, so the most probable
+    token always passes; it is set explicitly, because rounding could exclude it where delta is 1.
     """
     p = p.double()
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
@@ -123,7 +123,7 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
 
 
 def among_best(scores: Tensor, k: int) -> Tensor:
-    """Which tokens are among the k best of scores [V] -> [V]: top-k selection (Stern et al. 2018, section 5.1).
+    """A mask [V] of the tokens with the k best of scores [V]: top-k selection (Stern et al. 2018, section 5.1).
 
     Tokens that a processor set to -inf are excluded."""
     best = scores.topk(min(k, len(scores))).indices
@@ -131,7 +131,7 @@ def among_best(scores: Tensor, k: int) -> Tensor:
 
 
 def near_best(scores: Tensor, distance: int) -> Tensor:
-    """Which ids lie at most `distance` from the best id of scores [V] -> [V] (Stern et al. 2018, section 5.2).
+    """A mask [V] of the ids at most `distance` from the best id of scores [V] (Stern et al. 2018, section 5.2).
 
     For vocabularies in which neighbouring ids are similar, such as pixels or audio samples. Tokens at -inf are
     excluded."""
@@ -140,7 +140,7 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
 
 
 class TreeWalk:
-    """B rows on their way down a draft; all rows that still walk are at the same depth."""
+    """A walk of B rows down their drafts, one depth at a time; rows end at different depths."""
 
     def __init__(self, draft: Draft, depth_limit: Tensor | None) -> None:
         self.draft, self.depth_limit = draft, depth_limit
@@ -151,11 +151,11 @@ class TreeWalk:
 
     @property
     def nodes(self) -> Tensor:
-        """[R] the nodes that the walking rows have reached."""
+        """[R] the node that each unfinished row has reached."""
         return self.end[self.rows]
 
     def children(self) -> Tensor:
-        """[R, C] the children that each walking row may step to, in order, padded with -1."""
+        """[R, C] the children of the reached nodes that may be accepted, in order, padded with -1."""
         topology = self.draft.topology
         children = topology.at(topology.children, self.rows, self.nodes)
         if self.depth_limit is None:
@@ -163,14 +163,14 @@ class TreeWalk:
         return torch.where(self.depth_limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
-        """[R] the child that holds each row's token [R]; -1 where there is none."""
+        """[R] for each unfinished row, the child that holds its `token` [R]; -1 if no child does."""
         children = self.children()
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
         match = (held == token[:, None].to(held.device)) & (children >= 0)
         return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
 
     def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Step to `child` [R]. Rows without a child (-1) end here; their next roots are `token` [ended rows]."""
+        """Move each row to its `child` [R]. Rows with -1 end, and `token` holds their next roots."""
         ends = child < 0
         self.root[self.rows[ends]] = token.to(self.root.device)
         self.rows = self.rows[~ends]
@@ -178,12 +178,12 @@ class TreeWalk:
         self.depth += 1
 
     def ended(self) -> Acceptance:
-        """The acceptance of all rows, after each of them has ended."""
+        """The `Acceptance` of all rows, after each row has ended."""
         return ended_at(self.draft, self.end, self.root)
 
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
-    """The acceptance of paths that end at the nodes `end` [B], with next roots [B]."""
+    """The `Acceptance` of the paths that end at the nodes `end` [B], with the next roots [B]."""
     topology, rows = draft.topology, torch.arange(len(end), device=end.device)
     length = topology.at(topology.depth, rows, end) + 1
     return Acceptance(topology.at(topology.paths, rows, end), length, next_root, end)

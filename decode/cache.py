@@ -24,7 +24,7 @@ MIN_GROWTH, MAX_GROWTH = 256, 4096
 
 
 class Arena:
-    """Keys and values of all layers of one shape in one tensor, so that a commit takes two operations in all."""
+    """One tensor with the keys and values of all layers of one shape, so that a commit needs only two operations."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -33,23 +33,23 @@ class Arena:
         self.used = 0
 
     def take(self) -> int:
-        """The index of the next free tensor."""
+        """Reserve the next free layer of the buffer; returns its index."""
         self.used += 1
         return self.used - 1
 
     def grow(self, capacity: int) -> None:
-        """Copy all keys and values into a larger buffer."""
+        """Copy all keys and values into a buffer of `capacity` slots per row."""
         old = self.buffer
         self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
         self.buffer[..., : old.shape[3], :] = old
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only the rows `rows` of the batch."""
         self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
 
 
 class TreeLayer(CacheLayerMixin):
-    """One layer's view of the arenas, in the form that transformers' attention calls."""
+    """One layer of a `TreeCache`, with the interface that transformers' attention calls."""
 
     is_sliding = False  # our masks limit windows by position, so no key is ever dropped
     is_compileable = False
@@ -70,11 +70,11 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def bind(self) -> None:
-        """Point `keys` and `values` at the arenas, after these were made or replaced."""
+        """Make `keys` and `values` views of the arenas' buffers, after a buffer was made or replaced."""
         self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `key_states` [B, H, N, D] after each row's slots; returns all keys and values [B, H, S, D]."""
+        """Append keys and values [B, H, N, D] of new tokens to each row; returns all keys and values [B, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner, count = self.owner, key_states.shape[2]
@@ -110,7 +110,7 @@ class TreeCache(Cache):
     """A KV cache whose rows have different lengths, with `commit` in addition to transformers' interface."""
 
     def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
-        """`capacity`: slots to allocate at first; when more are needed, the cache is copied."""
+        """Make an empty cache of `capacity` slots per row; when a text needs more, the cache grows by a copy."""
         self.arenas: list[Arena] = []
         self.capacity = capacity
         self.pending = 0  # nodes of the last forward, until they are committed
@@ -130,7 +130,7 @@ class TreeCache(Cache):
         return len(self.lengths)
 
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
-        """A place for one more tensor like `states` [B, H, _, D]; a layer has `per_layer` of them."""
+        """Find an arena, and an index in it, for a layer's keys or values like `states` [B, H, _, D]."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
@@ -166,7 +166,7 @@ class TreeCache(Cache):
         return rows.to(device), slots.to(device)
 
     def rewind(self) -> None:
-        """Forget all text; the memory stays allocated."""
+        """Empty the cache without freeing its memory."""
         self._set([0] * self.batch_size)
         self.pending = 0
 
@@ -179,23 +179,23 @@ class TreeCache(Cache):
             layer.is_initialized = False
 
     def commit_prompt(self, lengths: list[int]) -> None:
-        """Keep the first `lengths[b]` of the tokens that row b has just appended; the others were padding."""
+        """Commit the first `lengths[b]` tokens that the last forward appended to row b; the others were padding."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
         self.pending = 0
 
     def cut(self, lengths: list[int]) -> None:
-        """Keep the first `lengths[b]` slots of row b, so that prompts lose their padding."""
+        """Shorten row b to its first `lengths[b]` slots, for example to remove padding."""
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Treat the slots after the first `lengths[b]` of row b as uncommitted nodes again.
+        """Shorten row b to `lengths[b]` slots, and treat the slots after them as uncommitted nodes again.
 
         `commit` then chooses among the nodes of several forwards that have grown one tree."""
         self._set(list(lengths))
         self.pending = 1
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
-        """Keep the nodes `path[b, : counts[b]]` of the last forward, in order.
+        """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
 
         A path's nodes are sorted by depth, so node i of a path is in slot i or later. Moving them in one gather and one
         scatter therefore never reads a slot that was already overwritten.
@@ -225,7 +225,7 @@ class TreeCache(Cache):
         buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path]
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows; the others have ended."""
+        """Keep only the rows `rows` of the batch; the texts of the others have ended."""
         index = torch.tensor(rows)
         for arena in self.arenas:
             arena.select(index)

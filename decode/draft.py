@@ -17,7 +17,7 @@ from medusa.tree import Tree
 
 
 class Frontier(NamedTuple):
-    """Where a step starts: one row per unfinished text, each with its root.
+    """The state in which a step starts: one row per unfinished text, each with its root.
 
     The root is the token that is already decided and not yet read by the backbone. It was decided from `hidden`, the
     hidden state of the token before it, from which Medusa heads guess the tokens after the root.
@@ -28,13 +28,13 @@ class Frontier(NamedTuple):
     hidden: Tensor
     """[B, H] the hidden state of the token before the root."""
     rows: list[int]
-    """The session's number of each of the B rows; finished rows have left."""
+    """The index of each of the B rows in the session; finished rows are no longer among them."""
     context_kv: ContextKV | None = None
     """Keys and values of the text so far, for heads that look back at it."""
 
 
 class Proposal(NamedTuple):
-    """The distributions that a drawn draft comes from: siblings in order, without replacement."""
+    """The distributions q from which a draft was sampled: siblings in order, without replacement."""
 
     q: Tensor
     """[Q, V] draft probabilities; rows, and nodes with the same past, may share one of the Q distributions."""
@@ -43,7 +43,7 @@ class Proposal(NamedTuple):
 
 
 class SideBranch(NamedTuple):
-    """Nodes under the root that the verifying forward reads as well, and that are never accepted.
+    """Additional nodes under the root that the verifying forward reads, and that are never accepted.
 
     Lookahead decoding uses them to see what the backbone predicts after texts of the drafter's own making.
     """
@@ -57,7 +57,7 @@ class SideBranch(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """The candidate tokens of one step."""
+    """The tree of candidate tokens of one step, for B rows."""
 
     ids: Tensor
     """[B, N] the token of each node."""
@@ -70,7 +70,7 @@ class Draft(NamedTuple):
 
     @property
     def whole(self) -> Draft:
-        """The candidates followed by all side branches, as one tree: what the forward reads."""
+        """The tree that the verifying forward reads: the candidates, followed by all side branches."""
         ids, topology = self.ids, self.topology
         for branch in self.side_branches:
             ids, topology = torch.cat([ids, branch.ids], dim=1), topology.beside(branch.topology)
@@ -78,23 +78,23 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of the rows. It never decides on a token; acceptance does.
+    """Proposes the next tokens of each row. Acceptance, not the drafter, decides which of them are written.
 
     A drafter that needs the text reads it from the session's `Sequences`. When `propose` is called, they hold all
-    accepted tokens, the root last. A drafter is told nothing else.
+    accepted tokens, the root last. A drafter receives nothing else.
     """
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft from `frontier`; node 0 of the draft holds `frontier.root`."""
+        """Propose a draft for each row of `frontier`; node 0 of the draft holds the row's root."""
         ...
 
 
 class NoDraft:
-    """Drafts the root alone, which makes a step one step of plain decoding."""
+    """A drafter that proposes no tokens, so that a step writes one token, as plain decoding does."""
 
     def __init__(self, device: torch.device) -> None:
         self.topology = Topology.of(Tree.chain(0).to(device))
 
     def propose(self, frontier: Frontier) -> Draft:
-        """A draft of the root."""
+        """A draft that holds the root alone."""
         return Draft(frontier.root[:, None], self.topology)

@@ -1,4 +1,4 @@
-"""The front doors: `generate` for texts, `steps` for the loop, and `medusa_generate` for use inside transformers.
+"""The functions that users call: `generate` for texts, `steps` for the loop, `medusa_generate` inside transformers.
 
 out = generate(model, heads, **inputs, max_new_tokens=256, streamer=streamer)
 out = generate(model, drafter="ngram", **inputs, max_new_tokens=256)
@@ -37,7 +37,7 @@ from medusa.tree import Tree
 
 
 class Decoding(NamedTuple):
-    """Texts being decoded: iterate over `steps`; the session holds the texts."""
+    """A decoding run: iterating over `steps` decodes, and the session holds the texts."""
 
     session: Session
     steps: Iterator[Step]
@@ -51,12 +51,12 @@ def plain_decoding(
     compile: bool = False,
     amateur: Amateur | None = None,
 ) -> Decoding:
-    """Start decoding one token per step, without heads.
+    """Start plain decoding: one token per step, without a drafter.
 
     Args:
-        keep_hidden: record hidden states in the session.
-        compile: run compiled steps.
-        amateur: the small model to contrast the backbone with.
+        keep_hidden: record the hidden states of all tokens in the session.
+        compile: compile each step with torch.compile.
+        amateur: the small model of contrastive decoding; `None`: no contrast.
 
     Raises:
         RequestError: the amateur does not fit, or the steps cannot be compiled."""
@@ -85,10 +85,10 @@ def tree_decoding(
     compile: bool = False,
     amateur: Amateur | None = None,
 ) -> Decoding:
-    """Start decoding with a drafter; the arguments are those of `plain_decoding`.
+    """Start tree decoding with a drafter; see `plain_decoding` for the other arguments.
 
     Raises:
-        RequestError: scores are asked of a lossy rule, the drafter cannot draw its guesses, the amateur does not fit,
+        RequestError: a lossy rule cannot return scores, the drafter cannot sample guesses, the amateur does not fit,
             or the steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if acceptor.passes is not None and (config.output_scores or config.output_logits):
@@ -119,7 +119,7 @@ def decoding(
     timer: Timer | None = None,
     keep_hidden: bool = False,
 ) -> Decoding:
-    """Start decoding under `settings`, with the drafter of `factory` or plainly if `factory` is `None`.
+    """Start decoding with `settings`: tree decoding with the drafter of `factory`, or plain decoding for `None`.
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`."""
     how = (timer, keep_hidden, settings.compile, settings.amateur)
@@ -138,7 +138,7 @@ def _compiled(session: Session, factory: DrafterFactory, acceptor: Acceptor) -> 
 
 
 def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
-    """The rows of a batch [B, T] without their padding. Without a mask there is none, whatever the ids are."""
+    """The ids of each row of a batch [B, T] without padding, by its attention mask; no mask means no padding."""
     if attention_mask is None:
         return input_ids.tolist()
     return [row[keep.bool()].tolist() for row, keep in zip(input_ids, attention_mask, strict=True)]
@@ -181,7 +181,7 @@ def generate(
     streamer: BaseStreamer | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """`model.generate`, faster: takes the same arguments, and returns the same.
+    """Generate text with heads or another drafter: `model.generate`, but faster, with the same arguments and results.
 
     Args:
         model: any decoder-only model of transformers that can hold a tree.
@@ -190,7 +190,7 @@ def generate(
         options: the fields of `decode.settings.DecodingOptions` (acceptance, draft, stop_drafting, epsilon, delta,
             compile), each as a keyword argument.
         tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
-        drafter: what guesses ahead, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
+        drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
             `NgramConfig(tokens=5)`, or a factory, which keeps what it has loaded from call to call.
         amateur: a small model with the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
             with its own constants. The text then follows the contrast of both models, whatever the drafter.
@@ -198,7 +198,7 @@ def generate(
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
             its prompt and seed. Without them, one row draws from PyTorch's generator as `model.generate` does, and the
             rows of a batch are seeded from that generator.
-        kwargs: all others (tokenizer, stop_strings, ...), as in `model.generate`.
+        kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).
 
     Raises:
         RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, an amateur
@@ -257,7 +257,7 @@ def _start(
 
 
 def _finish(decoding: Decoding, streamer: BaseStreamer | None) -> None:
-    """Decode to the end; `streamer` receives the prompt, and then the tokens of every step."""
+    """Run a decoding to its end; `streamer` receives the prompt, and then the tokens of every step."""
     prompts = decoding.session.sequences.prompts
     if streamer is not None and len(prompts) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
@@ -271,7 +271,7 @@ def _finish(decoding: Decoding, streamer: BaseStreamer | None) -> None:
 
 
 def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """The result of `model.generate`: prompts as given, then new tokens, padded on the right."""
+    """Build the result as `model.generate` returns it: the prompts as given, then new tokens, padded on the right."""
     pad = getattr(config, "_pad_token_tensor", None)  # what `generate` derived from the pad token or the first EOS
     new_ids = session.sequences.new_ids
     width = max(map(len, new_ids))

@@ -24,7 +24,7 @@ from medusa.tree import Tree
 
 
 class HeadsCache:
-    """The heads' own caches, which grow together with the backbone's."""
+    """The KV caches of heads that read the text, which grow together with the backbone's cache."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         self.heads, self.backbone = heads, backbone
@@ -36,13 +36,13 @@ class HeadsCache:
 
     @classmethod
     def of(cls, heads: MedusaHeads | None, backbone: Backbone, batch_size: int, capacity: int) -> HeadsCache | None:
-        """The cache that these heads need; `None` for heads that read only the current hidden state."""
+        """Make the cache that `heads` need; `None` for heads that read only the current hidden state."""
         if heads is None or not (heads.prefix is not None or heads.uses_context):
             return None
         return cls(heads, backbone, batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """Append a piece of all prompts; returns the hidden states that the heads read [B, T, H].
+        """Append a piece of all prompts to the caches; returns the hidden states that the heads read [B, T, H].
 
         Args:
             hidden: [B, T, H] the backbone's hidden states of right-padded prompts.
@@ -56,7 +56,7 @@ class HeadsCache:
         return hidden
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: list[int]) -> Tensor:
-        """Append accepted paths; returns the hidden states that the heads read at their ends [B, H].
+        """Append accepted paths to the caches; returns the hidden states that the heads read at the paths' ends [B, H].
 
         Args:
             before: [B, H] the hidden states that the heads read before the root.
@@ -73,25 +73,25 @@ class HeadsCache:
         return hidden[torch.arange(len(hidden), device=self.device), end]
 
     def cut(self, lengths: list[int]) -> None:
-        """Keep the first `lengths` tokens of each row; the rest was padding."""
+        """Shorten each row to its first `lengths` tokens; the rest was padding."""
         if self.prefix is not None:
             self.prefix.cache.cut(lengths)
         if self.pairs is not None:
             self.pairs.cache.cut([length - 1 for length in lengths])
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows."""
+        """Keep only the rows `rows` of the batch in all caches."""
         for part in (self.prefix, self.pairs):
             if part is not None:
                 part.cache.select(rows)
 
     def context_kv(self) -> ContextKV | None:
-        """The keys and values that the next draft looks back at; `None` for kinds that do not look back."""
+        """The keys and values of the text, to which the heads attend; `None` for kinds that do not attend to it."""
         return None if self.pairs is None else self.pairs.context_kv()
 
 
 class PrefixCache:
-    """The prefix layers with their KV cache."""
+    """Prefix layers (decoder layers that belong to the heads) with their KV cache."""
 
     def __init__(self, prefix: Prefix, batch_size: int, capacity: int) -> None:
         example = next(prefix.parameters())
@@ -101,7 +101,7 @@ class PrefixCache:
         self.chains: dict[int, Topology] = {}
 
     def piece(self, hidden: Tensor) -> Tensor:
-        """Read a piece [B, T, H] of all prompts; returns the layers' output [B, T, H]."""
+        """Run the prefix layers over a piece [B, T, H] of all prompts; returns their output [B, T, H]."""
         start, count = self.cache.longest, hidden.shape[1]
         positions = torch.arange(start, start + count, device=self.device).expand(len(hidden), -1)
         seen = torch.ones(count, start + count, dtype=torch.bool, device=self.device).tril(start)
@@ -110,7 +110,7 @@ class PrefixCache:
         return out
 
     def path(self, hidden: Tensor, counts: list[int]) -> Tensor:
-        """Read accepted paths [B, C, H] of `counts` nodes each; returns the layers' output [B, C, H]."""
+        """Run the prefix layers over accepted paths [B, C, H] with `counts` nodes; returns their output [B, C, H]."""
         width, lengths = hidden.shape[1], self.cache.lengths
         if width not in self.chains:
             self.chains[width] = Topology.of(Tree.chain(width - 1).to(self.device))
@@ -124,14 +124,14 @@ class PrefixCache:
 
 
 class PairCache:
-    """Keys and values of the pairs (hidden state, token after it) of the text."""
+    """A KV cache of pairs (hidden state, token after it), one for each position of the text except the last."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         self.heads, self.backbone = heads, backbone
         self.cache = TreeCache(LlamaConfig(num_hidden_layers=1), batch_size, capacity)
 
     def append(self, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
-        """Append the pairs of hidden [B, T, H] and the tokens after it [B, T]; each row keeps its first `counts`."""
+        """Append pairs of hidden [B, T, H] and next tokens [B, T]; each row keeps its first `counts` pairs."""
         cache, token = self.cache, self.backbone.embed(next_ids).to(hidden)
         start = torch.tensor(cache.lengths, device=hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)
@@ -139,7 +139,7 @@ class PairCache:
         cache.commit_prompt(counts)
 
     def context_kv(self) -> ContextKV:
-        """All pairs, for queries at the positions after them."""
+        """The keys and values of all pairs, for heads at the positions after the text."""
         cache, layer = self.cache, self.cache.tree_layers[0]
         lengths = torch.tensor(cache.lengths, device=layer.keys.device)[:, None]  # [B, 1]
         seen = torch.arange(cache.longest, device=lengths.device) < lengths

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """What one step wrote, by row of the session."""
+    """The tokens that one step wrote, by the rows' indices in the session."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     """The tokens written, cut at EOS, stop string or length; only rows that took part."""
@@ -48,7 +48,7 @@ class Step:
 
 
 class StepOutcome(NamedTuple):
-    """What a step decided for each row that takes part, on the host."""
+    """The decisions of one step for each unfinished row, on the host."""
 
     lengths: list[int]
     """1 + accepted tokens of each row."""
@@ -59,7 +59,7 @@ class StepOutcome(NamedTuple):
 
 
 class Stepper(Protocol):
-    """Decodes the rows of a batch step by step."""
+    """One way to decode the rows of a batch step by step: eager, plain or compiled."""
 
     def start(self) -> tuple[list[int], list[int]]:
         """Read the prompts; returns the rows and their first roots."""
@@ -70,16 +70,16 @@ class Stepper(Protocol):
         ...
 
     def keep(self, left: list[int]) -> None:
-        """Drop the rows that have ended; `left` are the places of the others among the rows until now."""
+        """Keep the rows at the indices `left` of the batch; the other rows have ended."""
         ...
 
     def close(self) -> None:
-        """Free what decoding held, after its end or an interruption."""
+        """Free memory after decoding has ended or was interrupted."""
         ...
 
 
 class Timer:
-    """Measures nothing; `StageTimer` in `decode.bench.benchmark` measures."""
+    """A timer that measures nothing; `decode.bench.benchmark.StageTimer` measures the stages of a step."""
 
     def start(self) -> None:
         """Note the start of a step."""
@@ -117,7 +117,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Iterator[Step]:
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """The places of the rows that go on; the others leave the batch, so that no forward is spent on them."""
+    """The indices in the batch of all unfinished rows; finished rows leave the batch and cost no forward."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)
@@ -148,14 +148,14 @@ class TreeStepper:
         return outcome
 
     def accept(self, draft: Draft, readout: Readout) -> Acceptance:
-        """Decide which nodes stay, by the acceptance rule."""
+        """Decide which nodes of the draft are accepted, by the acceptance rule."""
         session, rows = self.session, self.frontier.rows
         return self.acceptor.accept(
             draft, readout.logits, rows, session.target, session.sequences, session.verifier.depth_limit(draft)
         )
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
-        """Keep the first `lengths` nodes of each path in the caches; returns where the next step starts."""
+        """Keep the first `lengths` nodes of each accepted path in the caches; returns the next step's frontier."""
         session, rows = self.session, self.frontier.rows
         session.verifier.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
         session.keep(readout.hidden, accepted.path, lengths, rows)
@@ -180,11 +180,11 @@ class TreeStepper:
 
 
 class Acceptor(AcceptanceRule):
-    """Applies an acceptance rule to drafts."""
+    """An acceptance rule, ready to be applied to drafts."""
 
     @property
     def passes(self) -> Passes | None:
-        """The test for tokens of a rule that keeps the longest path; `None` for rules that walk down one path."""
+        """The test for single tokens of the rules that accept the longest path; `None` for all other rules."""
         if self.rule == "typical":
             return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
         if self.limit is None:
@@ -194,7 +194,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def truncation(self) -> Truncation | None:
-        """The constants by which this rule truncates the target, if it does."""
+        """The constants by which sampled typical acceptance truncates the target; `None` for all other rules."""
         return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
     def accept(
@@ -206,10 +206,10 @@ class Acceptor(AcceptanceRule):
         sequences: Sequences,
         depth_limit: Tensor | None,
     ) -> Acceptance:
-        """Decide which nodes of `draft` stay, from the backbone's logits [B, N, V] after each node.
+        """Decide which nodes of `draft` are accepted, from the backbone's logits [B, N, V] after each node.
 
         Args:
-            rows: the session's number of each row.
+            rows: the index of each row in the session.
             depth_limit: [B] the greatest depth that may be accepted; `None`: any.
         """
         passes = self.passes
@@ -227,9 +227,9 @@ class Acceptor(AcceptanceRule):
 def scores_after(
     draft: Draft, logits: Tensor, rows: list[int], target: Target, sequences: Sequences
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The target's scores after nodes of a draft, each processed with the text and the path before the node.
+    """A function that computes the target's scores after nodes of a draft, for `accept_walk` and the other rules.
 
-    Walks number rows within the batch; `rows` has the session's number of each, which texts and processors go by.
+    Processors see the text and the path before each node. `rows` has the index in the session of each row of the batch.
     """
 
     def scores(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,7 @@ def scores_after(
 
 
 def pack(draft: Draft, accepted: Acceptance) -> Tensor:
-    """[B, D + 3] per row the path's length, the next root and the ids on the path, for one transfer to the host.
+    """Pack the length of each row's path, its next root and its ids into one tensor [B, D + 3], for one transfer.
 
     A path's padding repeats the root."""
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
@@ -252,7 +252,7 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
 
 
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
-    """The outcome of a step, from rows of `pack` on the host."""
+    """Read the outcome of a step from the rows of `pack`, on the host."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
 
 
@@ -262,7 +262,7 @@ def on_host(draft: Draft, accepted: Acceptance) -> StepOutcome:
 
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
-    """The hidden states [B, H] at the ends of the paths, of hidden [B, N, H]; heads are read only there."""
+    """Select the hidden states [B, H] at the ends of the accepted paths, from hidden [B, N, H] of all nodes."""
     end = accepted.end.to(hidden.device)
     if len(end) == 1:
         return hidden[0].index_select(0, end)

@@ -26,7 +26,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 
 class LayerKind(NamedTuple):
-    """One kind of attention layer: how far back it sees."""
+    """A kind of attention layer: full attention, a sliding window, or chunks."""
 
     name: str = FULL
     window: int | None = None
@@ -35,7 +35,7 @@ class LayerKind(NamedTuple):
     """A query sees only keys of its own chunk of positions."""
 
     def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """`allowed` without the keys that lie outside the window or chunk; `query` and `key` are positions."""
+        """Remove the keys outside the window or chunk from the mask `allowed`; `query` and `key` are positions."""
         if self.window is not None:
             allowed = allowed & (query - key < self.window)
         if self.chunk is not None:
@@ -47,7 +47,7 @@ FULL_LAYER = LayerKind()
 
 
 class LayerKinds:
-    """All kinds of attention layers in a model."""
+    """The kinds of attention layers in one model."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         named = getattr(config, "layer_types", None)
@@ -65,13 +65,13 @@ class LayerKinds:
         return [kind.name for kind in self.kinds] == [FULL]
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """The masks that `of_kind` makes, in the form that the model takes."""
+        """Make one mask per kind by `of_kind`, in the form that the model takes: a mask, or a dict of masks."""
         masks = {kind.name: of_kind(kind) for kind in self.kinds}
         return masks if self.is_dict else next(iter(masks.values()))
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask: 0 where `allowed`, else the least finite number of `dtype`."""
+    """Make an additive mask: 0 where `allowed` is true, else the least finite number of `dtype`."""
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return zeros.masked_fill_(~allowed, torch.finfo(dtype).min)
 
@@ -120,7 +120,7 @@ class TreeMasks:
 
 
 def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:
-    """What each node sees [B, N, max(lengths) + N], computed from the definition: the slow and obvious version."""
+    """Which slots each node sees [B, N, max(lengths) + N], by the definition: the slow and obvious version."""
     prefix = torch.tensor(lengths, device=topology.depth.device)
     return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, kind)
 
@@ -140,23 +140,23 @@ def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKi
 
 
 def grown_masks(
-    layers: LayerKinds, dtype: torch.dtype, starts: Tensor, seen: Tensor, depth: Tensor, depths: Tensor
+    layers: LayerKinds, dtype: torch.dtype, starts: Tensor, seen: Tensor, depth: Tensor, slot_depths: Tensor
 ) -> Mask:
-    """Masks [B, 1, W, S] for a tree that several forwards grow, each of which appends W nodes to the cache.
+    """Masks [B, 1, W, S] for one of several forwards that grow a tree; each forward appends W nodes to the cache.
 
     Args:
         starts: [B] where the text ends; every node sees all of the text.
-        seen: [B, W, A] the slots after the text that a node sees: its ancestors' and its own.
+        seen: [B, W, A] the slots that each node sees after the text: those of its A - 1 ancestors and its own.
         depth: [B, W] positions of the W nodes, counted from the text's end.
-        depths: [nodes] positions of all nodes after the text, the W included.
+        slot_depths: [S - text] positions of the nodes in all slots after the text; windows and chunks need them.
     """
-    nodes = len(depths)
+    nodes = len(slot_depths)
     own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
     slot = torch.arange(int(starts.max()) + nodes, device=seen.device)
     node = slot - starts[:, None]  # [B, S] the node in each slot; below 0: the text
     inside = node.clamp(0, nodes - 1)
     allowed = own.gather(2, inside[:, None].expand(-1, seen.shape[1], -1)) & (node[:, None] < nodes)
     allowed = torch.where(node[:, None] < 0, True, allowed)
-    key = torch.where(node < 0, slot, starts[:, None] + depths[inside])[:, None]  # positions [B, 1, S]
+    key = torch.where(node < 0, slot, starts[:, None] + slot_depths[inside])[:, None]  # positions [B, 1, S]
     query = (starts[:, None] + depth)[:, :, None]  # [B, W, 1]
     return layers.masks(lambda kind: additive(kind.limited(allowed, query, key), dtype)[:, None])

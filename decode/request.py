@@ -29,7 +29,7 @@ EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cac
 def prepare(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **kwargs: Any
 ) -> list[Request]:
-    """Prepare one request per prompt, times `num_return_sequences`.
+    """Prepare the arguments of `model.generate` as requests: one per prompt, times `num_return_sequences`.
 
     Each row is prepared alone, from its ids without padding, so that penalties and minimal lengths count from the row's
     own prompt. `kwargs` are those of `model.generate`; for `seeds` see `with_generators`.
@@ -103,7 +103,7 @@ def requests_of(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> list[Request]:
-    """Turn what `model.generate` hands to a decoding method into one `Request` per row.
+    """Make one `Request` per row from the arguments that `model.generate` passes to a decoding method.
 
     Raises:
         RequestError: as in `prepare`; also a padded batch with processors that were made for its padded rows.

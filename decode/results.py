@@ -17,7 +17,7 @@ from decode.session import Session
 
 @dataclass
 class Result:
-    """One finished text."""
+    """One finished text, with its steps and its time."""
 
     input_ids: list[int]
     new_ids: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Result:
     """[T, H] hidden states of the prompt and the new tokens, if they were requested. T may lack the last tokens."""
 
     def to_json(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> dict[str, object]:
-        """The result as `medusa generate --json` lists it."""
+        """The result as JSON values, as `medusa generate --json` writes them."""
         return {
             "input_ids": self.input_ids,
             "new_ids": self.new_ids,
@@ -45,7 +45,7 @@ class Result:
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> str:
-    """The text of new ids, without special tokens and cut before the first stop string."""
+    """Decode new ids to text without special tokens, cut before the first stop string."""
     if tokenizer is None:
         return ""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -54,21 +54,21 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop:
 
 
 def tau(results: Sequence[Result]) -> float:
-    """Mean tokens per step, the root included, before any cut; 0 if there was no step."""
+    """Mean tokens per step over all results: 1 + accepted tokens, not cut at the text's end; 0 without steps."""
     lengths = [length for result in results for length in result.uncut_lengths]
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
-    """One seed for each prompt of a file, given the prompts' indices. The first prompt's seed is `seed` itself."""
+    """Derive one seed for each prompt of a file from the prompts' indices; the first prompt's seed is `seed` itself."""
     return [seed if index == 0 else random.Random(f"{seed} {index}").getrandbits(63) for index in indices]
 
 
 class DecodingRun:
-    """A batch of prompts while it is decoded. Iterate over the run for its steps; `results` grow with each step."""
+    """The decoding of a batch of prompts. Iterating over it runs the steps; `results` grow with each step."""
 
     def __init__(self, session_and_steps: tuple[Session, Iterator[Step]], seconds: float = 0.0) -> None:
-        """`seconds`: time that was spent before, preparing the requests."""
+        """Start a run; `seconds` is the time that was already spent to prepare the requests."""
         self.session, steps = session_and_steps
         self.steps = cast("Generator[Step, None, None]", steps)  # as all loops are
         self.results = [Result(prompt) for prompt in self.session.sequences.prompts]

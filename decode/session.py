@@ -39,13 +39,14 @@ class Session:
         heads: MedusaHeads | None = None,
         verifiers: VerifierFactory | None = None,
     ) -> None:
-        """
+        """Make a session with empty caches.
+
         Args:
-            slack: nodes of a draft, for which caches and prefixes keep room.
-            truncation: of the target, for sampled typical acceptance.
+            slack: the most nodes of a draft, which caches and prefixes hold beyond the text.
+            truncation: the constants of sampled typical acceptance; `None` for other rules.
             keep_hidden: record the hidden states of all tokens in `kept_hidden`.
-            heads: the drafting heads, if they look back at the text.
-            verifiers: what verifies drafts; by default the backbone alone.
+            heads: the heads that draft; `None` for other drafters.
+            verifiers: makes what verifies drafts; by default the backbone alone verifies.
         """
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
@@ -64,7 +65,7 @@ class Session:
         self.heads_cache = HeadsCache.of(heads, self.backbone, len(requests), capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
-        """Read the prompts, and decide on the first root of each row.
+        """Read the prompts, and decide on the first token of each row; returns the first step's frontier.
 
         `most_probable_first`: take the most probable token even if the target is sampled."""
         prompts, device = self.sequences.prompts, self.backbone.device
@@ -81,24 +82,24 @@ class Session:
         return self.frontier(root, readout.hidden, rows)
 
     def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        """Where the next step starts, from roots [B] and the hidden states before them [B, H]."""
+        """Make the frontier of the next step from roots [B] and the hidden states before them [B, H]."""
         return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
 
     def select(self, left: list[int]) -> None:
-        """Keep only the rows at these places of the batch, in all caches."""
+        """Keep only the rows at the indices `left` of the batch, in all caches."""
         self.verifier.select(left)
         if self.heads_cache is not None:
             self.heads_cache.select(left)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
-        """Record a piece's hidden states [B, C, H], from position `start` on; returns what the heads read of them."""
+        """Record the hidden states [B, C, H] of a prefill's piece; returns the hidden states that the heads read."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
         return hidden if self.heads_cache is None else self.heads_cache.piece(hidden, next_ids)
 
     def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
-        """Record the hidden states [B, N, H] at the first `lengths` nodes of each path [B, D], if asked to."""
+        """Record the hidden states [B, N, H] at the first `lengths` nodes of each path [B, D], if `keep_hidden`."""
         if self.kept_hidden is None:
             return
         for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):

@@ -51,7 +51,7 @@ class AcceptanceRule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(Options):
-    """How tokens are drafted and accepted."""
+    """The options of drafting and acceptance, which `model.generate` does not have."""
 
     acceptance: str | None = option(
         None,
@@ -82,7 +82,7 @@ class DecodingOptions(Options):
         """The acceptance rule for these options; by default the lossless rule, greedy or rejection.
 
         Raises:
-            RequestError: an unknown rule or draft, or one that does not fit the others or the sampling mode."""
+            RequestError: an unknown rule or draft, or a rule that does not fit the other options or the sampling."""
         rule, limit = rule_and_limit(self.acceptance)
         if self.draft not in DRAFTS:
             raise RequestError(f"draft is {self.draft!r}; choose one of {', '.join(DRAFTS)}")
@@ -165,7 +165,7 @@ class Settings(DecodingOptions):
         return self.temperature > 0
 
     def generate_kwargs(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-        """The same settings for `model.generate`; all others are as the model's generation config says."""
+        """The settings as arguments of `model.generate`; the model's generation config has all other arguments."""
         kwargs: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.do_sample,
@@ -189,7 +189,7 @@ class Settings(DecodingOptions):
 
 
 def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
-    """An acceptance rule as a user writes it -> its name, and the number of the rules `NAME:NUMBER`.
+    """Split an acceptance rule `NAME` or `NAME:NUMBER`, as a user writes it, into its name and its number.
 
     Raises:
         RequestError: there is no such rule, or it lacks its number."""
@@ -213,7 +213,7 @@ def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
 
 
 def is_lossy(acceptance: str) -> bool:
-    """Whether this rule, as a user writes it, may change the text."""
+    """Whether an acceptance rule, as a user writes it, can change the text."""
     return acceptance.partition(":")[0] in (*LOSSY, *LOSSY_GREEDY)
 
 

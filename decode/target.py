@@ -68,13 +68,13 @@ class Target:
         return scores
 
     def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
-        """Decide one token per row [R]: the most probable one, or a draw.
+        """Decide one token per row [R]: the most probable token, or a draw from the target.
 
         Draws are made in the order of the tokens, one draw per token, so a seed gives the text of `model.generate`.
 
         Args:
-            rows: [R] numbers within `draws`.
-            scores: [M, V].
+            rows: [R] indices of the rows in `draws`.
+            scores: [M, V] processed scores, which rows may share.
             index: [R] which of the M scores each row takes.
         """
         if not self.do_sample:
@@ -94,10 +94,10 @@ class Target:
         return self.decide(self.draws.of(rows), everyone, scores, everyone)
 
     def draft_probabilities(self, rows: Sequence[int], logits: Tensor) -> Tensor:
-        """Warp a drafter's logits [B, Q, V] like the target's; returns q [B, Q, V], from which drafts are drawn.
+        """Apply the target's temperature, top-k and top-p to a drafter's logits [B, Q, V]; returns q [B, Q, V].
 
-        Every q gives the right text; the closer q is to the target, the more is accepted. Penalties depend on a path
-        that is not drawn yet, so q is computed without them.
+        Drafts are drawn from q. Every q gives the right text; the closer q is to the target, the more is accepted.
+        Penalties depend on a path that is not drawn yet, so q is computed without them.
         """
         ignored = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # warpers do not read ids
         warped = [_processed(self.warpers[row], ignored, logits[i].float()) for i, row in enumerate(rows)]
@@ -106,7 +106,7 @@ class Target:
     def by_position(
         self, kept: Sequence[Sequence[Tensor]], new_ids: Sequence[Sequence[int]], width: int
     ) -> tuple[Tensor, ...]:
-        """Recorded scores in the form of `model.generate`: `width` tensors [B, V]; padding repeats a row's last."""
+        """Recorded scores as `model.generate` returns them: `width` tensors [B, V]; a row's last scores pad it."""
         return tuple(
             torch.cat([kept[row][min(at, len(ids) - 1)].clone() for row, ids in enumerate(new_ids)])
             for at in range(width)

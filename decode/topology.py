@@ -21,7 +21,7 @@ from medusa.tree import Tree
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Parents, depths, ancestors and paths of all nodes."""
+    """The connections between the nodes of a draft: parents, depths, ancestors and paths, as tensors."""
 
     parent: Tensor
     """[R, N] index of each node's parent; the root is its own parent."""
@@ -38,13 +38,13 @@ class Topology:
 
     @classmethod
     def of(cls, tree: Tree) -> Topology:
-        """The topology of a static tree, for every row."""
+        """Make the topology of a static tree, which all rows share."""
         most = tree.children.shape[1]
         return cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most, is_static=True)
 
     @classmethod
     def from_parents(cls, parent: Tensor, depth: Tensor, max_depth: int, max_children: int) -> Topology:
-        """The topology that parents and depths [R, N] describe, one operation per level and no Python per node."""
+        """Make a topology from parents and depths [R, N], with one operation per level and no loop over nodes."""
         rows, nodes = parent.shape
         itself = torch.eye(nodes, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
         ancestors, above = itself, parent
@@ -59,7 +59,7 @@ class Topology:
         return cls(parent, depth, ancestors, paths, max_children)
 
     def beside(self, other: Topology) -> Topology:
-        """Both topologies under one root; the nodes of `other` come after these."""
+        """Join two topologies under one root; the nodes of `other` follow the nodes of this one."""
         rows, mine, added = max(len(self.parent), len(other.parent)), self.num_nodes, other.num_nodes - 1
         most = max(self.max_depth, other.max_depth)
 
@@ -93,12 +93,12 @@ class Topology:
         return self.paths.shape[2] - 1
 
     def at(self, table: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Entries [X, ...] of a table [R, N, ...] of this topology, for rows [X] (of the B) and a node of each [X]."""
+        """Look up entries [X, ...] of a table [R, N, ...] of this topology, for X pairs of a row and a node."""
         return table[0].index_select(0, nodes) if self.is_shared else table[rows, nodes]
 
     @property
     def non_ancestors(self) -> Tensor:
-        """[R, N, N] True where the column's token cannot affect whether the row's node is accepted.
+        """[R, N, N] True where the token of the column's node cannot affect whether the row's node is accepted.
 
         These are the nodes that are not ancestors of the row's node, and the root, which is already decided."""
         return self._non_ancestors if self.is_static else self._find_non_ancestors()
@@ -113,7 +113,7 @@ class Topology:
 
     @cached_property
     def place(self) -> Tensor:
-        """[R, N] the place of each node among its siblings, from 0; 0 for the root."""
+        """[R, N] the index of each node among its siblings; 0 for the root."""
         return self.find_place()
 
     @cached_property
@@ -122,13 +122,13 @@ class Topology:
         return self.find_children(self.place)
 
     def find_place(self) -> Tensor:
-        """`place`, computed again: a compiled region cannot trace a cached property."""
+        """Compute `place`; torch.compile cannot trace the cached property."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
         place = siblings.tril(-1).sum(-1)
         return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)
 
     def find_children(self, place: Tensor) -> Tensor:
-        """`children`, computed again from the places [R, N]."""
+        """Compute `children` from the places [R, N]; torch.compile cannot trace the cached property."""
         rows, device = len(self.parent), self.parent.device
         table = torch.full((rows, self.num_nodes * self.max_children), -1, device=device)
         slot = self.parent * self.max_children + place
@@ -137,7 +137,7 @@ class Topology:
 
 
 def chosen_part(tree: Tree, chosen: Tensor) -> Topology:
-    """The topology of some nodes of `tree` in each row: `chosen` [B, N], ascending, with 0 and every node's parent."""
+    """The topology of the nodes `chosen` [B, N] of `tree`: ascending, with node 0 and the parent of every node."""
     place = torch.zeros(len(chosen), tree.num_nodes + 1, dtype=torch.long, device=chosen.device)
     place[:, -1] = -1  # so that the padding of paths stays -1
     place.scatter_(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen))

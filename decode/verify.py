@@ -18,16 +18,16 @@ from medusa.backbone import Backbone, Readout
 
 
 class Verifier:
-    """The backbone with the KV cache of a session's texts."""
+    """Verifies drafts: the backbone, with the KV cache of a session's texts."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences | None = None) -> None:
-        """`sequences`: the texts in the cache, for models that must read a text again (`reread`)."""
+        """Make a verifier on `cache`; `sequences` holds its texts, for models that read a text again (`reread`)."""
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
 
     @classmethod
     def with_cache(cls, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
-        """A verifier of these texts with an empty cache of `capacity` slots per row."""
+        """Make a verifier of these texts with an empty cache of `capacity` slots per row."""
         return cls(backbone, TreeCache(backbone.model.config, len(sequences), capacity), sequences)
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
@@ -35,7 +35,7 @@ class Verifier:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
 
     def __call__(self, draft: Draft) -> Readout:
-        """Hidden states [B, N, H] and logits [B, N, V] of all nodes. The cache holds the nodes, uncommitted.
+        """Read a draft; returns hidden states [B, N, H] and logits [B, N, V]. The cache holds the nodes, uncommitted.
 
         Side branches are read in the same forward, and receive their logits."""
         if not draft.side_branches:
@@ -49,7 +49,7 @@ class Verifier:
         return Readout(readout.hidden[:, :nodes], readout.logits[:, :nodes])
 
     def read(self, draft: Draft) -> Readout:
-        """Run the forward over a draft without side branches."""
+        """Run one forward over all nodes of a draft without side branches; returns hidden states and logits."""
         if self.sequences is not None:
             reread(self.backbone, self.cache, self.sequences)
         lengths, ids, topology = self.cache.lengths, draft.ids, draft.topology
@@ -69,7 +69,7 @@ class Verifier:
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:
-        """The greatest depth [B] at which a node of each row may be accepted; `None` where nothing limits it."""
+        """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""
         end = self._end(draft.topology)
         if end is None:
             return None
@@ -80,15 +80,15 @@ class Verifier:
         self.cache.commit(path, counts, in_place)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the cache."""
+        """Keep only the rows `rows` of the batch in the cache."""
         self.cache.select(rows)
 
     def _end(self, topology: Topology) -> int | None:
-        """The first position that no node of this step may take, if the draft reaches it.
+        """The first position that no node of this step may have; `None` if the draft does not reach it.
 
-        It is the end of the context, or before that the length at which longrope changes its rotations. These follow
-        the longest position of a forward, so a draft across that length would rotate all its nodes differently than
-        plain decoding does.
+        This position is the end of the context, or the length at which longrope changes all rotations. The rotations
+        follow the longest position of a forward, so a draft across that length would rotate all of its nodes
+        differently than plain decoding does.
         """
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
@@ -96,22 +96,22 @@ class Verifier:
 
 
 class VerifierFactory(Protocol):
-    """Says which models verify the drafts of a session; `None` in its place means the backbone alone."""
+    """Makes the verifier of a session, for methods in which more models than the backbone verify drafts."""
 
     def context(self, backbone: Backbone) -> int | None:
         """The number of positions that all verifying models have; `None` if unlimited."""
         ...
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
-        """A verifier with empty caches of `capacity` slots."""
+        """Make a verifier with empty caches of `capacity` slots per row."""
         ...
 
 
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
-    """Fill the cache again where the backbone's own `generate` does: when a text outgrows longrope's boundary.
+    """Read the whole text again when it outgrows longrope's boundary, as Phi-3's own `generate` does.
 
-    The keys of the text were rotated by the short factors. Phi-3 drops them there, and reads the whole text with the
-    long factors; other models with longrope keep them. Such a text is alone in its batch.
+    Until then, the keys were rotated by longrope's short factors. Phi-3 drops these keys and reads the text with the
+    long factors; other models with longrope keep the keys. Such a text is alone in its batch.
     """
     boundary = backbone.rope_boundary
     if boundary is None or cache.longest != boundary or not backbone.rereads:
