@@ -1,7 +1,7 @@
-"""Every command in README, docs, recipes and help texts is what the real parser takes.
+"""The real parsers accept every command in README, docs, recipes and help texts.
 
-Those of README and docs that need no GPU, network or server are run, at reduced size and in their order; the others say
-what they need.
+Commands of README and docs that need no GPU, network or server are run in order, at reduced size. The other commands
+say what they need.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Command(NamedTuple):
 def shell_commands(page: Path) -> Iterator[Command]:
     """The commands of a page's code blocks.
 
-    `# not run here: needs X` covers its line, or alone on one those below; `(Not run here: needs X` behind a block all.
+    `# not run here: needs X` covers its line, or, alone on a line, the lines below. `(Not run here: needs X` after a
+    block covers the block.
     """
     text = page.read_text(encoding="utf-8")
     for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -88,7 +89,7 @@ SHELL = [command for page in PAGES for command in shell_commands(page)]
 
 
 def commands() -> list[tuple[str, str]]:
-    """(file, command) for every line that starts with `medusa`, in a code block, a comment or a help text."""
+    """Pairs (file, command) for every line that starts with `medusa` in a code block, a comment or a help text."""
     found = []
     for source in SOURCES:
         text = source.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -115,7 +116,7 @@ def test_commands_are_found_in_the_docs() -> None:
 
 @pytest.mark.parametrize("command", SHELL, ids=lambda command: f"{command.source}: {command.line[:60]}")
 def test_every_shell_command_parses(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the parser of the program it calls; a program that is not ours, or not a launcher of ours, needs something."""
+    """Each command's own parser accepts it; other programs, except our launchers, must say what they need."""
     words = shlex.split(command.line)
     while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
         words.pop(0)
@@ -151,11 +152,11 @@ def test_every_shell_command_parses(command: Command, monkeypatch: pytest.Monkey
 
 
 class Parsed(Exception):
-    """A script's parser took its words."""
+    """Raised when a script's parser has accepted its arguments."""
 
 
 def parse_of_script(script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `main` of a script build its parser and parse; nothing else of it is run."""
+    """Run `main` of a script until its parser has parsed the arguments."""
     spec = importlib.util.spec_from_file_location(f"script_{script.stem}", script)
     assert spec is not None, f"{script} is not there"
     assert spec.loader is not None
@@ -175,7 +176,7 @@ def parse_of_script(script: Path, words: list[str], monkeypatch: pytest.MonkeyPa
 
 
 def to_run() -> dict[str, list[str]]:
-    """For each page the commands that it gives no reason not to run, each only where it stands first."""
+    """The commands to run, by page: those without a reason to skip them, each at its first occurrence."""
     pages: dict[str, list[str]] = {}
     seen = set(RUN_ELSEWHERE)
     for command in SHELL:
@@ -187,7 +188,7 @@ def to_run() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calibrations of the shipped heads, made once for all pages."""
+    """A cache with calibrations of the shipped heads, shared by all pages."""
     return tmp_path_factory.mktemp("calibrations")
 
 
@@ -196,7 +197,7 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_commands_without_special_needs_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, one_cache: Path
 ) -> None:
-    """A page's commands one after the other, in a folder of their own: later ones find what earlier ones wrote."""
+    """Run a page's commands in order in one folder, so that later commands find the files of earlier commands."""
     for name in ("medusa", "configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The arrows between packages, folders and modules, read from the sources; and what needs no transformers."""
+"""Imports between packages, folders and modules, read from the sources; and what works without transformers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FORBIDDEN = {
 
 
 def reaches_up(path: Path) -> bool:
-    """The command line alone knows all packages."""
+    """Whether a file may import all packages: only the command line may."""
     inside = path.relative_to(ROOT).parts
     return inside == ("medusa", "__main__.py") or inside[:2] == ("medusa", "commands")
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level names of everything that a file imports, wherever in the file."""
+    """Top-level names of all imports anywhere in a file."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

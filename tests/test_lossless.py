@@ -1,7 +1,7 @@
-"""Decoding with trees changes nothing: the text is that of `model.generate`, token for token, in the steps foreseen.
+"""Tree decoding writes the text of `model.generate`, token for token, in the expected number of steps.
 
-Drafts come from random heads, or from a `ScriptedDrafter` that is right about as many tokens as its script says: no
-trained weights are needed to take every path through the loop.
+Drafts come from random heads, or from a `ScriptedDrafter` with a scripted number of correct tokens. So the tests reach
+every branch of the loop without trained weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NEW = 24
 def scripted(
     model: Any, prompt: list[int], tree: Tree, script: Any, new: int = NEW, seed: int = 0, **kwargs: Any
 ) -> tuple[Any, list[Any], list[int]]:
-    """Decode one prompt with a drafter that knows the plain text; returns session, steps and the plain text."""
+    """Decode one prompt with a drafter built from the plain text; returns session, steps and the plain text."""
     text = plain(model, prompt, max_new_tokens=new, **kwargs)
     drafter = ScriptedDrafter(tree, [text], script, seed=seed)
     session, taken = decode_with(model, drafter, [prompt], max_new_tokens=new, **{"do_sample": False} | kwargs)
@@ -65,7 +65,7 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
-    """Right about a random number of tokens in every step, at random places of the tree."""
+    """The drafts hold a random number of correct tokens in every step, at random nodes of the tree."""
     model, tree, rng = shared_model(family, dtype=dtype), TREES[name], random.Random(0)
     session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=40)
     assert session.sequences.new_ids[0] == text
@@ -88,7 +88,7 @@ def test_greedy_with_random_heads(llama: Any, seed: int, block: str, lm_head: st
 
 @pytest.mark.parametrize("right", range(5))
 def test_the_number_of_steps_follows_from_correct_guesses(llama: Any, right: int) -> None:
-    """Each step writes the root and n drafted tokens, so 24 tokens need ceil(24 / (n + 1)) of them."""
+    """Each step writes the root and n drafted tokens, so 24 tokens need ceil(24 / (n + 1)) steps."""
     session, taken, text = scripted(llama, random_ids(6), TREES["chain"], lambda step: right)
     assert ids_of(taken) == text
     assert len(taken) == -(-NEW // (right + 1))
@@ -98,7 +98,7 @@ def test_the_number_of_steps_follows_from_correct_guesses(llama: Any, right: int
 
 @pytest.mark.parametrize("seed", range(5))
 def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
-    """Random trees, a random script: every uncut length is 1 + what the drafter was right about."""
+    """With random trees and a random script, every uncut step writes 1 + the number of correct drafted tokens."""
     rng, tree = random.Random(seed), random_tree(12, seed)
     script = [rng.randint(0, tree.max_depth) for _ in range(NEW)]
     _, taken, text = scripted(llama, random_ids(4, seed), tree, script.__getitem__, seed=seed)
@@ -114,9 +114,9 @@ def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_permuted_token_ids_give_the_permuted_text(seed: int) -> None:
-    """Token ids mean nothing to a model: with permuted embedding and LM head rows the text is the permuted one.
+    """With permuted embedding and LM head rows the text is permuted in the same way.
 
-    The original failed here wherever token 0 was an ordinary word (docs/original D1), so 0 is in the text on purpose.
+    The original failed here when token 0 was an ordinary token (docs/original D1), so the text contains 0 on purpose.
     """
     model, other = shared_model(), tiny_model("llama")
     prompt = random_ids(6, seed)
@@ -154,7 +154,7 @@ def test_permuted_token_ids_give_the_permuted_text(seed: int) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_greedy_with_processors(llama: Any, options: dict) -> None:
-    """Each node is judged with its own path as the prefix, as in plain decoding."""
+    """Processors see each node's own path as the prefix, as in plain decoding."""
     for seed in range(3):
         prompt = random_ids(8, seed)
         session, taken, text = scripted(llama, prompt, TREES["random"], lambda step: step % 4, **options)
@@ -179,7 +179,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
 def test_one_seed_gives_the_same_text_as_plain_sampling(llama: Any, options: dict) -> None:
-    """One draw per token, in order: not only the distribution but the very sample is that of `model.generate`."""
+    """With one draw per token, in order, the sample itself equals that of `model.generate`."""
     options = {"do_sample": True, "top_k": 0} | options
     for seed in range(4):
         prompt = random_ids(6, seed)
@@ -203,10 +203,10 @@ def test_seeded_generate_equals_transformers(llama: Any) -> None:
 
 @pytest.mark.parametrize("draft", ["topk", "sample"])
 def test_sampled_texts_have_the_models_distribution(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End to end, with both forms of rejection: all texts of three tokens over seven words.
+    """Compare all texts of three tokens (vocabulary of seven) with the model, for both forms of rejection.
 
-    Counts against the products of the model's probabilities. 5000 rows of one batch; chi-square, cells that expect
-    fewer than five pooled; a right sampler fails with probability 1e-5.
+    A chi-square test compares the counts in 5000 rows of one batch with the products of the model's probabilities.
+    Cells with fewer than five expected counts are pooled. A correct sampler fails with probability 1e-5.
     """
     words, rows, prompt = 7, 5000, [1, 2, 3]
     model = tiny_model("llama", vocab_size=words, initializer_range=0.15)
@@ -279,7 +279,7 @@ def test_greedy_batches_of_any_size_with_heads(llama: Any, size: int) -> None:
 
 
 def test_max_time_ends_a_text_like_transformers(llama: Any) -> None:
-    """No time at all: the criterion is asked after every token, so exactly one is written."""
+    """The limit is zero seconds: the criterion is checked after every token, so exactly one token is written."""
     heads, ids = random_heads(llama), torch.tensor([random_ids(5)])
     out = generate(llama, heads, ids, max_time=1e-9, max_new_tokens=20, do_sample=False)
     assert torch.equal(out, llama.generate(ids, max_time=1e-9, max_new_tokens=20, do_sample=False))
@@ -288,7 +288,7 @@ def test_max_time_ends_a_text_like_transformers(llama: Any) -> None:
 
 @pytest.mark.parametrize("draft", ["topk", "sample"])
 def test_a_seeded_row_is_the_same_in_every_batch(llama: Any, draft: str) -> None:
-    """Rows draw from streams of their own: batches of 1, 3 and 8, in another order, with rows that end early."""
+    """Each row has its own random stream: batches of 1, 3 and 8, in another order, with rows that end early."""
     heads, prompts = random_heads(llama), [random_ids(3 + 2 * i, seed=i) for i in range(8)]
     options = {"tree": "topk:3,2", "draft": draft, "do_sample": True, "top_k": 20, "max_new_tokens": 12}
     options |= {"eos_token_id": [3, 14, 15], "pad_token_id": 0}
@@ -324,7 +324,7 @@ def test_an_unseeded_batch_uses_the_global_generator(llama: Any) -> None:
 
 
 def test_rows_of_a_batch_end_independently(llama: Any) -> None:
-    """One row meets an EOS, later another does, the third runs to the end; ended rows take part in no step."""
+    """One row ends at an EOS, later another row does, the third reaches the limit; ended rows take part in no step."""
     texts = [plain(llama, prompt, max_new_tokens=30) for prompt in PROMPTS]
     eos = [texts[0][4], texts[1][13]]
     texts = [plain(llama, prompt, max_new_tokens=30, eos_token_id=eos) for prompt in PROMPTS]
@@ -355,7 +355,7 @@ def test_rows_of_a_batch_end_independently(llama: Any) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_processors_see_rows_without_padding(llama: Any, options: dict) -> None:
-    """Some processors count from the prompt's end, which in a padded batch lies elsewhere than in the row itself."""
+    """Some processors count from the prompt's end, which padding would shift."""
     heads = random_heads(llama)
     options = options | {"do_sample": False, "max_new_tokens": 20}
     taken = list(steps(llama, heads, tree=TREES["wide"], **left_padded(PROMPTS), **options))
@@ -364,7 +364,7 @@ def test_processors_see_rows_without_padding(llama: Any, options: dict) -> None:
 
 
 def test_a_padded_row_is_penalised_for_its_whole_prompt(llama: Any) -> None:
-    """transformers tells the repetition penalty where the padding ends; without padding that place is the text's."""
+    """transformers passes the padding's end to the repetition penalty; in an unpadded row that position is text."""
     options = {"repetition_penalty": 3.0, "do_sample": False, "max_new_tokens": 12}
     for seed in range(4):
         prompt = random_ids(6, seed)
@@ -374,7 +374,7 @@ def test_a_padded_row_is_penalised_for_its_whole_prompt(llama: Any) -> None:
 
 
 def test_a_constraint_gets_its_row_index(llama: Any) -> None:
-    """`prefix_allowed_tokens_fn(batch_id, ids)` may allow each prompt something else."""
+    """`prefix_allowed_tokens_fn(batch_id, ids)` may allow different tokens for each prompt."""
 
     def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
         return list(range(20 * batch_id, 20 * batch_id + 20))
@@ -387,8 +387,8 @@ def test_a_constraint_gets_its_row_index(llama: Any) -> None:
 
 @torch.no_grad()
 def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
-    """Heads read where the path ended (docs/decoding.md). Another node's state changes no text, only wastes drafts, so
-    nothing else here would notice. Ragged rows, of which one ends early.
+    """Heads read the state at the path's end (docs/decoding.md). Another node's state would change only the speed,
+    so the other tests would not detect the error. The rows are ragged, and one ends early.
     """
     model = tiny_model("llama", dtype=torch.float64)
     texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
@@ -416,13 +416,13 @@ def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
 
 
 def first_at(text: list[int], at: int) -> bool:
-    """Whether the token at `at` has not been there before."""
+    """Whether the token at `at` does not occur before `at`."""
     return text[at] not in text[:at]
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 4])
 def test_eos_anywhere_in_a_path_ends_the_text_there(llama: Any, right: int) -> None:
-    """The original kept up to four tokens behind it (D7). EOS is the last token given; lengths stay uncut."""
+    """EOS is the last token returned; step lengths stay uncut. The original kept up to four tokens after EOS (D7)."""
     prompt = random_ids(6)
     free = plain(llama, prompt, max_new_tokens=NEW)
     places = [at for at in range(NEW) if first_at(free, at)]
@@ -500,7 +500,7 @@ def test_a_custom_criterion_is_called_after_every_token(llama: Any) -> None:
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "opt"])
 def test_the_context_is_filled_to_its_last_position(family: str, name: str) -> None:
-    """Trees reach beyond the end before the text does; learned positions (gpt2, opt) have no row there."""
+    """Trees reach the context's end before the text; learned positions (gpt2, opt) have no row beyond the end."""
     context, tree = 32, TREES[name]
     model = shared_model(family, max_position_embeddings=context)
     for length in (20, 27, 30, 31):
@@ -545,8 +545,9 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 
 @pytest.mark.parametrize("scaling", [DYNAMIC, LONGROPE], ids=lambda scaling: scaling["rope_type"])
 def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> None:
-    """`longrope` chooses its frequencies by the deepest position of a forward: a tree that crosses the boundary (here
-    16) turns all its nodes, those before it too, another way than plain decoding does (docs/transformers 1.5).
+    """`longrope` chooses its frequencies by the deepest position of a forward (docs/transformers 1.5).
+
+    In a tree that crosses the boundary (here 16), all nodes would be rotated differently than in plain decoding.
     """
     model = tiny_model("llama", rope_parameters=scaling, max_position_embeddings=32)
     for seed in range(8):
@@ -556,7 +557,7 @@ def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> N
 
 @pytest.mark.parametrize("family", ["phi3, longrope", "phimoe, longrope"])
 def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -> None:
-    """Phi-3's own `generate` drops its cache there, since the keys in it were rotated by the short factors."""
+    """Phi-3's own `generate` drops its cache at the boundary, since its keys were rotated by the short factors."""
     model = tiny_model(family)  # boundary 32
     short = random_ids(29, 29)
     if plain(model, short, max_new_tokens=NEW) != plain(model, short, max_new_tokens=NEW, use_cache=False):
@@ -576,13 +577,13 @@ def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -
 
 
 def plain_steps(model: Any, prompt: list[int]) -> Any:
-    """The package's own plain decoding."""
+    """Steps of the package's plain decoding."""
     return plain_decoding(model, prepare(model, [prompt], max_new_tokens=NEW, do_sample=False))[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])
 def test_dynamic_rope_keeps_its_frequencies_within_the_context(family: str) -> None:
-    """It depends on the longest position of a forward beyond the context's end, where no node of a tree may stand."""
+    """Its frequencies depend on a forward's longest position beyond the context, and no tree node is placed there."""
     model = tiny_model(family, rope_parameters=DYNAMIC, max_position_embeddings=32)
     rotary = next(module for module in model.modules() if hasattr(module, "max_seq_len_cached"))
     before = rotary.inv_freq.clone()
@@ -635,7 +636,7 @@ def test_decoding_leaves_plain_forwards_unchanged(family: str) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_callers_grad_mode_is_kept(llama: Any, enabled: bool) -> None:
-    """A generator that switches gradients off must not do so between its steps."""
+    """A generator may switch gradients off only during its steps."""
     weight = torch.ones(2, requires_grad=True)
     with torch.set_grad_enabled(enabled):
         for _ in steps(llama, random_heads(llama), torch.tensor([PROMPTS[0]]), max_new_tokens=6, do_sample=False):

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, at reduced size, and what was saved with them is small and no error."""
+"""The notebooks run from top to bottom at reduced size, and their saved outputs are small and without errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1"
 
 @pytest.mark.timeout(900)  # seconds on a free machine
 def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel for all of them, as imports are most of the time."""
+    """All notebooks share one kernel, as imports take most of the time."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -1,7 +1,7 @@
-"""The same text in the same steps as the original Medusa code (commit e2a5d20), whose outputs lie in ../shared.
+"""Texts and steps equal those of the original Medusa code (commit e2a5d20), whose outputs are in ../shared.
 
-24 prompts, 4 trees, five trained heads in the original's file format; greedy, float32, EOS ignored, 128 new tokens. The
-original decoded them one by one, and here they are rows of one batch.
+The test uses 24 prompts, 4 trees and five trained heads in the original's file format; greedy, float32, EOS ignored,
+128 new tokens. The original decoded the prompts one by one; here they are rows of one batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pair(shared: Path) -> tuple[Any, MedusaHeads]:
 
 
 def cut(lengths: list[int], total: int) -> list[int]:
-    """Step lengths up to `total` tokens, the last one cut there: the original overshoots."""
+    """Step lengths up to `total` tokens, with the last length cut, as the original writes more."""
     out: list[int] = []
     for length in lengths:
         if sum(out) < total:

@@ -1,4 +1,4 @@
-"""What is released: every package and its data, one version, lower bounds that are tried, workflows that can run."""
+"""The release: every package and its data, one version, tested lower bounds, workflows that can run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_package_is_listed() -> None:
 
 
 def test_every_data_file_is_listed() -> None:
-    """Templates, styles, pictures, trees: a wheel without them fails where it is used."""
+    """Templates, styles, pictures and trees are in the wheel; without them the installed package fails."""
     listed = {
         path
         for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
@@ -113,7 +113,7 @@ def test_only_the_publishing_job_has_an_id_token() -> None:
 
 @pytest.mark.parametrize("name", ["train.py", "decode/__init__.py", "medusa/__init__.py"])
 def test_a_package_that_shadows_ours_is_named_in_one_line(name: str, tmp_path: Path) -> None:
-    """`python -m medusa` from a folder with a train.py of its own, and a medusa/__init__.py that was written over."""
+    """Run `python -m medusa` in a folder with another train.py, and with an overwritten medusa/__init__.py."""
     stranger = tmp_path / name
     stranger.parent.mkdir(exist_ok=True)
     stranger.write_text("raise SystemExit('this is not ours')" if "medusa" not in name else "")

@@ -1,4 +1,4 @@
-"""The site builds without a warning and without a network, and its map shows every script."""
+"""The site builds without warnings and without a network, and its map lists every script."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_site_fetches_nothing_from_other_hosts(site: Path) -> None:
 
 
 def test_links_out_of_docs_resolve_on_the_site(site: Path) -> None:
-    """README becomes the first page, and a recipe that a page names comes along as a file."""
+    """README becomes the first page, and recipes named in pages are copied as files."""
     home = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="exactness.html"' in home
     assert 'href="notebooks/tour.html"' in home

@@ -32,7 +32,7 @@ def head_input(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_fast_and_full_path_equal_the_model(family: str) -> None:
-    """Logits and hidden states equal the model's bit for bit, also for models that cap or scale and run whole."""
+    """Logits and hidden states equal the model's bit for bit, also for models that cap or scale logits."""
     model = tiny_model(family)
     backbone = Backbone(model)
     assert backbone.splits == SPLITS[family]
@@ -59,7 +59,7 @@ def test_the_lm_head_reads_only_the_last_position_of_each_row(family: str) -> No
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 @torch.no_grad()
 def test_caps_and_scales_keep_the_order_of_logits(family: str) -> None:
-    """So heads that share the LM head can leave out caps and scales."""
+    """Heads that share the LM head can therefore omit caps and scales."""
     backbone = Backbone(tiny_model(family))
     hidden, logits = backbone.forward(IDS, DynamicCache())
     assert not torch.equal(backbone.lm_head(hidden), logits)
@@ -84,7 +84,7 @@ def test_the_hook_is_removed_when_the_forward_fails() -> None:
 
 
 def test_a_model_is_checked_only_once() -> None:
-    """Each request makes a Backbone; only the first runs the test's two forwards."""
+    """Each request creates a Backbone; only the first runs the self-test's two forwards."""
     model, forwards = tiny_model("llama"), []
     model.model.register_forward_hook(lambda *args: forwards.append(1))
     Backbone(model)
@@ -94,7 +94,7 @@ def test_a_model_is_checked_only_once() -> None:
 
 
 def test_an_unreferenced_model_is_freed() -> None:
-    """Keeping every model would keep gigabytes."""
+    """References to old models would keep gigabytes in memory."""
     model = tiny_model("llama")
     gone = weakref.ref(model)
     Backbone(model)
@@ -104,7 +104,7 @@ def test_an_unreferenced_model_is_freed() -> None:
 
 
 def test_a_replaced_lm_head_is_detected() -> None:
-    """`resize_token_embeddings`, adapters and quantisation put another module in its place."""
+    """`resize_token_embeddings`, adapters and quantisation replace the module."""
     model = tiny_model("llama")
     Backbone(model)
     model.resize_token_embeddings(VOCAB + 8)
@@ -135,7 +135,7 @@ def test_supported_models_are_accepted(family: str) -> None:
 
 
 def test_the_longrope_boundary() -> None:
-    """The config gives the boundary, also with parameters for each kind of layer; other rotary types have none."""
+    """The config gives the boundary, also with parameters per kind of layer; other rotary types have no boundary."""
     assert Backbone(tiny_model("phi3, longrope")).rope_boundary == 32
     for family in ("llama", "llama, dynamic rope", "gpt2", "gemma3_text"):
         assert Backbone(tiny_model(family)).rope_boundary is None
@@ -239,6 +239,6 @@ def test_damaged_weights_are_refused(tmp_path: Any) -> None:
 
 
 def test_common_token_ids_are_not_eos() -> None:
-    """No test may end early because a random model hits an id that some default config calls EOS."""
+    """Otherwise a test could end early when a random model writes a default config's EOS id."""
     assert COMMON["eos_token_id"] is None
     assert all(tiny_model(family).generation_config.eos_token_id is None for family in FAMILIES)

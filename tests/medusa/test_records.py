@@ -1,4 +1,4 @@
-"""Prompts and training text in every form that the interface names, and errors that name file and line."""
+"""Prompts and training text in every documented format, and errors that name file and line."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_and_calls_are_read_as_objects_or_json_text(line: Path, as_text: bool) -> None:
-    """OpenAI writes arguments as text, and some data sets whole tools; chat templates need objects."""
+    """OpenAI stores arguments as JSON text, some data sets whole tools; chat templates need objects."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = CALL | {"function": {"name": "add", "arguments": '{"a": 1}'}} if as_text else CALL
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -132,7 +132,7 @@ def test_windows_line_ends(line: Path) -> None:
 
 @pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
 def test_only_a_newline_ends_a_json_line(line: Path, letter: str) -> None:
-    """JSON may hold Unicode's other line ends as they are, and `medusa distill` writes them so."""
+    """JSON strings may contain Unicode's other line separators, and `medusa distill` writes them unescaped."""
     records = read(line, json.dumps({"text": f"a{letter}b"}, ensure_ascii=False) + '\n{"text": "c"}\n')
     assert [record.text for record in records] == [f"a{letter}b", "c"]
 
@@ -196,7 +196,7 @@ def test_a_folder_is_read_in_file_order(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_distill_is_read_as_data(tmp_path: Path) -> None:
-    """The settings and failures next to `own.jsonl` are not records."""
+    """Settings and failures in the folder of `own.jsonl` are not records."""
     write(tmp_path / "own.failed.jsonl", '{"index": 1, "error": "too long"}\n')
     write(tmp_path / "own.jsonl", '{"input_ids": [1, 2, 3], "prompt_tokens": 1}\n')
     write(tmp_path / "own.settings.json", '{"max_new_tokens": 2}')
@@ -286,7 +286,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_read_lazily(line: Path) -> None:
-    """A file can be larger than the memory, so later lines are not read yet."""
+    """Files can be larger than memory, so lines are read one at a time."""
     path = write(line, '{"text": "a"}\n{"text": "b"}\n{broken')
     records = read_records(path)
     assert [next(records).text, next(records).text] == ["a", "b"]

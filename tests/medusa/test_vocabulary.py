@@ -49,7 +49,7 @@ LM_HEADS = ["own", "shared"]
 
 
 def pair(model: Any, kind: str = "medusa", lm_head: str = "shared", seed: int = 0) -> tuple[MedusaHeads, MedusaHeads]:
-    """The same heads twice: over all tokens, and over WORDS of them in random order."""
+    """The same heads over all tokens and over WORDS of the tokens in random order."""
     whole = random_heads(model, HEADS, seed, kind=kind, lm_head=lm_head, block="mlp")
     some = random_heads(model, HEADS, seed, kind=kind, lm_head=lm_head, block="mlp", vocabulary=WORDS)
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ def pair(model: Any, kind: str = "medusa", lm_head: str = "shared", seed: int = 
 
 
 def shown(model: Any, heads: MedusaHeads, count: int = 50) -> HeadInputs:
-    """Hidden states, and embeddings of the tokens after them for heads that follow the path."""
+    """Hidden states, with embeddings of the next tokens for sequential heads."""
     torch.manual_seed(1)
     backbone = Backbone(model)
     hidden = torch.randn(count, backbone.hidden_size)
@@ -228,7 +228,7 @@ def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, tree: str) -> 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_samples_have_the_target_distribution(kind: str) -> None:
-    """Tokens outside the list appear with the backbone's probabilities (the experiment of `medusa verify`)."""
+    """Tokens outside the draft vocabulary have the backbone's probabilities (the experiment of `medusa verify`)."""
     model = tiny_model("llama", initializer_range=0.15)
     _, some = pair(model, kind)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_samples_have_the_target_distribution(kind: str) -> None:
 def test_whole_steps_can_be_compiled(
     llama: Any, kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured without a break, as in tests/decode/compiled/test_compiled.py."""
+    """Steps are captured without a graph break, as in tests/decode/compiled/test_compiled.py."""
 
     def traced(step: Any, device: torch.device) -> Any:
         torch._dynamo.reset()
@@ -272,7 +272,7 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_rejected(llama: Any) -> None:
 
 @torch.no_grad()
 def test_recordings_and_ranks_use_token_ids(llama: Any) -> None:
-    """Ranks are as over all tokens, except after tokens outside the list, which are missed."""
+    """Ranks equal those over all tokens; tokens outside the draft vocabulary count as missed."""
     whole, some = pair(llama, "recurrent")
     backbone, inputs = Backbone(llama), shown(llama, whole, 200)
     labels = torch.randint(VOCAB, (HEADS, 200))
@@ -326,7 +326,7 @@ def test_the_chunked_loss_equals_the_plain_loss(
 
 
 def test_a_label_outside_the_draft_vocabulary_ends_the_chain(llama: Any) -> None:
-    """Heads do not learn from this label or the later ones, because no path continues there."""
+    """Heads do not learn from this label or later labels, because no path continues there."""
     _, some = pair(llama)
     assert some.vocabulary is not None
     missing = next(token for token in range(VOCAB) if token not in some.vocabulary)
@@ -350,7 +350,7 @@ def dataset(texts: list[list[int]]) -> PackedDataset:
 
 
 def test_the_most_frequent_labels_and_their_coverage() -> None:
-    """A document's first two tokens are no labels; each row counts for one of two halves."""
+    """A document's first two tokens are not labels; each row counts for one of two halves."""
     texts = [[9, 9, 4, 4, 4, 2], [9, 9, 4, 2, 2, 7], [9, 9, 2, 4, 4, 4], [9, 9, 4, 4, 3, 1]]
     found = most_frequent(dataset(texts), 3, 10)
     assert found.ids.tolist() == [4, 2, 1], "of equals the lower id"

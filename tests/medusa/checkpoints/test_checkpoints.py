@@ -111,7 +111,7 @@ def test_heads_that_share_the_lm_head_use_the_version_2_layout(tmp_path: Path) -
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_original_pt_file_is_read_and_its_tensors_override_its_config(tmp_path: Path, layers: int) -> None:
-    """Published configs say 2 heads where the file holds 5."""
+    """Published configs give 2 heads for files that contain 5."""
     tensors = original_tensors(heads=5, layers=layers)
     torch.save(tensors, tmp_path / LEGACY_WEIGHTS)
     config = {"base_model_name_or_path": "lmsys/vicuna", "medusa_num_heads": 2, "medusa_num_layers": 1}

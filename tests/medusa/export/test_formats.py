@@ -298,7 +298,7 @@ def test_eagle3_names_shapes_and_config(exported: Callable, backbone: Path, to: 
 
 
 def test_eagle3_with_a_draft_vocabulary(exported: Callable, backbone: Path) -> None:
-    """`d2t` is a difference: a token is its place in the list plus this difference."""
+    """`d2t` is a difference: a token's id is its index in the draft vocabulary plus this difference."""
     heads = gated_heads(vocabulary=32)
     folder = exported(heads, "sglang")
     tensors, words = load_file(folder / MODEL), heads.vocabulary
@@ -315,10 +315,10 @@ def test_eagle3_with_a_draft_vocabulary(exported: Callable, backbone: Path) -> N
 class Served:
     """EAGLE-3's layer by the rules read from vLLM 0.32 (`llama_eagle3.py`) and SGLang 0.5.23 (a file of that name).
 
-    A Llama's attention, MLP and norms, of transformers here, with these rules: the inputs of layer 0's attention are
-    [norm(embedding) ; norm(hidden state)] and its residual is the hidden state before that norm; `norm` reads the sum
-    of residual and MLP before the LM head, and what goes on to the next step is that sum. A token's pair stands at the
-    position of its hidden state. Tensors are taken by name, without any left over.
+    The attention, MLP and norms are those of a Llama in transformers. The input of layer 0's attention is
+    [norm(embedding) ; norm(hidden state)], and its residual is the hidden state before the norm. The sum of residual
+    and MLP goes on to the next step; `norm` is applied to this sum before the LM head. A token's pair has the position
+    of its hidden state. Tensors are loaded by name, and none may be left over.
     """
 
     def __init__(self, folder: Path, embedding: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Heads on the Hub: a repository's files and card, and exact decoding with plain transformers.
 
-The Hub itself is not asked: repositories are local folders, or lie in a cache as the Hub's library would leave them.
+The tests send nothing to the Hub. Repositories are local folders, or a cache in the layout of the Hub's library.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """transformers copies remote code into a cache on the path; tests use a cache that is not the user's."""
+    """Use a temporary cache for remote code, as transformers would write into the user's cache."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -94,7 +94,7 @@ def test_ids_equal_the_packages_and_plain_decoding(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
 def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
-    """Paths are longer than a window, so that a node's ancestors fall out of it; kept nodes follow dropped ones."""
+    """Paths are longer than a window, so a node's ancestors leave the window; kept nodes follow dropped ones."""
     model = tiny_model(family)
     tree = Tree.from_paths([*random_tree(12, seed=3, max_depth=4).rank_paths, *[[7] * d for d in range(1, 8)]])
     shipped = CandidateTree(tree.rank_paths, model.device)
@@ -125,7 +125,7 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
     ids=str,
 )
 def test_guesses_of_every_kind_equal_the_packages(settings: dict[str, Any], llama: Any, tmp_path: Path) -> None:
-    """Text is right with any guesses, but steps are as long as the package's only with the same guesses."""
+    """The text does not depend on guesses, but step lengths equal the package's only with equal guesses."""
     heads = random_heads(llama, 3, **settings)
     tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
     folder = repository(heads, tmp_path / "heads", tree)
@@ -160,7 +160,7 @@ def test_ragged_rows_several_sequences_and_the_result_type(llama: Any, tmp_path:
 
 
 def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Options that transformers withholds from decoding methods work here."""
+    """Options that transformers does not pass to custom decoding methods work here."""
     folder = repository(random_heads(llama, 3), tmp_path / "heads")
     prompt = random_ids(6, seed=4)
     text = tokenizer.decode(plain(llama, prompt, max_new_tokens=30))
@@ -189,7 +189,7 @@ def test_a_text_stops_at_the_end_of_the_context(tmp_path: Path) -> None:
 
 
 def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> None:
-    """Folders of one name share the code's module, but not the heads."""
+    """Folders with the same name share the code's module, but not the heads."""
     prompt, found = random_ids(9, seed=2), {}
     settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
     trees: dict[str, list[list[int]]] = {"a": WIDE, "b": [[0]]}

@@ -1,5 +1,4 @@
-"""medusa/heads/context_kv.py: one softmax over the text's keys and a path's own, as if each query had them all side
-by side."""
+"""medusa/heads/context_kv.py: one softmax over the keys of the text and of a path, compared with a concatenation."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def tensors(*shape: int, seed: int = 0) -> torch.Tensor:
 def side_by_side(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
 ) -> torch.Tensor:
-    """One query and head at a time: query [D], keys and values [n, D] and the own ones [J, D] -> [D]."""
+    """Attention for one query and head: query [D], keys and values [n, D] of the text, [J, D] of the path -> [D]."""
     weights = (torch.cat([keys, own_keys]) @ query * D**-0.5).softmax(-1)
     return weights @ torch.cat([values, own_values])
 

@@ -1,4 +1,4 @@
-"""medusa/heads/guesses.py: ranks of right tokens, and the depth that a tree reaches with them, against a search."""
+"""medusa/heads/guesses.py: ranks of correct tokens, and the accepted depth in a tree, compared with a search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_accepted_length_is_the_longest_correct_drafted_path(seed: int) -> N
     drafted = torch.stack([torch.randperm(tree.num_nodes, generator=generator)[:15] for _ in range(60)])
 
     def longest(row: int, nodes: set[int]) -> int:
-        """The length of the longest right path from the root through `nodes` alone."""
+        """The length of the longest correct path from the root through `nodes`."""
         lengths = [0]
         for node, path in enumerate(tree.rank_paths, 1):
             line = [n for n in tree.paths[node].tolist() if n > 0]

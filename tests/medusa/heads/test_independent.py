@@ -1,4 +1,4 @@
-"""medusa/heads/independent.py: the identity at the start, every weight learns, and stacking changes nothing."""
+"""medusa/heads/independent.py: new heads are the identity, training updates every weight, stacking changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def randomised(**settings: Any) -> MedusaHeads:
 
 
 def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
-    """The paper's formula with nn.Linear, one head after the other, from the published [out, in] tensors."""
+    """The paper's formula with nn.Linear, one head at a time, from the published [out, in] tensors."""
     tensors, config = to_published(heads.checkpoint()), heads.config
     outputs = []
     for head in range(config.num_heads):
@@ -57,7 +57,7 @@ def slow_features(heads: MedusaHeads, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("settings", KINDS)
 def test_new_heads_are_exactly_the_identity(settings: dict) -> None:
-    """The original's heads are not: they keep nn.Linear's random bias (docs/original D13)."""
+    """The original's heads are not the identity: they keep nn.Linear's random bias (docs/original D13)."""
     hidden = torch.randn(2, 5, H)
     features = fresh(**settings).features(HeadInputs(hidden))
     assert features.shape == (K, 2, 5, H)
@@ -87,7 +87,7 @@ def test_new_own_lm_heads_give_the_backbones_logits(block: str) -> None:
 @pytest.mark.parametrize("settings", KINDS)
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam])
 def test_every_weight_is_updated_by_training(settings: dict, optimiser: type) -> None:
-    """An MLP's `up` has no gradient until `down` has left zero, hence three steps; no entry may stay where it was."""
+    """Three steps, since an MLP's `up` has no gradient while `down` is zero; every entry must change."""
     heads, lm_head = fresh(**settings), nn.Linear(H, V)
     heads.start_from(lm_head.weight)
     before = {name: parameter.detach().clone() for name, parameter in heads.named_parameters()}
@@ -105,7 +105,7 @@ def test_every_weight_is_updated_by_training(settings: dict, optimiser: type) ->
 
 @pytest.mark.parametrize("settings", KINDS)
 def test_heads_share_no_weights(settings: dict) -> None:
-    """`[ResBlock(h)] * n` of the original was one block n times (D12)."""
+    """The original's `[ResBlock(h)] * n` used one block n times (D12)."""
     heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
     before = heads(HeadInputs(hidden), lm_head)
     with torch.no_grad():

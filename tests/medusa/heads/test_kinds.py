@@ -23,7 +23,7 @@ H, V, K = 6, 11, 3
 
 
 def fresh(kind: str, seed: int | None = None, **settings: Any) -> MedusaHeads:
-    """With a seed all weights are random; without, they are as training starts."""
+    """New heads: with a seed all weights are random, without they have their values before training."""
     heads = MedusaHeads.from_config(
         MedusaConfig(**{"hidden_size": H, "vocab_size": V, "num_heads": K, "kind": kind} | settings)
     )
@@ -91,7 +91,7 @@ def apply_rope(x: torch.Tensor, position: int) -> torch.Tensor:
 def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.Tensor], start: int) -> torch.Tensor:
     """The layer over a whole text of pairs (features[i], tokens[i]), [H] each -> its output at the last one [H].
 
-    No cache, no tree: every query attends to all pairs from `start` on, where its document begins.
+    It uses no cache and no tree: every query attends to all pairs from `start`, the document's first position.
     """
     weights = dict(heads.named_parameters())
     count, size = heads.count, H // heads.count
@@ -119,7 +119,7 @@ def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.T
 
 
 def test_eagle_equals_one_layer_over_text_and_predicted_features() -> None:
-    """On whole rows, every step at every position equals the layer run over that path alone."""
+    """Each step at each position of a row equals the layer applied to that path alone."""
     heads = fresh("eagle", 6, block="mlp", lm_head="shared")
     generator = torch.Generator().manual_seed(7)
     rows, length, vocab = 2, 7, 5
@@ -182,7 +182,7 @@ def test_sequential_heads_need_the_path(kind: str) -> None:
 
 
 def test_embeddings_are_scaled_to_hidden_states() -> None:
-    """Backbones scale embeddings to 0.02 or to 30; heads see the direction only."""
+    """Backbones scale embeddings to 0.02 or to 30; heads use only the direction."""
     token = inputs().hidden
     torch.testing.assert_close(normalised(token * 1000), normalised(token * 0.1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(normalised(token).pow(2).mean(-1), torch.ones(5), rtol=1e-4, atol=1e-5)
@@ -202,7 +202,7 @@ def test_every_kind_survives_saving_and_loading(kind: str, lm_head: str, tmp_pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_attention_works_with_every_kind(kind: str, tmp_path: Path) -> None:
-    """Prefix layers start as the identity, attend to earlier positions of the document only, and survive saving."""
+    """Prefix layers start as the identity, attend only to earlier positions of the document, and survive saving."""
     hidden, positions = torch.randn(2, 7, H, generator=torch.Generator().manual_seed(0)), torch.arange(7).expand(2, -1)
     documents = torch.tensor([[0] * 7, [0, 0, 0, 1, 1, 1, 1]])
     assert torch.equal(fresh(kind, prefix_layers=2).read(hidden, positions), hidden)
