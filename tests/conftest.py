@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="a")
 
 
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths for the caches of the tests, one a test; most tests make none, so the folders do not exist yet."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Calibrations of one test are no other's, and never the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+def own_cache(monkeypatch: pytest.MonkeyPatch, caches: Iterator[Path]) -> None:
+    """Give each test a cache of its own, so that no test reads the calibrations of another or of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
 
 
 @pytest.fixture(autouse=True)
