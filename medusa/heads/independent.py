@@ -103,9 +103,9 @@ class MedusaHeads(nn.Module):
                 self.lm_heads.copy_(lm_head_weight_VH[rows].T)
 
     def set_dropout(self, rate: float) -> None:
-        """Set the share of each block's output that training drops before it is added to the residual stream.
+        """Set the share of each block's output that training drops (Vaswani et al. 2017, section 5.4).
 
-        Prefix layers drop nothing (Vaswani et al. 2017, section 5.4).
+        The share is dropped before it is added to the residual stream. Prefix layers drop nothing.
 
         Raises:
             RequestError: heads of this kind have no blocks with dropout.
