@@ -61,8 +61,8 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 # Greedy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", TREES)
+# float64 excludes rounding; one tree shows it.
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in TREES), ("random", torch.float64)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
     """The drafts hold a random number of correct tokens in every step, at random nodes of the tree."""

@@ -535,7 +535,8 @@ def test_calibrate_keeps_its_tree_for_auto(
     monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
     done = medusa("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
     assert done.status == 0, done.err
-    assert f"tree: {told['points'][told['chosen']]['nodes']} nodes" in done.err
+    chosen = told["points"][told["chosen"]]  # the fastest, which another load of the machine may change
+    assert f"tree: {'dynamic, ' if chosen.get('dynamic') else ''}{chosen['nodes']} nodes" in done.err
 
 
 def test_auto_calibrates_once_on_text_of_the_backbones_own(
