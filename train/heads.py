@@ -120,5 +120,5 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     if config.lm_head == "own" and _has_bias(backbone):
         line += "; the backbone's LM head has a bias, which own ones lack: heads.lm_head=shared starts closer to it"
     if not config.servable:
-        line += "; servers load only square blocks of kind medusa and gated blocks of kind eagle"
+        line += "; servers cannot load these heads, only square blocks of kind medusa and gated blocks of kind eagle"
     return line
