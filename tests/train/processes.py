@@ -1,4 +1,4 @@
-"""Copies of the test process, to be killed or to train together; a new Python would import torch for seconds."""
+"""Copies of the test process, to be killed or to train together. A new Python would spend seconds importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates as the model families write their conversations, and tokenizers to try them with."""
+"""Chat templates of several model families, and tokenizers to apply them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are taught: exactly the assistant's, its end of turn included, in every template."""
+"""Taught tokens of a conversation are exactly the assistant's, with its end-of-turn token, in every template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run went: the picture at its end, and a line of its log."""
+"""The picture of a run, and a line of its log."""
 
 from __future__ import annotations
 

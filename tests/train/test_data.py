@@ -1,4 +1,4 @@
-"""Packed rows, and which tokens of a conversation are taught."""
+"""Packed rows, and the taught tokens of conversations."""
 
 from __future__ import annotations
 

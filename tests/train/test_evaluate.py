@@ -1,4 +1,4 @@
-"""How often heads are right, against a loop that looks at one position at a time."""
+"""Head accuracy equals that of a loop over single positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features on disk: the same heads as online training; resumable, refused where they do not belong, planned."""
+"""Features on disk train the same heads as online training. They can be resumed and planned, and are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads-only training neither changes nor copies the backbone, and says what it takes."""
+"""Heads-only training neither changes nor copies the backbone, and reports its memory and disk space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss in chunks against the obvious one, and the labels that the backbone itself chooses."""
+"""The chunked loss equals the plain one, and labels can be the backbone's own tokens."""
 
 from __future__ import annotations
 

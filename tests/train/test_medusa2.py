@@ -1,4 +1,4 @@
-"""Medusa-2: heads and an adapter learn together, the backbone stays close to what it was, and both decode."""
+"""Medusa-2: heads and an adapter learn together, the backbone stays close to the original, and both decode."""
 
 from __future__ import annotations
 

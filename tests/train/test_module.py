@@ -1,4 +1,4 @@
-"""What heads are shown in training that they are not shown in decoding: noise, dropout, their own guesses."""
+"""Inputs of heads that differ between training and decoding: noise, dropout and the heads' own guesses."""
 
 from __future__ import annotations
 

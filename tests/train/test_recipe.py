@@ -1,4 +1,4 @@
-"""A training YAML and its overrides: what is understood, and what is refused by name."""
+"""Training recipes and overrides: accepted values, and errors that name the wrong key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on and ends as if nothing had happened: real processes, real SIGKILL."""
+"""A run killed at any moment resumes and ends like an uninterrupted one, with real processes and real SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs, as far as their data and their disk are concerned: streams, counts, and a disk that fills up."""
+"""Whole runs and their data and disk: streams, counts, and a disk that fills up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels drawn by hand: letters are ids, a dot is nothing to teach."""
+"""Labels written as strings: letters are ids, and a dot means nothing to teach."""
 
 from __future__ import annotations
 

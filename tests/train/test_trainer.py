@@ -1,4 +1,4 @@
-"""Training runs on a tiny backbone: what they learn, what they leave alone, and how they stop and go on."""
+"""Training runs on a tiny backbone: what they learn, what they leave unchanged, and how they stop and resume."""
 
 from __future__ import annotations
 
