@@ -176,7 +176,7 @@ class TreeStepper:
         self.frontier = self.session.frontier(root[index], hidden[index.to(hidden.device)], rows)
 
     def close(self) -> None:
-        """Nothing to free: the session's memory goes with the session."""
+        """Do nothing: the session's memory is freed with the session."""
 
 
 class Acceptor(AcceptanceRule):

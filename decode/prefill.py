@@ -32,9 +32,9 @@ def prefill(
     """Fill the empty `cache` with right-padded prompts; a causal model does not see padding after a token.
 
     Args:
-        ids: [B, T] prompts.
-        lengths: of each row, without its padding.
-        on_hidden: receives the hidden states of every piece, and returns what is used instead.
+        ids: [B, T] the prompts' tokens.
+        lengths: the length of each prompt without padding.
+        on_hidden: a callback for every piece; its result replaces the piece's hidden states.
 
     Returns:
         The last hidden state of each row [B, H] and its logits [B, V].

@@ -21,7 +21,7 @@ from medusa.tree import Tree
 
 
 class PlainStepper:
-    """One step of plain decoding (`decode.loop.Stepper`)."""
+    """Decodes one token per row and step, without a draft (a `decode.loop.Stepper`)."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -51,11 +51,11 @@ class PlainStepper:
         self.roots, self.rows = self.roots[left], [self.rows[place] for place in left]
 
     def close(self) -> None:
-        """Nothing to free: the session's memory goes with the session."""
+        """Do nothing: the session's memory is freed with the session."""
 
 
 class PlainForward:
-    """Forwards of one model over one token per row, on top of its cache."""
+    """The forward of plain decoding: one model reads one token per row, on top of its cache."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
@@ -63,7 +63,7 @@ class PlainForward:
         self.topology = Topology.of(Tree.chain(0).to(backbone.device))
 
     def __call__(self, ids: Tensor) -> Readout:
-        """Hidden states [B, 1, H] and logits [B, 1, V] after the tokens `ids` [B, 1]."""
+        """Read the tokens `ids` [B, 1]; returns hidden states [B, 1, H] and logits [B, 1, V] after them."""
         reread(self.backbone, self.cache, self.sequences)
         lengths = self.cache.lengths
         positions = torch.tensor(lengths, device=ids.device)[:, None]

@@ -37,7 +37,7 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tens
 
 
 def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: Draws) -> tuple[Tensor, Residuals]:
-    """The child that each walking row accepts, or -1, [R]; and the residuals after all rejections."""
+    """Find the child [R] that each unfinished row accepts, -1 for none; and the residuals after all rejections."""
     accepted = torch.full_like(walk.rows, -1)
     children = walk.children()
     for place, child in enumerate(children.T, 1):  # [R]: each row's first child, then each row's second, ...
@@ -56,10 +56,10 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
 
 
 class Residuals(NamedTuple):
-    """Per row: p, from which the next token must come, and q, from which the next sibling was drawn.
+    """The distributions of rejection sampling: p of the next token, and q from which the next sibling was drawn.
 
-    Rows with the same past share distributions. A residual of p does not depend on the rejected token, while q does;
-    so there are far fewer different p than q.
+    Rows with the same past share distributions. After a rejection, p does not depend on the rejected token, but q does.
+    So there are far fewer different p than q.
     """
 
     p: Tensor
@@ -75,20 +75,20 @@ class Residuals(NamedTuple):
 
     @classmethod
     def at_first(cls, draft: Draft, walk: TreeWalk, scores: Tensor, index: Tensor) -> Residuals:
-        """Before any rejection: the target itself, and the proposal of each row's node."""
+        """The distributions before any rejection: p is the target, and q the proposal of each row's node."""
         assert draft.proposal is not None
         q, of_children = draft.proposal
         q_of = of_children[walk.rows, walk.nodes]
         return cls(scores.softmax(-1), q.to(scores.device), index, q_of, len(scores) < len(index))
 
     def of_token(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The p and q [X] of one token [X] in each of `rows` [X] (of the R), float64."""
+        """Look up p and q [X], float64, of one token [X] in each of the X rows `rows` (indices among the R)."""
         return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
 
     def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
-        """The residuals after the `token` [X] of `rows` [X] (of the R) was rejected; other rows keep theirs.
+        """The distributions after `token` [X] was rejected in the X rows `rows`; other rows keep their distributions.
 
-        `was_last`: no sibling follows in any row, so q is not needed again."""
+        `was_last`: no sibling follows in any row, so q is not computed."""
         if not len(rows):
             return self
         pair, own = _distinct(self.p_of[rows] * len(self.q) + self.q_of[rows], self.shared)
@@ -109,7 +109,7 @@ def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(0, p - q), normalised [M, V]: the distribution of the next token after a draw from q [M, V] was rejected."""
+    """The normalised max(0, p - q) [M, V]: the next token's distribution after a draw from q [M, V] was rejected."""
     rest = (p - q).clamp_min(0)
     total = rest.sum(-1, keepdim=True)
     # If no mass is left, rounding caused the rejection: p equals q, and a draw from either is right.
@@ -117,14 +117,13 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:
-    """q [M, V] without one token each [M], normalised [M, V]; zeros where nothing is left."""
+    """Remove one token [M] from each distribution of q [M, V], and normalise q; zeros if nothing is left."""
     rest = q.scatter(1, token[:, None], 0)
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
 
 
 def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    """The distinct ones of keys [R], and the index of each key among them [R]; all keys count as distinct unless
-    `shared`."""
+    """The distinct keys of `key` [R], and each key's index in them [R]; without `shared`, all keys count as distinct."""
     if shared:
         return key.unique(return_inverse=True)
     return key, torch.arange(len(key), device=key.device)

@@ -12,7 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 
 class Request(NamedTuple):
-    """One prompt with what transformers' `generate` prepared for it."""
+    """One prompt, with the processors, criteria and config that transformers' `generate` prepared for it."""
 
     prompt: list[int]
     processors: LogitsProcessorList
@@ -35,7 +35,7 @@ class Sequences:
     """
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
-        """`slack`: nodes of a draft that a prefix may hold beyond the end of its text."""
+        """Start with the prompts; `slack` is the number of draft nodes that `prefix` may append to a text."""
         self.prompts = [list(request.prompt) for request in requests]
         self.new_ids: list[list[int]] = [[] for _ in requests]
         self.finish_reason: list[str | None] = [None] * len(requests)
@@ -64,7 +64,7 @@ class Sequences:
         return len(self.prompts)
 
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
-        """The ids of a row [1, T], followed by the tokens `more`."""
+        """The ids of a row's text [1, T], followed by the tokens `more` of a draft."""
         length, held = self.lengths[row], self.in_buffer[row]
         if held < length:
             new = self.new_ids[row][held - length :]
@@ -83,7 +83,7 @@ class Sequences:
         return prompt[start:] + self.new_ids[row]
 
     def tokens_left(self, row: int) -> int:
-        """How many more tokens a row may write."""
+        """The number of tokens that a row may still write."""
         return self.limits[row] - len(self.new_ids[row])
 
     def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
