@@ -123,7 +123,7 @@ def without(q: Tensor, token: Tensor) -> Tensor:
 
 
 def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    """The distinct keys of `key` [R], and each key's index in them [R]; without `shared`, all keys count as distinct."""
+    """The distinct keys of `key` [R], and its index for each key [R]; without `shared`, all keys count as distinct."""
     if shared:
         return key.unique(return_inverse=True)
     return key, torch.arange(len(key), device=key.device)
