@@ -143,7 +143,7 @@ def test_a_folder_that_does_not_exist(refused: Any, place: Place, tmp_path: Path
 
 @pytest.mark.usefixtures("no_loading")
 @pytest.mark.parametrize("name", ["--backbone", "--heads"])
-def test_a_folder_that_holds_something_else(refused: Any, place: Place, tmp_path: Path, name: str) -> None:
+def test_a_folder_without_heads_is_rejected(refused: Any, place: Place, tmp_path: Path, name: str) -> None:
     assert str(tmp_path) in refused(*generate(place, **{name: str(tmp_path)}))
 
 
@@ -158,7 +158,7 @@ def test_a_folder_that_holds_something_else(refused: Any, place: Place, tmp_path
         (("--tree", "oak"), "no tree 'oak'"),
     ],
 )
-def test_evidence_that_cannot_be_had(
+def test_impossible_verify_requests_are_rejected(
     place: Place, capsys: Any, tmp_path: Path, argv: tuple[str, ...], said: str
 ) -> None:
     models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
@@ -236,7 +236,9 @@ def test_prompts_that_cannot_be_read(
 
 @pytest.mark.usefixtures("no_loading")
 @pytest.mark.parametrize("command", ["generate", "evaluate", "benchmark"])
-def test_every_command_that_decodes_refuses_the_same(refused: Any, place: Place, tmp_path: Path, command: str) -> None:
+def test_every_decoding_command_rejects_the_same_requests(
+    refused: Any, place: Place, tmp_path: Path, command: str
+) -> None:
     prompts = "--data" if command == "evaluate" else "--prompts"
     argv = (command, "--backbone", place.backbone, prompts, place.prompts)
     assert "absent" in refused(*argv, "--heads", tmp_path / "absent")
@@ -263,9 +265,7 @@ def test_every_command_that_decodes_refuses_the_same(refused: Any, place: Place,
         ('{"paths": [[61]]}', "guess 62 of a head, but the vocabulary is 61"),
     ],
 )
-def test_trees_that_are_none_or_do_not_fit(
-    refused: Any, place: Place, tmp_path: Path, content: str, said: str | None
-) -> None:
+def test_invalid_trees_are_rejected(refused: Any, place: Place, tmp_path: Path, content: str, said: str | None) -> None:
     (tmp_path / "tree.json").write_text(content, encoding="utf-8")
     argv = generate(place, "--tree", tmp_path / "tree.json", "--max-new-tokens", "2", "--quiet")
     if said is None:
@@ -297,7 +297,7 @@ def test_ids_beyond_the_vocabulary(refused: Any, place: Place, tmp_path: Path) -
     assert "61" in refused(*generate(place, "--prompts", tmp_path / "ids.jsonl", **{"--prompt": None}))
 
 
-def test_recordings_where_they_do_not_belong(
+def test_misplaced_recordings_are_rejected(
     refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "thesis").mkdir()
@@ -390,7 +390,7 @@ def test_a_damaged_backbone(refused: Any, place: Place, copied: Path, name: str,
     assert str(copied / "backbone") in refused(*generate(place, **{"--backbone": str(copied / "backbone")}))
 
 
-def test_a_backbone_that_misses_a_tensor_is_not_filled_with_noise(refused: Any, place: Place, copied: Path) -> None:
+def test_a_backbone_with_a_missing_tensor_is_rejected(refused: Any, place: Place, copied: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = copied / "backbone" / "model.safetensors"
@@ -440,7 +440,7 @@ def test_recipes(refused: Any, recipe: Any, changes: dict[str, Any], said: str) 
 
 
 @pytest.mark.usefixtures("no_loading")
-def test_a_recipe_that_is_not_there_or_not_yaml(refused: Any, recipe: Any, tmp_path: Path) -> None:
+def test_missing_and_invalid_recipes_are_rejected(refused: Any, recipe: Any, tmp_path: Path) -> None:
     assert "absent.yaml" in refused("train", tmp_path / "absent.yaml")
     (tmp_path / "broken.yaml").write_text("a: [1", encoding="utf-8")
     assert "broken.yaml is not YAML" in refused("train", tmp_path / "broken.yaml")
@@ -459,7 +459,7 @@ def test_a_recipe_that_is_not_there_or_not_yaml(refused: Any, recipe: Any, tmp_p
     ],
 )
 @pytest.mark.parametrize("inspect", [(), ("--inspect",)], ids=["train", "inspect"])
-def test_training_data_that_cannot_be_used(
+def test_unusable_training_data_is_rejected(
     refused: Any, recipe: Any, tmp_path: Path, row: str, said: str, inspect: Argv
 ) -> None:
     """Named by file and line, with the way out; a look at the data finds the same as training."""
@@ -480,7 +480,7 @@ def test_training_data_that_cannot_be_used(
         ),
     ],
 )
-def test_training_data_that_holds_nothing(refused: Any, recipe: Any, tmp_path: Path, content: str, said: str) -> None:
+def test_empty_training_data_is_rejected(refused: Any, recipe: Any, tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "d.jsonl").write_text(content, encoding="utf-8")
     assert said in refused("train", recipe(data=str(tmp_path / "d.jsonl")), "--quiet")
 
@@ -497,7 +497,7 @@ def gemma(place: Place, tmp_path: Path) -> str:
     return str(tmp_path / "gemma")
 
 
-def test_roles_that_the_template_refuses(refused: Any, recipe: Any, gemma: str, tmp_path: Path) -> None:
+def test_roles_the_chat_template_rejects(refused: Any, recipe: Any, gemma: str, tmp_path: Path) -> None:
     user = {"role": "user", "content": "a"}
     rows = [[user, {"role": "assistant", "content": "b"}], [{"role": "system", "content": "a"}, user]]
     path = tmp_path / "d.jsonl"
@@ -544,7 +544,7 @@ def test_a_distillation_into_a_missing_folder(refused: Any, place: Place, tmp_pa
     assert str(output) in refused("distill", "--backbone", place.backbone, "--self-talk", "1", "--output", output)
 
 
-def test_heads_that_are_not_there(refused: Any, tmp_path: Path) -> None:
+def test_missing_heads_are_rejected(refused: Any, tmp_path: Path) -> None:
     assert "absent" in refused("info", tmp_path / "absent")
     assert "holds neither" in refused("info", tmp_path)
 
@@ -554,7 +554,7 @@ def test_heads_that_are_not_there(refused: Any, tmp_path: Path) -> None:
     [["generate"], ["generate", "--batch-size", "0"], ["train"], ["generate", "--temperature", "warm"], ["nonsense"]],
     ids=" ".join,
 )
-def test_usage_errors_end_the_same_and_in_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+def test_usage_errors_are_one_line_with_status_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main(argv)
     assert ending.value.code == 2

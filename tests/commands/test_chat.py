@@ -64,7 +64,7 @@ def test_a_conversation_through_a_pipe(say: Any, tmp_path: Path) -> None:
     assert content["settings"]["drafter"] == "heads"
 
 
-def test_quiet_leaves_the_answers_alone(say: Any) -> None:
+def test_quiet_prints_only_the_answers(say: Any) -> None:
     done = say(*CHAT, "--plain", "--quiet", lines="Once upon a time\n/plain\n/quit\nnever read\n")
     assert (done.status, len(done.out.splitlines()), done.err) == (0, 1, "")
 
@@ -77,7 +77,7 @@ def test_another_drafter_and_the_options_of_generate(say: Any) -> None:
     assert "." not in done.out
 
 
-def test_contrastive_decoding_is_no_other_text_with_heads(say: Any) -> None:
+def test_contrastive_text_is_the_same_with_heads(say: Any) -> None:
     lines = "Once upon a time\n/plain\n/reset\nOnce upon a time\n"
     done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", lines=lines)
     assert done.status == 0, done.err
@@ -119,20 +119,20 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
         ((*WITH_HEADS, "--json", "/no/such/folder/x.json"), "cannot write /no/such/folder/x.json"),
     ],
 )
-def test_wrong_requests_are_told_in_one_line(say: Any, words: tuple[str, ...], told: str) -> None:
+def test_wrong_requests_print_a_one_line_error(say: Any, words: tuple[str, ...], told: str) -> None:
     done = say(*words)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert told in done.err
 
 
-def test_without_the_extra_the_page_says_how_to_get_it(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_an_error_names_the_package_to_install(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nicegui", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'medusa-heads\[web\]'"):
         require_extra("web", "nicegui")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
+def test_a_used_port_is_rejected_before_loading() -> None:
     import socket
 
     with socket.socket() as taken:
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("host", "alone"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("box", False)]
 )
-def test_only_a_server_for_others_takes_any_name(host: str, alone: bool) -> None:
+def test_only_a_public_server_accepts_any_host_name(host: str, alone: bool) -> None:
     assert (Network(host=host).allowed_hosts == ["*"]) is not alone
 
 

@@ -141,7 +141,7 @@ def letters(ids: list[int], place: Place) -> str:
 # --- generate --------------------------------------------------------------------------------------------------------
 
 
-def test_generate_gives_exactly_the_json_of_the_interface(generate: Any, place: Place) -> None:
+def test_generate_json_has_exactly_the_documented_fields(generate: Any, place: Place) -> None:
     content = generate()
     assert content.keys() == {"settings", "results"}
     assert [result["new_ids"] for result in content["results"]] == until_eos(place)
@@ -172,7 +172,7 @@ def test_generate_gives_exactly_the_json_of_the_interface(generate: Any, place: 
     ],
     ids=" ".join,
 )
-def test_how_the_text_is_computed_does_not_change_it(generate: Any, place: Place, argv: tuple[str, ...]) -> None:
+def test_execution_options_do_not_change_the_text(generate: Any, place: Place, argv: tuple[str, ...]) -> None:
     assert [result["new_ids"] for result in generate(*argv)["results"]] == until_eos(place)
 
 
@@ -243,7 +243,7 @@ def used(place: Place, generate: Any, tmp_path: Path) -> Callable[..., tuple[lis
     [((), True), (("--batch-size", "3"), True), (("--plain",), False), (("--temperature", "0.7"), True)],
     ids=["greedy", "a batch", "plain", "sampled"],
 )
-def test_use_leaves_texts_with_the_hidden_states_of_a_fresh_forward(
+def test_recorded_hidden_states_equal_a_fresh_forward(
     used: Any, place: Place, argv: tuple[str, ...], heads: bool
 ) -> None:
     results, shard = used(*argv, heads=heads)
@@ -260,7 +260,7 @@ def test_use_leaves_texts_with_the_hidden_states_of_a_fresh_forward(
         torch.testing.assert_close(kept[:-1], fresh[:-1], atol=1e-5, rtol=1e-5)
 
 
-def test_heads_go_on_from_what_use_left(
+def test_heads_are_trained_further_on_recordings(
     used: Any, medusa: Any, recipe: Callable[..., Path], place: Place, tmp_path: Path
 ) -> None:
     used()
@@ -276,7 +276,7 @@ def test_heads_go_on_from_what_use_left(
         assert 0 < (old - new).abs().max() < 1e-3, "three small steps from where the given ones are"
 
 
-def test_a_recording_says_what_it_keeps_and_quiet_does_not(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_a_recording_prints_its_contents_unless_quiet(medusa: Any, place: Place, tmp_path: Path) -> None:
     words = ("generate", "--backbone", place.bare, "--plain", "--prompts", tmp_path / "ids.jsonl", *GENERATION)
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n', encoding="utf-8")
     done = medusa(*words, "--record", tmp_path / "used")
@@ -317,7 +317,7 @@ def test_a_disk_that_fills_up_ends_a_recording_in_one_line(
     assert not shards(tmp_path / "used")
 
 
-def test_typical_acceptance_must_be_asked_for(generate: Any) -> None:
+def test_typical_acceptance_is_opt_in(generate: Any) -> None:
     assert generate("--temperature", "0.7")["settings"]["acceptance"] == "rejection"
     argv = ("--temperature", "0.7", "--acceptance", "typical", "--epsilon", "0.2", "--delta", "0.4")
     settings = generate(*argv)["settings"]
@@ -423,7 +423,7 @@ def recipe(place: Place, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_info_tells_what_heads_are(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_info_describes_heads(medusa: Any, place: Place, tmp_path: Path) -> None:
     done = medusa("info", place.heads, "--json", tmp_path / "info.json")
     about = json.loads((tmp_path / "info.json").read_text())
     assert done.status == 0
@@ -441,7 +441,7 @@ def test_info_tells_what_heads_are(medusa: Any, place: Place, tmp_path: Path) ->
     assert medusa("info", place.heads, "--quiet") == (0, "", "")
 
 
-def test_train_writes_heads_that_everything_else_takes(
+def test_trained_heads_work_with_every_command(
     medusa: Any, place: Place, recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     done = medusa("train", recipe(), "heads.num=3", "training.learning_rate=1e-3", "--json", tmp_path / "fit.json")
@@ -454,7 +454,7 @@ def test_train_writes_heads_that_everything_else_takes(
     assert medusa("generate", *argv).out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
 
 
-def test_train_tells_its_progress_on_standard_error(medusa: Any, recipe: Callable[..., Path]) -> None:
+def test_train_prints_progress_on_standard_error(medusa: Any, recipe: Callable[..., Path]) -> None:
     done = medusa("train", recipe())
     assert "step      3  loss" in done.err
     assert "top-1" in done.err
@@ -466,7 +466,7 @@ def test_quiet_training_prints_nothing(medusa: Any, recipe: Callable[..., Path])
     assert (done.status, done.out, done.err) == (0, "", "")
 
 
-def test_an_interrupted_training_goes_on(medusa: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_interrupted_training_resumes(medusa: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
     steps = {"logging_steps": 1, "save_steps": 1, "use_cpu": True}
     assert medusa("train", recipe(training=steps | {"max_steps": 2})).status == 0
     again = recipe(training=steps | {"max_steps": 4})
@@ -475,7 +475,7 @@ def test_an_interrupted_training_goes_on(medusa: Any, recipe: Callable[..., Path
     assert json.loads((tmp_path / "fit.json").read_text())["steps"] == 4
 
 
-def test_evaluate_gives_exactly_the_json_of_the_interface(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_evaluate_json_has_exactly_the_documented_fields(medusa: Any, place: Place, tmp_path: Path) -> None:
     argv = ("--backbone", place.backbone, "--heads", place.heads, "--data", place.prompts, *GENERATION)
     done = medusa("evaluate", *argv, "--json", tmp_path / "evaluated.json")
     assert done.status == 0, done.err
@@ -492,7 +492,7 @@ def test_evaluate_gives_exactly_the_json_of_the_interface(medusa: Any, place: Pl
     assert "right guesses" not in done.err
 
 
-def test_evaluate_reads_documents_of_a_text_file_apart(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, tmp_path: Path) -> None:
     """`--data` takes training text: the line between documents is no text to continue."""
     one, two = "hgfedcba" * 3, "abcdefgh" * 3
     for name, lines in {"with.txt": [one, "<|endoftext|>", two, "<|endoftext|>"], "without.jsonl": []}.items():
@@ -518,7 +518,7 @@ def own_place(place: Place, tmp_path: Path) -> Place:
     return place._replace(heads=str(tmp_path / "heads"))
 
 
-def test_calibrate_keeps_its_tree_for_auto(
+def test_auto_uses_the_calibrated_tree(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
@@ -539,7 +539,7 @@ def test_calibrate_keeps_its_tree_for_auto(
     assert f"tree: {'dynamic, ' if chosen.get('dynamic') else ''}{chosen['nodes']} nodes" in done.err
 
 
-def test_auto_calibrates_once_on_text_of_the_backbones_own(
+def test_auto_calibrates_once_on_text_from_the_backbone(
     medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a tree of the heads' own, `auto` is the default; the run's prompts are not looked at."""
@@ -570,7 +570,7 @@ def verify(medusa: Any, place: Place, tmp_path: Path, *argv: str) -> tuple[Outco
     return medusa("verify", *models, *small, "--report", str(report), *argv), report
 
 
-def test_verify_gives_the_json_of_the_interface_and_a_report(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Place, tmp_path: Path) -> None:
     done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
     assert done.status == 0, done.err
     assert "passed" in done.out
@@ -608,7 +608,7 @@ def test_verify_fails_where_the_text_or_the_samples_are_wrong(
     assert "there is evidence against equality" in report.read_text(encoding="utf-8")
 
 
-def test_verify_tells_of_a_text_that_ends_early(
+def test_verify_reports_a_text_that_ends_early(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafted = Job.drafted
@@ -645,7 +645,7 @@ def test_a_prompts_sample_does_not_depend_on_the_batch(generate: Any, place: Pla
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 
-def test_benchmark_gives_the_json_of_the_interface(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_benchmark_json_has_the_documented_fields(medusa: Any, place: Place, tmp_path: Path) -> None:
     argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
     done = medusa("benchmark", *argv, "--rounds", "2", "--tree", "topk:2,2", "--json", tmp_path / "b.json")
     assert done.status == 0, done.err
@@ -674,7 +674,7 @@ def test_a_benchmark_in_batches_of_sampled_text_works(medusa: Any, place: Place)
     assert "(sampled)" in done.out
 
 
-def test_a_benchmark_of_prompts_that_fill_the_context_is_no_crash(medusa: Any, place: Place) -> None:
+def test_a_benchmark_of_prompts_that_fill_the_context(medusa: Any, place: Place) -> None:
     argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompt", "b" * 128, *GENERATION)
     assert medusa("benchmark", *argv, "--rounds", "1").status in (0, 2)
 
@@ -684,7 +684,7 @@ def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
     return ("benchmark", *models, "--rounds", "1", "--tree", "topk:2,2", *argv)
 
 
-def test_a_benchmark_says_what_else_was_asked(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_a_benchmark_records_its_options(medusa: Any, place: Place, tmp_path: Path) -> None:
     file = tmp_path / "b.json"
     done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--prompt-lookup", "--json", file))
     assert done.status == 0, done.err
@@ -742,7 +742,7 @@ def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path) -> N
     assert str(second) in page.read_text()
 
 
-def test_what_cannot_be_compared_is_refused(medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_incomparable_benchmarks_are_rejected(medusa: Any, place: Place, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     assert medusa(*benchmark(place, "--json", file)).status == 0
     for argv, said in (
@@ -776,7 +776,7 @@ def distill(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_distill_writes_the_backbones_own_answers(distill: Any, place: Place) -> None:
+def test_distill_writes_answers_of_the_backbone(distill: Any, place: Place) -> None:
     done, lines = distill("--batch-size", "2")
     assert (done.status, done.out) == (0, "")
     for line, prompt, ids in zip(lines, PROMPTS, until_eos(place), strict=True):
@@ -786,7 +786,7 @@ def test_distill_writes_the_backbones_own_answers(distill: Any, place: Place) ->
         assert line["finish_reason"] == ("eos" if ids[-1] == place.eos else "length")
 
 
-def test_what_distill_wrote_can_be_trained_on(distill: Any, medusa: Any, recipe: Any, tmp_path: Path) -> None:
+def test_distilled_text_can_be_used_for_training(distill: Any, medusa: Any, recipe: Any, tmp_path: Path) -> None:
     distill()
     data = {"path": str(tmp_path / "own.jsonl"), "sequence_length": 16}
     assert medusa("train", recipe(data=data), "--quiet").status == 0
@@ -794,7 +794,7 @@ def test_what_distill_wrote_can_be_trained_on(distill: Any, medusa: Any, recipe:
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 @pytest.mark.parametrize("cut", ["", '{"input_ids": [1, 2'], ids=["between lines", "within a line"])
-def test_an_interrupted_distillation_goes_on_as_if_nothing_had_happened(
+def test_an_interrupted_distillation_resumes_to_the_same_file(
     distill: Any, tmp_path: Path, temperature: str, cut: str
 ) -> None:
     """Also in the middle of a batch, and also where every batch is drawn at random."""
@@ -807,7 +807,7 @@ def test_an_interrupted_distillation_goes_on_as_if_nothing_had_happened(
     assert lines == whole
 
 
-def test_a_finished_distillation_is_left_as_it_is(distill: Any) -> None:
+def test_a_finished_distillation_is_not_changed(distill: Any) -> None:
     whole = distill()[1]
     done, lines = distill()
     assert (done.status, lines) == (0, whole)
@@ -824,7 +824,7 @@ def test_only_a_newline_ends_a_line_of_distilled_text(distill: Any, tmp_path: Pa
     assert lines == whole
 
 
-def test_distill_does_not_go_on_with_other_settings(distill: Any) -> None:
+def test_distill_does_not_resume_with_other_settings(distill: Any) -> None:
     whole = distill()[1]
     assert distill()[0].status == 0
     for argv in (("--temperature", "0.5"), ("--seed", "3"), ("--ignore-eos",)):
@@ -838,14 +838,14 @@ def test_distill_does_not_go_on_with_other_settings(distill: Any) -> None:
     assert lines[0]["finish_reason"] == "length"
 
 
-def test_a_wrong_request_does_not_cost_the_text_that_is_there(distill: Any, medusa: Any, tmp_path: Path) -> None:
+def test_a_wrong_request_keeps_the_existing_text(distill: Any, medusa: Any, tmp_path: Path) -> None:
     whole = distill()[1]
     argv = ("--self-talk", "2", "--output", tmp_path / "own.jsonl", "--overwrite")
     assert medusa("distill", "--backbone", tmp_path / "absent", *argv).status == 2
     assert [json.loads(line) for line in (tmp_path / "own.jsonl").read_text("utf-8").splitlines()] == whole
 
 
-def test_self_talk_starts_from_bos_alone(distill: Any, medusa: Any, place: Place, tmp_path: Path) -> None:
+def test_self_talk_starts_from_bos(distill: Any, medusa: Any, place: Place, tmp_path: Path) -> None:
     done, lines = distill("--self-talk", "3", "--temperature", "1", "--ignore-eos", prompts=False)
     assert done.status == 0
     assert [line["prompt_tokens"] for line in lines] == [1, 1, 1]
@@ -912,7 +912,7 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
     assert "sing" in capsys.readouterr().err
 
 
-def test_control_c_is_no_traceback(medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_prints_no_traceback(medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
@@ -1043,7 +1043,7 @@ def datastore(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[
     return run
 
 
-def test_a_datastore_of_the_backbones_own_text(datastore: Any, generate: Any, place: Place, tmp_path: Path) -> None:
+def test_a_datastore_of_text_from_the_backbone(datastore: Any, generate: Any, place: Place, tmp_path: Path) -> None:
     done, store = datastore("--json", tmp_path / "built.json")
     assert done.status == 0, done.err
     tokens = sum(len(prompt) + len(text) + 1 for prompt, text in zip(PROMPTS, place.texts, strict=True))

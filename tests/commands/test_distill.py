@@ -109,9 +109,7 @@ CONVERSATIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("batch_size", ["1", "16"])
-def test_every_question_is_answered_after_the_backbones_own_answers(
-    distill: Any, place: Place, batch_size: str
-) -> None:
+def test_questions_follow_the_backbones_answers(distill: Any, place: Place, batch_size: str) -> None:
     done = distill("--ignore-eos", "--batch-size", batch_size, prompts=CONVERSATIONS)
     assert done.status == 0, done.err
     lines = by_key(done.lines)
@@ -134,7 +132,7 @@ def test_turns_can_be_limited(distill: Any) -> None:
     assert by_key(distill("--max-turns", "1", prompts=CONVERSATIONS).lines).keys() == {(0, 0), (1, 0), (2, 0)}
 
 
-def test_a_base_model_is_asked_the_first_question_only_and_that_is_said(distill: Any, place: Place) -> None:
+def test_a_base_model_gets_only_the_first_question_with_a_notice(distill: Any, place: Place) -> None:
     done = distill(prompts=[CONVERSATIONS[0]], backbone=place.backbone)
     assert [line["input_ids"][:3] for line in done.lines] == [ids("abc")]
     assert "only the first question" in done.err
@@ -162,7 +160,7 @@ def test_a_conversation_that_outgrows_the_context_is_kept_as_failed(distill: Any
     assert len(lines_of(tmp_path / "own.failed.jsonl")) == 1
 
 
-def test_a_prompt_that_cannot_be_answered_is_refused_before_the_work_with_its_line(distill: Any) -> None:
+def test_unusable_prompts_are_rejected_with_their_line_before_the_run(distill: Any) -> None:
     done = distill(prompts=[{"prompt": "a"}, {"prompt": "b" * 129}])
     assert (done.status, done.lines) == (2, [])
     assert "prompts.jsonl:2: the prompt has 129 tokens" in done.err
@@ -171,12 +169,12 @@ def test_a_prompt_that_cannot_be_answered_is_refused_before_the_work_with_its_li
 # --- how texts begin -------------------------------------------------------------------------------------------------
 
 
-def test_only_the_beginning_of_a_text_is_given(distill: Any) -> None:
+def test_only_the_beginning_of_a_text_is_used_as_a_prompt(distill: Any) -> None:
     done = distill("--prefix-tokens", "2", prompts=[{"text": "abcdefgh"}, {"turns": ["hgf", "x"]}])
     assert [line["input_ids"][: line["prompt_tokens"]] for line in done.lines] == [ids("ab"), ids("hg")]
 
 
-def test_self_talk_takes_its_beginnings_from_a_file_in_turn(distill: Any, tmp_path: Path) -> None:
+def test_self_talk_cycles_through_the_beginnings_in_a_file(distill: Any, tmp_path: Path) -> None:
     (tmp_path / "seeds.txt").write_text("abcd\nhgfe\n", encoding="utf-8")
     argv = ("--self-talk", "3", "--self-talk-seeds", tmp_path / "seeds.txt", "--prefix-tokens", "3")
     done = distill(*argv, "--temperature", "1", "--ignore-eos")
@@ -188,7 +186,7 @@ def test_self_talk_takes_its_beginnings_from_a_file_in_turn(distill: Any, tmp_pa
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-def test_heads_change_how_fast_text_is_written_and_not_what(distill: Any, place: Place) -> None:
+def test_heads_do_not_change_distilled_text(distill: Any, place: Place) -> None:
     plainly = distill(prompts=CONVERSATIONS)
     argv = ("--heads", place.heads, "--tree", "topk:2,2")
     assert distill(*argv, prompts=CONVERSATIONS, output="other.jsonl").lines == plainly.lines
@@ -230,7 +228,7 @@ def killed_after(lines: int, argv: list[str], output: Path) -> bool:
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_killed_at_any_moment_it_goes_on_and_nothing_is_lost_or_written_twice(
+def test_a_killed_distillation_resumes_without_loss_or_repetition(
     distill: Any, talking: str, tmp_path: Path, temperature: str
 ) -> None:
     argv = ("--temperature", temperature, "--batch-size", "3", "--quiet")
@@ -250,7 +248,7 @@ def test_killed_at_any_moment_it_goes_on_and_nothing_is_lost_or_written_twice(
     assert done.figures["finish_reasons"] == whole.figures["finish_reasons"], "of all texts, not of the last run's"
 
 
-def test_greedy_text_may_go_on_in_other_batches_and_sampled_text_may_not(distill: Any, place: Place) -> None:
+def test_only_greedy_distillation_resumes_with_another_batch_size(distill: Any, place: Place) -> None:
     for temperature, status in (("0", 0), ("1", 2)):
         output = f"{temperature}.jsonl"
         distill("--temperature", temperature, "--batch-size", "2", prompts=MANY, output=output)
@@ -265,7 +263,7 @@ def test_other_prompts_under_the_same_name_are_other_settings(distill: Any) -> N
     assert "other settings" in done.err
 
 
-def test_a_line_that_is_not_ours_is_named(distill: Any, tmp_path: Path) -> None:
+def test_an_unexpected_line_is_named(distill: Any, tmp_path: Path) -> None:
     whole = distill(prompts=MANY)
     with (tmp_path / "own.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"text": "a"}\n')
@@ -278,7 +276,7 @@ def test_a_line_that_is_not_ours_is_named(distill: Any, tmp_path: Path) -> None:
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_fills_midway_costs_no_text(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_text(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa.commands.distill.journal import Journal
 
     whole = distill(prompts=MANY)
@@ -298,7 +296,7 @@ def test_a_disk_that_fills_midway_costs_no_text(distill: Any, monkeypatch: pytes
     assert by_key(distill(prompts=MANY, output="full.jsonl").lines) == by_key(whole.lines)
 
 
-def test_a_disk_known_to_be_too_small_is_refused(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_rejected_at_the_start(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa.commands.distill.free_bytes", lambda path: 200)
     done = distill(prompts=MANY)
     assert (done.status, done.lines) == (2, [])
@@ -360,7 +358,7 @@ def test_a_server_answers_conversations_turn_by_turn(by_server: Any, server: Fak
     assert {path for path, _, _ in server.asked} == {"/v1/chat/completions"}
 
 
-def test_what_a_server_answered_is_taught_once_and_ends_where_it_ended(by_server: Any, tmp_path: Path) -> None:
+def test_server_answers_are_taught_once_with_their_end(by_server: Any, tmp_path: Path) -> None:
     by_server(prompts=[{"turns": ["abc", "abcdefgh"]}])
     records = {len(record.messages or ()): record for record in read_records(str(tmp_path / "own.jsonl"))}
     tokenizer = byte_tokenizer(CHATML)
@@ -374,7 +372,7 @@ def test_what_a_server_answered_is_taught_once_and_ends_where_it_ended(by_server
     assert taught(records[4]) == "hgfedc", "the second answer alone, and without an end: it was cut off"
 
 
-def test_sampling_sends_a_seed_of_each_texts_own(by_server: Any, server: FakeServer) -> None:
+def test_sampling_sends_a_separate_seed_for_each_text(by_server: Any, server: FakeServer) -> None:
     argv = ("--temperature", "0.7", "--top-p", "0.9", "--top-k", "5", "--stop", "zz", "--seed", "3")
     by_server(*argv, prompts=[{"prompt": "abc"}, {"prompt": "abc"}])
     bodies = [body for _, body, _ in server.asked]
@@ -385,7 +383,7 @@ def test_sampling_sends_a_seed_of_each_texts_own(by_server: Any, server: FakeSer
         assert "repetition_penalty" not in body
 
 
-def test_what_a_server_refuses_is_kept_as_failed_and_tried_again(
+def test_rejected_requests_are_kept_as_failed_and_retried_on_resume(
     by_server: Any, server: FakeServer, tmp_path: Path
 ) -> None:
     server.trouble = lambda number, body: (400, {}, "too long") if len(body["prompt"]) == 5 else False
@@ -405,7 +403,7 @@ def test_what_a_server_refuses_is_kept_as_failed_and_tried_again(
 
 
 @pytest.mark.parametrize("concurrency", ["1", "8"])
-def test_a_server_that_stumbles_loses_nothing(by_server: Any, server: FakeServer, concurrency: str) -> None:
+def test_temporary_server_errors_lose_nothing(by_server: Any, server: FakeServer, concurrency: str) -> None:
     rows = [{"turns": [LETTERS[n], LETTERS[n + 1]]} for n in range(20)]
     whole = by_server(prompts=rows)
     kinds: list[Reply] = [(503, {}, ""), (429, {}, ""), (200, {}, "{"), None]
@@ -423,7 +421,7 @@ def test_a_server_that_stumbles_loses_nothing(by_server: Any, server: FakeServer
     assert by_key(done.lines) == by_key(whole.lines)
 
 
-def test_a_server_that_is_gone_ends_the_run_in_one_line(by_server: Any, server: FakeServer) -> None:
+def test_an_unreachable_server_ends_the_run_with_one_line(by_server: Any, server: FakeServer) -> None:
     rows = [{"prompt": letter} for letter in LETTERS[:50]]
     server.trouble = lambda number, body: (401, {}, "no key") if number > 5 else False
     done = by_server("--concurrency", "2", prompts=rows)
@@ -461,7 +459,7 @@ def test_self_talk_by_a_server(by_server: Any, server: FakeServer, talking: str)
         (("--self-talk-seeds", "x.txt"), "--self-talk-seeds begins the texts of --self-talk"),
     ],
 )
-def test_requests_that_make_no_sense(distill: Any, argv: tuple[str, ...], said: str) -> None:
+def test_invalid_requests_are_rejected(distill: Any, argv: tuple[str, ...], said: str) -> None:
     done = distill(*argv, prompts=[{"prompt": "a"}])
     assert (done.status, done.lines) == (2, [])
     assert said in done.err

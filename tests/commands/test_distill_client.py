@@ -45,11 +45,11 @@ def test_texts_and_conversations(server: FakeServer, client: Server, monkeypatch
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_the_url_may_name_the_version(server: FakeServer, ending: str) -> None:
+def test_the_url_may_contain_the_api_version(server: FakeServer, ending: str) -> None:
     assert Server(server.url + ending).complete("ab", FEW).text == "ba"
 
 
-def test_no_key_is_sent_where_there_is_none(server: FakeServer, client: Server, monkeypatch: Any) -> None:
+def test_no_api_key_is_sent_without_one(server: FakeServer, client: Server, monkeypatch: Any) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     client.complete("abc", FEW)
     assert "Authorization" not in server.asked[0][2]
@@ -64,13 +64,13 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("name", list(TROUBLE))
-def test_what_may_pass_is_tried_again(server: FakeServer, client: Server, waits: list[float], name: str) -> None:
+def test_temporary_errors_are_retried(server: FakeServer, client: Server, waits: list[float], name: str) -> None:
     server.trouble = lambda number, body: TROUBLE[name] if number <= 3 else False
     assert client.complete("abc", FEW).text == "cba"
     assert waits == [1, 2, 4], "longer every time"
 
 
-def test_a_server_may_say_how_long_to_wait(server: FakeServer, client: Server, waits: list[float]) -> None:
+def test_retry_after_is_respected(server: FakeServer, client: Server, waits: list[float]) -> None:
     server.trouble = lambda number, body: (
         (429, {"Retry-After": str(7 * 10 ** (number - 1))}, "") if number < 3 else False
     )
@@ -78,14 +78,14 @@ def test_a_server_may_say_how_long_to_wait(server: FakeServer, client: Server, w
     assert waits == [7, 60], "but not for ever"
 
 
-def test_what_does_not_pass_is_given_up_on(server: FakeServer, client: Server, waits: list[float]) -> None:
+def test_retries_end_after_six_attempts(server: FakeServer, client: Server, waits: list[float]) -> None:
     server.trouble = lambda number, body: (500, {}, "out of order")
     with pytest.raises(ServerError, match=r"HTTP 500: out of order \(6 attempts\)"):
         client.complete("abc", FEW)
     assert len(server.asked) == 6
 
 
-def test_what_the_server_refuses_is_not_tried_again(server: FakeServer, client: Server) -> None:
+def test_client_errors_are_not_retried(server: FakeServer, client: Server) -> None:
     server.trouble = lambda number, body: (400, {}, '{"error": "too\\nlong"}')
     with pytest.raises(ServerError, match=r"HTTP 400.*too"):
         client.complete("abc", FEW)
@@ -96,13 +96,13 @@ def test_what_the_server_refuses_is_not_tried_again(server: FakeServer, client: 
     ("body", "said"),
     [({"choices": []}, "no choice"), ([], "no choice"), ({"choices": [{"finish_reason": "stop"}]}, "no text")],
 )
-def test_replies_of_another_form_are_failures(server: FakeServer, client: Server, body: Any, said: str) -> None:
+def test_malformed_replies_are_failures(server: FakeServer, client: Server, body: Any, said: str) -> None:
     server.trouble = lambda number, asked: (200, {}, json.dumps(body))
     with pytest.raises(ServerError, match=said):
         client.complete("abc", FEW)
 
 
-def test_calls_and_thoughts_are_kept(server: FakeServer, client: Server) -> None:
+def test_tool_calls_and_reasoning_are_kept(server: FakeServer, client: Server) -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     reply = {"choices": [{"message": message | {"reasoning_content": "hm"}, "finish_reason": "tool_calls"}]}
     server.trouble = lambda number, asked: (200, {}, json.dumps(reply))
@@ -112,7 +112,7 @@ def test_calls_and_thoughts_are_kept(server: FakeServer, client: Server) -> None
     assert server.asked[0][1]["tools"] == [{"type": "function"}]
 
 
-def test_a_server_that_is_not_there_is_a_wrong_request(server: FakeServer) -> None:
+def test_a_missing_server_is_a_request_error(server: FakeServer) -> None:
     for url in ("localhost:8000", "ftp://localhost", ""):
         with pytest.raises(RequestError, match="http://localhost:8000/v1"):
             Server(url)

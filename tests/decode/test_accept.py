@@ -117,7 +117,7 @@ def test_worked_example() -> None:
         assert accepted.next_root.tolist() == [5]
 
 
-def test_token_zero_after_a_short_leaf_is_no_match() -> None:
+def test_token_zero_after_a_short_leaf_does_not_match() -> None:
     """The original padded short paths with token 0 and accepted the padding where 0 came next (docs/original D1)."""
     tree = Tree.from_paths([[0], [1], [1, 0]])  # the leaf [0] is shorter than the leaf [1, 0]
     draft = Draft(torch.tensor([[7, 3, 4, 9]]), Topology.of(tree))
@@ -129,7 +129,7 @@ def test_token_zero_after_a_short_leaf_is_no_match() -> None:
 
 @pytest.mark.parametrize("with_room", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_greedy_and_walk_are_the_slow_walk(seed: int, with_room: bool) -> None:
+def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None:
     draft, rng = random_draft(seed)
     rows, nodes = draft.ids.shape
     best = torch.tensor([[rng.randrange(4) for _ in range(nodes)] for _ in range(rows)])

@@ -95,7 +95,7 @@ def test_memory_is_allocated_once_and_grows_by_copying_all_that_was_written() ->
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_arenas_hold_no_more_than_keys_and_values_of_every_layer(family: str) -> None:
+def test_arenas_hold_only_keys_and_values_of_every_layer(family: str) -> None:
     """Where keys and values differ in size (MLA) each kind needs room for one of them per layer, not for both."""
     model = tiny_model(family)
     cache = cache_of(model, 1, capacity=10)
@@ -120,7 +120,7 @@ def require_equal_to_a_fresh_prefill(model: Any, cache: TreeCache, texts: list[l
 @pytest.mark.parametrize("lengths", [[9], [9, 9], [9, 4, 7]], ids=["one row", "even rows", "ragged rows"])
 @pytest.mark.parametrize("family", MODELS)
 @torch.no_grad()
-def test_after_random_steps_the_cache_is_a_fresh_prefill(family: str, lengths: list[int]) -> None:
+def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, lengths: list[int]) -> None:
     """Eight steps of random trees and paths, over the end of the first allocation, with a row dropped on the way."""
     rng = random.Random(len(lengths))
     model = tiny_model(family, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_rows_do_not_see_each_other() -> None:
     assert torch.equal(last_logits([5, 6, 7, 8]), last_logits([50, 40, 30, 20]))
 
 
-def test_a_tree_cache_says_what_it_cannot_do() -> None:
+def test_unsupported_cache_operations_raise() -> None:
     cache = cache_of(tiny_model("llama"), 1, 4)
     with pytest.raises(RuntimeError, match="crop"):
         cache.layers[0].crop(-1)
@@ -186,7 +186,7 @@ def test_a_long_chain_is_read_as_plain_text() -> None:
     require_equal_to_a_fresh_prefill(model, cache, [text])
 
 
-def test_a_chain_is_committed_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its accepted nodes are the first ones: nothing moves, and the cache holds what moving would have left."""
     caches = [cache_of(tiny_model("llama"), 2, capacity=12) for _ in range(2)]
     for cache, in_place in zip(caches, (False, True), strict=True):

@@ -58,7 +58,7 @@ class Recorder:
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @torch.no_grad()
-def test_every_node_holds_the_guess_that_its_place_in_the_tree_names(llama: Any, lm_head: str) -> None:
+def test_every_node_holds_the_guess_of_its_rank(llama: Any, lm_head: str) -> None:
     """A node at depth d with rank r is the r-th best guess of head d, whatever stands above it."""
     backbone, heads, tree = Backbone(llama), random_heads(llama, 5, lm_head=lm_head), random_tree(20, seed=2)
     hidden, root = torch.randn(3, backbone.hidden_size), torch.tensor([4, 0, 9])
@@ -73,7 +73,7 @@ def test_every_node_holds_the_guess_that_its_place_in_the_tree_names(llama: Any,
 # The front doors
 
 
-def test_the_front_doors_are_functions_whatever_was_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_functions_are_not_shadowed_by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """`decode.generate` is a function: no module may take its place, and no first import spoil a second."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "decode"]:
         monkeypatch.delitem(sys.modules, name)
@@ -83,7 +83,7 @@ def test_the_front_doors_are_functions_whatever_was_imported_before(monkeypatch:
     assert isinstance(__import__("decode").generate, FunctionType)
 
 
-def test_all_doors_lead_to_the_same_text(llama: Any, heads: MedusaHeads) -> None:
+def test_all_public_functions_give_the_same_text(llama: Any, heads: MedusaHeads) -> None:
     expected = llama.generate(PROMPT, do_sample=False, max_new_tokens=NEW)
     options = {"do_sample": False, "max_new_tokens": NEW}
     mask = torch.ones_like(PROMPT)
@@ -180,7 +180,7 @@ def test_rows_that_end_early_are_padded_as_usual(llama: Any, heads: MedusaHeads,
     assert torch.equal(generate(llama, heads, **batch, **options), theirs)
 
 
-def test_pad_tokens_inside_a_prompt_are_words(llama: Any, heads: MedusaHeads) -> None:
+def test_pad_tokens_inside_a_prompt_are_ordinary_tokens(llama: Any, heads: MedusaHeads) -> None:
     """No mask is derived from an id: with an explicit mask of ones, pads are read like any other token."""
     prompt = torch.tensor([[0, 4, 0, 7, 0]])
     options = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
@@ -198,7 +198,7 @@ def test_a_generation_config_object_is_respected(llama: Any, heads: MedusaHeads)
     assert torch.equal(generate(llama, heads, PROMPT, generation_config=config), expected)
 
 
-def test_stop_strings_through_the_front_door(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
+def test_stop_strings_in_generate(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
     free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
     options = {"stop_strings": LETTERS[free[4]] + LETTERS[free[5]], "tokenizer": tokenizer, "max_new_tokens": NEW}
     expected = llama.generate(PROMPT, do_sample=False, **options)
@@ -214,7 +214,7 @@ def test_stop_strings_of_a_generation_config(llama: Any, heads: MedusaHeads, tok
     assert torch.equal(generate(llama, heads, PROMPT, generation_config=config, tokenizer=tokenizer), expected)
 
 
-def test_typical_is_deterministic_whatever_the_seed(llama: Any, heads: MedusaHeads) -> None:
+def test_typical_is_deterministic_with_any_seed(llama: Any, heads: MedusaHeads) -> None:
     """Every root is the most probable token, the first one too."""
     texts = set()
     for seed in range(6):
@@ -245,7 +245,7 @@ def test_heads_of_another_dtype_than_the_backbone() -> None:
         assert out.shape == (1, 10)
 
 
-def test_the_clock_names_every_stage(llama: Any, heads: MedusaHeads) -> None:
+def test_the_timer_names_every_stage(llama: Any, heads: MedusaHeads) -> None:
     clock = StageTimer()
     list(steps(llama, heads, PROMPT, timer=clock, max_new_tokens=NEW, do_sample=False))
     assert set(clock.seconds) == set(STAGES)
@@ -303,7 +303,7 @@ def heads_of(**settings: Any) -> MedusaHeads:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
-def test_what_cannot_be_had_is_refused_in_one_line(llama: Any, heads: MedusaHeads, options: dict, named: str) -> None:
+def test_unsupported_options_raise_a_one_line_error(llama: Any, heads: MedusaHeads, options: dict, named: str) -> None:
     call = {"heads": heads, "input_ids": PROMPT, "do_sample": False, "max_new_tokens": 4} | options
     with pytest.raises(RequestError) as error:
         generate(llama, call.pop("heads"), call.pop("input_ids"), **call)
@@ -311,7 +311,7 @@ def test_what_cannot_be_had_is_refused_in_one_line(llama: Any, heads: MedusaHead
     assert "\n" not in str(error.value)
 
 
-def test_a_streamer_takes_one_prompt(llama: Any, heads: MedusaHeads) -> None:
+def test_a_streamer_supports_one_prompt(llama: Any, heads: MedusaHeads) -> None:
     with pytest.raises(RequestError, match="streamer"):
         generate(llama, heads, torch.cat([PROMPT, PROMPT]), streamer=Recorder(), max_new_tokens=4)
 
@@ -322,14 +322,14 @@ def test_medusa_generate_needs_heads(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_models_that_cannot_hold_a_tree_are_refused_at_the_front_door(family: str) -> None:
+def test_generate_rejects_models_without_tree_support(family: str) -> None:
     """By name and before anything is run with them, where some would raise something of their own."""
     model = tiny_model(family)
     with pytest.raises(RequestError, match=type(model).__name__):
         generate(model, heads_of(), PROMPT, max_new_tokens=4, do_sample=False)
 
 
-def test_a_tree_of_the_root_alone_is_plain_decoding(
+def test_a_tree_with_only_the_root_is_plain_decoding(
     llama: Any, heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same loop, so `auto` costs what plain decoding costs where speculation loses; lossy rules keep their own."""

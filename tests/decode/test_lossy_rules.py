@@ -22,20 +22,20 @@ PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
-def test_who_is_among_the_best() -> None:
+def test_tokens_among_the_best() -> None:
     scores = torch.tensor([0.5, 3.0, -torch.inf, 2.0, 1.0])
     assert among_best(scores, 1).tolist() == [False, True, False, False, False]
     assert among_best(scores, 3).tolist() == [False, True, False, True, True]
     assert among_best(scores, 99).tolist() == [True, True, False, True, True], "what a processor forbids stays so"
 
 
-def test_who_is_near() -> None:
+def test_tokens_near_the_best() -> None:
     scores = torch.tensor([0.5, 3.0, -torch.inf, 2.0, 1.0])
     assert near_best(scores, 0).tolist() == [False, True, False, False, False]
     assert near_best(scores, 2).tolist() == [True, True, False, True, False]
 
 
-def test_by_hand() -> None:
+def test_worked_example() -> None:
     """Chain 1 2 3 behind the root; after them the backbone's order of words."""
     draft = Draft(torch.tensor([[9, 1, 2, 3]]), Topology.of(Tree.chain(3)))
     orders = [[1, 5, 6], [4, 2, 7], [8, 7, 5, 3], [6, 1, 2]]
@@ -108,7 +108,7 @@ def followed(model: Any, prompt: list[int], taken: list[Any], passes: Any) -> in
     ("rule", "passes"),
     [("topk:3", lambda scores: among_best(scores, 3)), ("distance:4", lambda scores: near_best(scores, 4))],
 )
-def test_every_token_passes_and_some_are_not_greedys(llama: Any, rule: str, passes: Any) -> None:
+def test_every_token_passes_its_rule_and_some_differ_from_greedy(llama: Any, rule: str, passes: Any) -> None:
     """Slow and obvious: each token looked up in plain forwards. And the longer steps are longer."""
     heads, lossy, count, exact = random_heads(llama), 0, 0, 0
     for prompt in PROMPTS:
@@ -143,12 +143,12 @@ def test_a_text_does_not_depend_on_the_batch(llama: Any) -> None:
     ],
     ids=str,
 )
-def test_refusals(options: dict, said: str) -> None:
+def test_unsupported_options_are_rejected(options: dict, said: str) -> None:
     with pytest.raises(RequestError, match=re.escape(said)):
         Settings(**options)
 
 
-def test_refusals_in_python(llama: Any) -> None:
+def test_unsupported_arguments_are_rejected_in_python(llama: Any) -> None:
     heads, ids = random_heads(llama), torch.tensor([PROMPTS[0]])
     with pytest.raises(RequestError, match="cannot be compiled"):
         generate(llama, heads, ids, acceptance="topk:2", compile=True, **GREEDY)
@@ -156,7 +156,7 @@ def test_refusals_in_python(llama: Any) -> None:
         generate(llama, heads, ids, acceptance="topk:2", output_scores=True, return_dict_in_generate=True, **GREEDY)
 
 
-def test_they_are_called_lossy() -> None:
+def test_lossy_rules_are_labelled_lossy() -> None:
     assert not any(map(is_lossy, ("greedy", "rejection")))
     assert all(map(is_lossy, ("typical", "typical-sampled", "topk:2", "distance:0")))
     assert DecodingOptions(acceptance="topk:2").rule_for(False).name == "topk:2"

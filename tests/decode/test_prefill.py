@@ -32,7 +32,7 @@ def read_in_pieces(
 
 @pytest.mark.parametrize("rows", LENGTHS)
 @pytest.mark.parametrize("family", [*FAMILIES, "phi3, longrope"])
-def test_pieces_make_the_whole(family: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prefill_equals_one_forward(family: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows and chunks of 4 tokens, pieces of 5, which end in the middle of both, and of 8, which last rows fill."""
     if "longrope" in family and rows != "one row":
         pytest.skip("such texts are decoded alone")
@@ -52,7 +52,7 @@ def test_pieces_make_the_whole(family: str, rows: str, monkeypatch: pytest.Monke
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_longrope_is_turned_by_the_whole_text() -> None:
+def test_the_longrope_prompt_crosses_the_boundary() -> None:
     """The test above has power only if its text passes the boundary, and pieces before it end before it."""
     boundary = Backbone(tiny_model("phi3, longrope")).rope_boundary
     assert boundary is not None
@@ -60,7 +60,7 @@ def test_longrope_is_turned_by_the_whole_text() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_no_more_than_a_piece_is_held(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_memory_is_bounded_by_a_chunk(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No forward of more tokens, no mask but [C, S], no logits but those of each row's last position."""
     model = tiny_model(family)
     seen: list[tuple[int, ...]] = []
@@ -77,7 +77,7 @@ def test_no_more_than_a_piece_is_held(family: str, monkeypatch: pytest.MonkeyPat
     assert all(shape[:-1].numel() <= 4 for shape in map(torch.Size, logits)), "two rows, at most two positions"
 
 
-def test_a_prompt_in_pieces_is_continued_as_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_after_a_chunked_prefill_is_the_same(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_module, "MIN_PIECE_ROW", 4)
     monkeypatch.setattr(prefill_module, "PIECE_TOKENS", 4)
     prompts = [random_ids(30), random_ids(7, seed=1)]

@@ -236,7 +236,7 @@ def test_a_skipped_warper_is_found(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", TAKE)
-def test_typical_sampled_is_a_sample_of_the_truncated_target_and_of_nothing_else(form: str) -> None:
+def test_typical_sampled_follows_the_truncated_target(form: str) -> None:
     language = Language(3, [])
     whole = language.joint()
     p = language.scores.softmax(-1)
@@ -246,7 +246,7 @@ def test_typical_sampled_is_a_sample_of_the_truncated_target_and_of_nothing_else
     assert goodness_of_fit(counts, whole).p_value < FALSE_ALARM / 1000
 
 
-def test_sampled_drafts_of_few_words_run_dry_without_harm() -> None:
+def test_sampled_drafts_over_a_tiny_vocabulary_keep_the_target() -> None:
     """q gives mass to two words, the tree asks for three children: the third was drawn from nothing."""
     language = Language(4, [])
     few = language.q.scatter(-1, language.q.topk(4, largest=False).indices, 0)
@@ -255,7 +255,7 @@ def test_sampled_drafts_of_few_words_run_dry_without_harm() -> None:
 
 
 @pytest.mark.parametrize("rest", [1e-5, 1e-7, 2e-9, 1e-12])
-def test_a_head_that_is_sure_and_wrong_does_no_harm(rest: float) -> None:
+def test_a_confident_wrong_head_keeps_the_target(rest: float) -> None:
     """q leaves `rest` to five words: siblings are drawn from it by its law, or, where sums cannot resolve it, not."""
     others = torch.tensor([0.1, 0.15, 0.2, 0.25, 0.3])
     p = torch.tensor([[0.3, 0.25, 0.02, 0.2, 0.13, 0.1]])
@@ -275,7 +275,7 @@ def test_a_head_that_is_sure_and_wrong_does_no_harm(rest: float) -> None:
         assert (second == 2).all()
 
 
-def test_the_more_q_is_like_p_the_more_is_accepted() -> None:
+def test_acceptance_rises_as_q_approaches_p() -> None:
     """q = p: the first child always stays (Leviathan et al. 2023, section 3: acceptance is 1 - total variation)."""
     language = Language(5, [])
     p = language.scores[:1].softmax(-1)
@@ -291,7 +291,7 @@ def test_the_more_q_is_like_p_the_more_is_accepted() -> None:
 # The draws themselves.
 
 
-def test_draws_without_replacement_have_their_law() -> None:
+def test_draws_without_replacement_have_the_exact_distribution() -> None:
     """Ordered triples of different words: q(a) q(b) / (1 - q(a)) q(c) / (1 - q(a) - q(b))."""
     q = torch.tensor([[0.05, 0.4, 0.0, 0.25, 0.3], [0.2] * 5])
     generator = torch.Generator().manual_seed(0)
@@ -306,7 +306,7 @@ def test_draws_without_replacement_have_their_law() -> None:
         assert goodness_of_fit(counts, law / law.sum()).p_value > FALSE_ALARM
 
 
-def test_no_word_of_probability_zero_is_ever_drawn() -> None:
+def test_tokens_of_probability_zero_are_never_drawn() -> None:
     """Also at the very ends of [0, 1), where cumulative sums are equal."""
     p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
     ends = torch.tensor([0.0, 2**-53, 0.25, 0.5 - 2**-54, 0.5, 1 - 2**-53], dtype=torch.float64)
@@ -317,7 +317,7 @@ def test_no_word_of_probability_zero_is_ever_drawn() -> None:
         assert (p[which][draw_distinct(p, index, ends[:, None])[:, 0]] > 0).all()
 
 
-def test_both_kinds_of_draws_have_one_law() -> None:
+def test_both_kinds_of_draws_have_the_same_distribution() -> None:
     """A million rows invert cumulative sums; a batch asks `torch.multinomial` row by row, as `generate` does."""
     p = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.0, 0.1, 0.3, 0.6]])
     generator, rows = torch.Generator().manual_seed(0), 20_000
@@ -332,7 +332,7 @@ def test_both_kinds_of_draws_have_one_law() -> None:
         assert goodness_of_fit(cells, torch.full((8,), 1 / 8)).p_value > FALSE_ALARM
 
 
-def test_rows_that_share_distributions_walk_as_rows_of_their_own() -> None:
+def test_rows_with_shared_distributions_are_independent() -> None:
     """Sharing is bookkeeping: with the same random numbers every row decides the same."""
     language = Language(6, [])
     context = torch.arange(40) % 3

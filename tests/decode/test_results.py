@@ -23,7 +23,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     assert text_of([1, 2], None) == ""
 
 
-def test_the_json_form_has_the_interfaces_names(tokenizer: Any) -> None:
+def test_results_as_json_have_the_documented_fields(tokenizer: Any) -> None:
     told = Result([1], [2, 3, 4], [2, 1], [3, 1], "eos", 0.5).to_json(tokenizer)
     assert told == {
         "input_ids": [1],

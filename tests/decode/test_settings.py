@@ -28,11 +28,11 @@ from medusa.errors import RequestError
         ({"temperature": 1.0, "delta": -0.1}, "delta is -0.1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_with_what_is_allowed(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_rejected_with_the_allowed_values(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         Settings(**settings)
 
 
 @pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), (0.7, "rejection")])
-def test_the_default_acceptance_is_the_lossless_one(temperature: float, rule: str) -> None:
+def test_the_default_acceptance_is_lossless(temperature: float, rule: str) -> None:
     assert Settings(temperature=temperature).to_dict()["acceptance"] == rule

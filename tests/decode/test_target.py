@@ -50,7 +50,7 @@ def requests_of(
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_probabilities_are_those_of_the_processors(name: str) -> None:
+def test_probabilities_follow_the_processors(name: str) -> None:
     processors = LogitsProcessorList(PROCESSORS[name])
     prefix, logits = torch.tensor([[1, 2, 3, 1]]), torch.randn(V) * 3
     expected = processors(prefix, logits[None].clone()).softmax(-1)[0]
@@ -71,7 +71,7 @@ def test_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
-def test_draws_are_those_of_transformers_for_one_seed() -> None:
+def test_seeded_draws_equal_transformers() -> None:
     processors, prefix = LogitsProcessorList(PROCESSORS["top_p"]), torch.tensor([[1, 2]])
     target = target_of(processors, do_sample=True)
     logits = torch.randn(20, V)
@@ -90,7 +90,7 @@ def test_without_sampling_the_most_probable_token_after_processing() -> None:
     assert draw(target, torch.tensor([[2]]), logits) == 0
 
 
-def test_one_argmax_says_it_all_only_without_processors_samples_and_scores() -> None:
+def test_a_single_argmax_suffices_only_for_plain_greedy_targets() -> None:
     none, some = LogitsProcessorList(), LogitsProcessorList(PROCESSORS["top_k"])
     assert target_of(none, do_sample=False).is_argmax
     assert not target_of(none, do_sample=True).is_argmax
@@ -115,7 +115,7 @@ def test_float64_is_compared_as_float32() -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_the_next_tokens_follow_each_rows_own_text(do_sample: bool) -> None:
+def test_next_tokens_follow_each_rows_text(do_sample: bool) -> None:
     """A penalty so strong that a row cannot repeat its prompt."""
     penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1e6)])
     prompts = [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -13,7 +13,7 @@ T, F = True, False
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_from_parents_it_is_the_trees_topology(seed: int) -> None:
+def test_from_parents_equals_the_trees_topology(seed: int) -> None:
     """A tree knows its topology node by node; from parents it is found a level at a time, for several rows at once."""
     trees = [random_tree(12, seed=seed), random_tree(12, seed=seed + 100)]
     deepest = max(tree.max_depth for tree in trees)
@@ -27,13 +27,13 @@ def test_from_parents_it_is_the_trees_topology(seed: int) -> None:
         assert held == [[child for child in line if child >= 0] for line in tree.children.tolist()]
 
 
-def test_the_root_alone() -> None:
+def test_topology_with_only_the_root() -> None:
     found = Topology.from_parents(torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long), 0, 0)
     assert found.ancestors.tolist() == [[[T]], [[T]]]
     assert found.paths.tolist() == [[[0]], [[0]]]
 
 
-def test_two_under_one_root() -> None:
+def test_topology_with_two_drafts_under_one_root() -> None:
     """The nodes of the second lie behind those of the first, and see only the root and their own ancestors."""
     first, second = (Topology.of(Tree.from_paths(paths)) for paths in ([[0], [1]], [[0], [0, 0]]))
     both = first.beside(second)

@@ -39,7 +39,7 @@ def long_windows(family: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_can_hold_a_tree_pass(family: str, dtype: torch.dtype) -> None:
+def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:
     check = check_tree_forward(tiny_model(family, dtype=dtype))
     assert check.ok, check.reason
     # Half of what would still pass: the limits leave room for machines that round otherwise.
@@ -140,7 +140,7 @@ def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("family", [family for family in REFUSED if family != "t5"])
-def test_what_is_refused_by_name_would_be_caught_by_numbers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_rejected_by_name_also_fail_the_numeric_test(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """(An encoder-decoder has no plain forward to compare with.)"""
     model = tiny_model(family)
     with pytest.raises(RequestError) as by_name:
@@ -154,13 +154,13 @@ def test_what_is_refused_by_name_would_be_caught_by_numbers(family: str, monkeyp
     assert "a tree forward" in str(by_number.value)
 
 
-def test_why_gpt_neo_stands_on_the_list() -> None:
+def test_why_gpt_neo_is_rejected_by_name() -> None:
     """Its window is built into the model, longer than any quick test: short texts show nothing."""
     assert "gpt_neo" in tree_support.MASK_BLIND
     assert check_tree_forward(tiny_model("gpt_neo", window_size=256)).ok
 
 
-def test_why_mpt_stands_on_the_list() -> None:
+def test_why_mpt_is_rejected_by_name() -> None:
     """Its biases are small beside the rounding of half precision; in float32 they are not."""
     assert "mpt" in tree_support.MASK_BLIND
     assert not check_tree_forward(tiny_model("mpt")).ok
@@ -170,18 +170,18 @@ def test_why_mpt_stands_on_the_list() -> None:
 # What else can be in the way
 
 
-def test_train_mode_with_dropout_is_refused_with_the_way_out() -> None:
+def test_train_mode_with_dropout_is_rejected_with_a_remedy() -> None:
     model = tiny_model("llama", attention_dropout=0.5).train()
     with pytest.raises(RequestError, match=r"train mode.*model\.eval\(\)"):
         require_tree_forward(model)
     require_tree_forward(model.eval())
 
 
-def test_train_mode_without_dropout_is_fine() -> None:
+def test_train_mode_without_dropout_is_accepted() -> None:
     require_tree_forward(tiny_model("llama").train())
 
 
-def test_logits_that_are_not_finite_say_so() -> None:
+def test_non_finite_logits_are_reported() -> None:
     model = tiny_model("llama")
     with torch.no_grad():
         model.lm_head.weight[0] = torch.inf
@@ -191,7 +191,7 @@ def test_logits_that_are_not_finite_say_so() -> None:
 
 @pytest.mark.parametrize("context", [9, 12, 20, 21])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", LONGROPE])
-def test_short_contexts_take_shorter_prompts(family: str, context: int) -> None:
+def test_short_contexts_use_shorter_prompts(family: str, context: int) -> None:
     """Learned positions have no row beyond the end, and longrope turns all nodes otherwise from its boundary on."""
     ends = {"max_position_embeddings": context}
     if family == LONGROPE:
@@ -201,7 +201,7 @@ def test_short_contexts_take_shorter_prompts(family: str, context: int) -> None:
     assert check.ok, check.reason
 
 
-def test_a_context_too_short_for_a_tree_says_so() -> None:
+def test_a_context_too_short_for_a_tree_is_reported() -> None:
     with pytest.raises(RequestError, match="context of 8 tokens is too short"):
         require_tree_forward(tiny_model("gpt2", max_position_embeddings=8))
 
@@ -222,7 +222,7 @@ def test_lower_matmul_precision_is_taken_into_account() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_model_to_which_no_mask_matters_is_not_refused(dtype: torch.dtype) -> None:
+def test_a_model_insensitive_to_masks_is_accepted(dtype: torch.dtype) -> None:
     """All words mean the same to it: errors and control are rounding, and one may be larger than the other."""
     model = tiny_model("llama", dtype=dtype)
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_a_model_to_which_no_mask_matters_is_not_refused(dtype: torch.dtype) -> 
     assert check.control < 0.02
 
 
-def test_another_expert_now_and_then_is_no_wrong_mask() -> None:
+def test_occasional_changes_of_experts_are_accepted() -> None:
     """Phi-3.5-MoE routes by a threshold: in bfloat16 rounding sends a token elsewhere, and single nodes differ much."""
     model = tiny_model("phimoe, longrope", dtype=torch.bfloat16)
     check = check_tree_forward(model)
@@ -244,7 +244,7 @@ def test_another_expert_now_and_then_is_no_wrong_mask() -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
-def test_nothing_is_left_behind(family: str, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_leaves_the_model_unchanged(family: str, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No attribute, hook or short window on the model, also where a forward failed; no random number drawn."""
     model = long_windows(family) if family in WINDOWED else tiny_model(family)
     Backbone(model)  # whose own trial is not the matter here
@@ -266,13 +266,13 @@ def test_nothing_is_left_behind(family: str, broken: bool, monkeypatch: pytest.M
     assert torch.equal(model(PROMPT).logits, logits)
 
 
-def test_dropout_draws_no_number_of_the_callers() -> None:
+def test_dropout_does_not_use_the_callers_generator() -> None:
     model, state = tiny_model("llama", attention_dropout=0.5).train(), torch.get_rng_state()
     assert not check_tree_forward(model).ok
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_out_of_memory_is_no_property_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_remembered_as_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not be remembered as one."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -297,7 +297,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[TreeCheck]:
     return seen
 
 
-def test_a_model_is_tried_once_however_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_tested_once_for_all_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, model = counted(monkeypatch), tiny_model("llama", attn_implementation="sdpa")
     for _ in range(3):
         generate(model, random_heads(model), PROMPT, max_new_tokens=3, do_sample=False)
@@ -310,7 +310,7 @@ def test_a_model_is_tried_once_however_it_is_used(monkeypatch: pytest.MonkeyPatc
     assert len(seen) == 3, "and so is another dtype"
 
 
-def test_a_refusal_is_remembered_and_reaches_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejection_is_remembered_and_raised_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, model = counted(monkeypatch), tiny_model("mpt")
     monkeypatch.setattr(tree_support, "MASK_BLIND", {})
     for _ in range(2):
@@ -319,7 +319,7 @@ def test_a_refusal_is_remembered_and_reaches_the_front_door(monkeypatch: pytest.
     assert len(seen) == 1
 
 
-def test_two_threads_try_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_test_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, model = counted(monkeypatch), long_windows("mistral")
     threads = [threading.Thread(target=require_tree_forward, args=(model,)) for _ in range(4)]
     for thread in threads:
@@ -339,7 +339,7 @@ def test_an_unreferenced_model_is_freed() -> None:
     assert gone() is None
 
 
-def test_the_test_itself_is_a_tree_that_parts_slots_from_positions() -> None:
+def test_the_self_test_tree_distinguishes_slots_from_positions() -> None:
     """Its own power: nodes whose slot is not their position, a commit out of order, windows that end inside."""
     tree = capability.TREE
     assert tree.num_nodes == 8

@@ -23,7 +23,7 @@ T, F = True, False
 SMALL = Topology.of(Tree.from_paths([[0], [1], [0, 0]]))
 
 
-def test_a_node_sees_the_text_its_ancestors_and_itself() -> None:
+def test_a_node_attends_to_the_text_its_ancestors_and_itself() -> None:
     assert visible(SMALL, [3])[0].tolist() == [
         # the text | 0  1  2  3
         [T, T, T, T, F, F, F],
@@ -79,7 +79,7 @@ def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
     ]
 
 
-def test_chunks_begin_at_absolute_positions() -> None:
+def test_chunks_start_at_absolute_positions() -> None:
     """Chunks of 3: positions 0-2 and 3-5. The root at 4 sees 3; node 3, at position 6, opens a chunk of its own."""
     assert visible(SMALL, [4], LayerKind(chunk=3))[0].tolist() == [
         # position 0 1 2 3 | 4 5 5 6
@@ -113,7 +113,7 @@ def config_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention", "hybrid"])
-def test_masks_cut_from_the_buffer_are_the_definition(kind: str, dtype: torch.dtype) -> None:
+def test_masks_cut_from_the_buffer_equal_the_definition(kind: str, dtype: torch.dtype) -> None:
     """Random trees and lengths, also beyond the first buffer (256 slots); 0 where visible, else the least number."""
     rng = random.Random(0)
     for seed in range(4):
@@ -133,7 +133,7 @@ def test_masks_cut_from_the_buffer_are_the_definition(kind: str, dtype: torch.dt
                 assert (mask[:, 0][~expected] == torch.finfo(dtype).min).all()
 
 
-def test_a_dict_only_where_the_layers_have_names() -> None:
+def test_masks_are_a_dict_only_for_named_layer_kinds() -> None:
     """Models with `layer_types` look masks up by kind; all others take one tensor."""
     topology, cpu = Topology.of(Tree.chain(1)), torch.device("cpu")
     assert isinstance(TreeMasks(config_of("full_attention"), torch.float32, cpu)([2], topology), torch.Tensor)
@@ -169,7 +169,7 @@ def test_a_tree_forward_equals_a_forward_per_path(family: str, attention: str) -
 
 
 @torch.no_grad()
-def test_nodes_beyond_the_context_ask_for_no_position_that_does_not_exist() -> None:
+def test_nodes_beyond_the_context_use_valid_positions() -> None:
     """Learned positions end with the table: the nodes within it must be right, the others may be anything."""
     model = tiny_model("gpt2", dtype=torch.float64, max_position_embeddings=10)
     backbone, tree, prompt = Backbone(model), Tree.chain(4), random_ids(8)

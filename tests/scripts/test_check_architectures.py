@@ -32,7 +32,7 @@ def test_a_supported_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mpt", "lfm2", "t5"])
-def test_a_refused_row(name: str) -> None:
+def test_a_rejected_row(name: str) -> None:
     row = script.check_refused(name)
     assert row.as_expected
     cells = row.cells()
@@ -57,7 +57,7 @@ def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "not as expected: llama" in shown.err
 
 
-def test_the_refused_must_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_listed_as_rejected_must_be_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "require_tree_support", lambda model: None)
     row = script.check_refused("mpt")
     assert not row.as_expected
@@ -75,7 +75,7 @@ def test_a_row_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert torch.__version__ in told["versions"]
 
 
-def test_a_model_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_given_by_the_user(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert script.main(["--backbone", "demo", "--json", str(tmp_path / "out.json")]) == 0
     assert "can hold a tree" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["error"] < 1e-5
@@ -97,7 +97,7 @@ def test_wrong_requests(arguments: list[str], named: str) -> None:
         script.main(arguments)
 
 
-def test_the_page_is_written_between_its_markers(tmp_path: Path) -> None:
+def test_the_table_is_written_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{script.BEGIN}\nold\n{script.END}\n\nafter\n")
     row = script.Row("bloom", "BloomForCausalLM", refusal="reasons")
@@ -132,7 +132,7 @@ def test_windows_and_chunks_are_shorter_than_the_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_models_say_more_than_one_token(name: str) -> None:
+def test_models_write_more_than_one_token(name: str) -> None:
     """A model that repeats one token would write the same text with any mask."""
     model = tiny_model(name)
     ids = torch.tensor([random_ids(9)])

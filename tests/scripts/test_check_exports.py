@@ -43,7 +43,7 @@ def test_expected_logits_are_written_with_the_exports(exports: Path) -> None:
 
 
 @pytest.mark.parametrize("consumer", INSTALLED)
-def test_a_consumer_that_is_installed_loads_them(exports: Path, consumer: str) -> None:
+def test_an_installed_server_loads_the_exports(exports: Path, consumer: str) -> None:
     if importlib.util.find_spec(INSTALLED[consumer]) is None:
         pytest.skip(f"needs {INSTALLED[consumer]}")
     if (consumer == "vllm-eagle3") == (exports / "tgi").is_dir():

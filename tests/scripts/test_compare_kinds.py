@@ -65,7 +65,7 @@ def test_attention_counts(settings: dict[str, Any], grows: bool) -> None:
     assert long["forward_megabytes"] > short["forward_megabytes"]
 
 
-def test_the_calibrated_tree_of_a_size_is_each_heads_own(tmp_path: Path) -> None:
+def test_calibrated_trees_depend_on_the_heads(tmp_path: Path) -> None:
     loaded = load_backbone("demo")
     heads = random_heads(loaded.model, 2, lm_head="shared")
     heads.save_pretrained(tmp_path)

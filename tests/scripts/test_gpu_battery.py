@@ -62,7 +62,7 @@ def test_a_call_has_time_for_its_stages() -> None:
         assert all(STAGES[name].call <= stage.call for name in stage.needs)
 
 
-def test_what_matters_most_comes_first() -> None:
+def test_the_most_important_cases_come_first() -> None:
     assert FULL.nodes[0] == 64
     assert next(iter(FULL.trees)) == "64 nodes"
     assert (FULL.prompts, FULL.prompt_tokens) == (6, 64)
@@ -90,9 +90,7 @@ def sleeping(stage: Run) -> None:
     time.sleep(3600)
 
 
-def test_a_stage_is_ended_at_its_limit_and_its_figures_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_ends_at_its_limit_and_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_in(monkeypatch, sleeping)
     assert run_toy(tmp_path, seconds=3)["status"] == "cut off"
     start, first, second, end = run.read_figures(tmp_path)["curves"]
@@ -126,7 +124,7 @@ def losing_one(stage: Run) -> None:
         (losing_one, "done", None),
     ],
 )
-def test_errors_are_reported_and_cost_no_figure(
+def test_errors_are_reported_and_lose_no_figure(
     function: object, status: str, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in(monkeypatch, function)
@@ -136,7 +134,7 @@ def test_errors_are_reported_and_cost_no_figure(
     assert any("ms" in figure for figure in figures) == (function is not losing_all)
 
 
-def test_a_stage_run_again_replaces_its_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeating_a_stage_replaces_only_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.append(tmp_path, {"stage": "losses", "ms": 3.0})
     put_in(monkeypatch, failing)
     run_toy(tmp_path)
@@ -185,7 +183,7 @@ def test_figures_carry_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_a_run_cut_short_still_has_its_report(tmp_path: Path) -> None:
+def test_an_aborted_run_has_a_report(tmp_path: Path) -> None:
     about = {"model": "MHA", "how": "compiled", "context": 2000, "batch": 1}
     run.append(tmp_path, {"stage": "machine", "gpu": "a GPU", "torch": "2", "date": "today"})
     run.append(tmp_path, {"stage": "curves", "event": "start"})

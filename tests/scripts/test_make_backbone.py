@@ -219,7 +219,7 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True))
 
 
-def test_each_parameter_has_one_optimizer_and_its_state_returns() -> None:
+def test_each_parameter_has_one_optimizer_and_its_state_is_restored() -> None:
     model = tiny_llama()
     optimizer = training.MuonWithAdamW(model, training.Recipe(muon_lr=0.5, adamw_lr=0.25))
     matrices, rest = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
@@ -348,7 +348,7 @@ def test_shipped_models_name_no_path_and_their_licence(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "tinystories").is_dir(), reason="needs shared/")
-def test_the_backbone_has_the_figures_of_its_card() -> None:
+def test_the_backbone_reproduces_the_figures_of_its_card() -> None:
     """On the first 20 of the 600 stories: 0.7051 bits a character where all of them give 0.7280.
 
     2e-3: float32 kernels of other machines move the figure by less, a wrong window or document by more.

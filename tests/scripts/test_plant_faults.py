@@ -19,7 +19,7 @@ def test_every_fault_can_be_planted(fault: plant_faults.Fault) -> None:
     assert all((ROOT / test).is_file() for test in fault.tests)
 
 
-def test_names_differ() -> None:
+def test_names_of_faults_are_unique() -> None:
     names = [fault.name for fault in plant_faults.read_faults()]
     assert len(set(names)) == len(names)
 
@@ -34,7 +34,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_fault_is_caught_or_not(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_caught_and_missed_faults_are_reported(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("copy") / "repository"
     plant_faults.copy_repository(project, folder)
     assert plant_faults.run_tests(folder, ["test_sums.py"]) == (0, "")
@@ -47,7 +47,7 @@ def test_a_fault_is_caught_or_not(project: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize(("old", "new"), [("return a", "return b"), ("a * b", "a / b"), ("a + b", "a +")])
-def test_a_fault_that_does_not_fit_is_refused(project: Path, old: str, new: str) -> None:
+def test_a_fault_that_cannot_be_applied_is_rejected(project: Path, old: str, new: str) -> None:
     fault = plant_faults.Fault("x", "sums.py", old, new, [])
     with pytest.raises((ValueError, SyntaxError)):
         fault.plant((project / "sums.py").read_text())

@@ -35,7 +35,7 @@ WRONG = {
 SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training"}  # no scripts
 
 
-def test_every_script_is_here() -> None:
+def test_every_script_is_listed() -> None:
     found = {path.stem for path in SCRIPTS.glob("*.py")} | {path.parent.name for path in SCRIPTS.glob("*/__main__.py")}
     assert found - SHARED == {name for name in WRONG if "/" not in name}
 
@@ -67,7 +67,7 @@ def test_every_script_ends_with_the_shared_wrapper(name: str) -> None:
     assert (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").endswith("\n    run_script(main)\n")
 
 
-def test_a_script_finds_its_neighbours(tmp_path: Path) -> None:
+def test_a_script_can_import_other_scripts(tmp_path: Path) -> None:
     """From any folder, and as a process: the exit status is that of the wrapper."""
     command = [sys.executable, str(SCRIPTS / "plant_faults.py"), "--only", "nothing-like-this"]
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}

@@ -132,7 +132,7 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
 
 @pytest.mark.parametrize("kind", [byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer])
 @pytest.mark.parametrize("name", list(EXPECTED))
-def test_what_the_assistant_says_is_taught_and_nothing_else(name: str, kind: Callable[[str], Tokenizer]) -> None:
+def test_only_the_assistants_turns_are_taught(name: str, kind: Callable[[str], Tokenizer]) -> None:
     template, messages, expected = EXPECTED[name]
     assert marked(kind(template), messages).removeprefix(" ") == expected  # sentencepiece's first word has one
 
@@ -157,7 +157,7 @@ WITH_TOOL = [
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def test_calls_of_tools_are_taught_and_what_tools_answer_is_not() -> None:
+def test_tool_calls_are_taught_and_tool_results_are_not() -> None:
     assert marked(byte_tokenizer(templates.QWEN25), WITH_TOOL, tools=TOOLS) == (
         '<|im_start|>system\nYou are Qwen.\n\n# Tools\n\n<tools>\n{"type": "function", "function": {"name": "add", '
         '"parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\nyes<|im_end|>\n'
@@ -173,7 +173,7 @@ def test_calls_of_tools_are_taught_and_what_tools_answer_is_not() -> None:
     )
 
 
-def test_a_call_in_a_turn_whose_thinking_is_dropped_later_is_found() -> None:
+def test_a_tool_call_is_found_when_the_template_drops_reasoning() -> None:
     messages = [*WITH_TOOL, message("user", "yes"), message("assistant", "yes")]
     told = marked(byte_tokenizer(templates.QWEN3), messages)
     assert (
@@ -188,7 +188,7 @@ def test_two_turns_of_the_assistant_in_a_row_are_both_taught() -> None:
     assert marked(byte_tokenizer(templates.VICUNA), messages).endswith("USER: a ASSISTANT:« b</s>»ASSISTANT:« c</s>»")
 
 
-def test_an_assistant_that_speaks_first_is_taught() -> None:
+def test_a_first_assistant_turn_is_taught() -> None:
     """Nothing stands before it, and templates refuse to write nothing."""
     messages = [message("assistant", "hello"), message("user", "yes")]
     assert marked(byte_tokenizer(templates.CHATML), messages).startswith("<|im_start|>assistant\n«hello<|im_end|>»\n")
@@ -213,13 +213,13 @@ def test_space_at_the_borders_of_an_answer_belongs_to_it(template: str, kind: An
     )
 
 
-def test_the_last_turn_alone_can_be_taught() -> None:
+def test_only_the_last_turn_can_be_taught() -> None:
     for template in (templates.CHATML, templates.CHATML_TAGGED):
         told = marked(byte_tokenizer(template), REPEATED, teach_last=True)
         assert told == CHATML_TURNS.replace("«", "").replace("»", "", 1).replace("yes<|im_end|>»", "«yes<|im_end|>»")
 
 
-def test_an_answer_that_was_cut_off_does_not_end_there() -> None:
+def test_a_truncated_answer_gets_no_end_token() -> None:
     """`medusa distill` stops at a number of tokens; a template that ends the turn there would teach a false end."""
     told = marked(byte_tokenizer(templates.CHATML), REPEATED, unfinished=True)
     assert told == CHATML_TURNS.removesuffix("<|im_end|>»\n") + "»"
@@ -243,7 +243,7 @@ class Slow:
 
 @pytest.mark.parametrize("kind", [byte_tokenizer, merging_tokenizer])
 @pytest.mark.parametrize("name", list(EXPECTED))
-def test_tokenizers_without_places_do_as_well(name: str, kind: Any) -> None:
+def test_tokenizers_without_offsets_work(name: str, kind: Any) -> None:
     template, messages, expected = EXPECTED[name]
     assert marked(Slow(kind(template)), messages) == expected
 
@@ -266,9 +266,7 @@ def refused(template: str | None, messages: list[Message]) -> str:
         (templates.MISTRAL, [REPEATED[0], REPEATED[0]], "roles must alternate"),
     ],
 )
-def test_roles_that_the_template_refuses_are_named_with_the_line(
-    template: str, messages: list[Message], said: str
-) -> None:
+def test_roles_the_template_rejects_are_named_with_the_line(template: str, messages: list[Message], said: str) -> None:
     told = refused(template, messages)
     assert said in told
     assert f"roles are {messages[0]['role']}, {messages[1]['role']}" in told
@@ -279,7 +277,7 @@ def test_a_conversation_needs_a_template() -> None:
     assert "chat_template.jinja" in refused(None, REPEATED)
 
 
-def test_a_template_that_leaves_the_assistant_out_teaches_nothing_and_is_refused() -> None:
+def test_a_template_without_assistant_turns_is_rejected() -> None:
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     assert "nothing of what the assistant says" in refused(silent, REPEATED)
 
@@ -288,11 +286,11 @@ def test_a_template_that_leaves_the_assistant_out_teaches_nothing_and_is_refused
 ODD = "{% for m in messages %}{{ (m.content | length) ~ (messages | length) ~ m.content + '|' }}{% endfor %}"
 
 
-def test_a_turn_that_cannot_be_told_apart_is_refused() -> None:
+def test_an_ambiguous_turn_is_rejected() -> None:
     assert "{% generation %}" in refused(ODD, REPEATED)
 
 
-def test_and_the_templates_own_tags_are_the_way_out() -> None:
+def test_generation_tags_in_the_template_resolve_ambiguous_turns() -> None:
     marks = (
         "{{ (m.content | length) ~ (messages | length) }}{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content + '|' }}{% endgeneration %}{% else %}{{ m.content + '|' }}{% endif %}"

@@ -21,7 +21,7 @@ LOG: list[dict[str, Any]] = [
 ]
 
 
-def test_loss_and_each_heads_guesses_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_accuracy_of_each_head_are_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def test_shares_are_read_by_head() -> None:
     assert top1_shares({"loss": 1.0}) == []
 
 
-def test_a_run_leaves_its_picture(tmp_path: Path) -> None:
+def test_a_run_saves_its_plot(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "backbone")
     (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": random_ids(20)}), encoding="utf-8")
     content = {
@@ -60,6 +60,6 @@ def test_a_run_leaves_its_picture(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "training.png").is_file()
 
 
-def test_a_line_of_the_log_shows_how_far_an_adapted_backbone_has_moved() -> None:
+def test_the_log_shows_the_divergence_of_an_adapted_backbone() -> None:
     assert summarize(LOG[0]) == "loss 3.000  top-1 0.100 0.050"
     assert summarize(LOG[0] | {"lm_loss": 0.0123}) == "loss 3.000  top-1 0.100 0.050  lm 0.0123"

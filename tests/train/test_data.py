@@ -35,7 +35,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> str:
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
-def test_documents_lie_end_to_end_and_the_last_row_is_padded() -> None:
+def test_documents_are_concatenated_and_the_last_row_is_padded() -> None:
     packed = PackedDataset([example(1, 2, 3), example(4, 5, 6, 7, taught="..xx")], sequence_length=5)
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     assert packed.document_ids.tolist() == [[0, 0, 0, 1, 1], [1, 1, -1, -1, -1]]
@@ -64,7 +64,7 @@ def test_a_row_holds_what_the_trained_module_takes() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_documents_do_not_see_each_other(attention: str) -> None:
+def test_packed_documents_do_not_attend_to_each_other(attention: str) -> None:
     """Hidden states in a packed row are those of each document alone, which heads will meet when decoding."""
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
@@ -100,7 +100,7 @@ def test_whole_documents_take_the_first_row_with_room() -> None:
     assert packed.counts.rows == 2
 
 
-def test_open_rows_are_few_and_no_document_is_lost() -> None:
+def test_open_rows_are_limited_and_no_document_is_lost() -> None:
     lengths = [3 + 7 * n % 11 for n in range(200)]
     packed = PackedDataset([example(*[number + 1] * length) for number, length in enumerate(lengths)], 16, whole=True)
     for row in packed.document_ids:
@@ -120,7 +120,7 @@ def test_open_rows_are_few_and_no_document_is_lost() -> None:
         ("drop", [[1, 1, 1, 3, 3, 3]], 0, {"longer than a row": 2}),
     ],
 )
-def test_what_becomes_of_documents_longer_than_a_row(
+def test_documents_longer_than_a_row(
     tmp_path: Path, policy: str, ids: list[list[int]], cut: int, dropped: dict[str, int], streaming: bool
 ) -> None:
     rows = [{"input_ids": [n] * length} for n, length in ((1, 3), (2, 8), (3, 3))]
@@ -194,7 +194,7 @@ def test_a_stream_gives_the_rows_of_the_packed_data_again_and_again(
         assert all(torch.equal(row[key], other[key]) for key in row)
 
 
-def test_a_streams_order_is_the_seeds_alone(tmp_path: Path) -> None:
+def test_a_streams_order_depends_only_on_the_seed(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(20)))
 
     def rows(seed: int, buffer: int = 8) -> list[list[int]]:
@@ -230,7 +230,7 @@ def test_a_streams_broken_line_is_named_when_it_is_reached(tmp_path: Path) -> No
 # --- what is read and what is dropped --------------------------------------------------------------------------------
 
 
-def test_what_was_dropped_is_counted_with_the_reason(tmp_path: Path) -> None:
+def test_dropped_examples_are_counted_by_reason(tmp_path: Path) -> None:
     shared = random_ids(12, seed=1)
     test_set = jsonl(tmp_path / "test.jsonl", {"input_ids": [1, 2, *shared]})
     data = jsonl(
@@ -248,7 +248,7 @@ def test_what_was_dropped_is_counted_with_the_reason(tmp_path: Path) -> None:
     assert told in str(packed.counts)
 
 
-def test_no_more_examples_are_read_than_asked_for(tmp_path: Path) -> None:
+def test_only_the_requested_number_of_examples_is_read(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n, n, n]} for n in range(5)))
     assert load_dataset(DataConfig(path=data, max_examples=2), None, VOCAB, 64).counts.documents == 2
 
@@ -292,7 +292,7 @@ def test_text_without_a_tokenizer_is_refused_by_line(tmp_path: Path, row: dict[s
         load_dataset(DataConfig(path=jsonl(tmp_path / "d.jsonl", row)), None, VOCAB, 64)
 
 
-def test_documents_of_a_text_file_are_separated_by_the_backbones_own_tokens(tmp_path: Path) -> None:
+def test_documents_of_a_text_file_are_separated_by_special_tokens(tmp_path: Path) -> None:
     """The separator is no text: in its place stand the end of one document and the beginning of the next."""
     (tmp_path / "d.txt").write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\n", encoding="utf-8")
     tokenizer = byte_tokenizer()
@@ -317,7 +317,7 @@ def test_bos_eos_and_padding_may_be_one_id(tmp_path: Path) -> None:
 # --- what is kept out ------------------------------------------------------------------------------------------------
 
 
-def test_questions_can_be_kept_out_of_a_base_models_data(tmp_path: Path) -> None:
+def test_questions_can_be_excluded_from_a_base_models_data(tmp_path: Path) -> None:
     """MT-bench's questions are conversations; a base model has no chat template, and they are text all the same."""
     questions = jsonl(tmp_path / "question.jsonl", {"question_id": 81, "turns": ["write about a trip to Hawaii"]})
     data = jsonl(tmp_path / "d.jsonl", {"text": "Please write about a trip to Hawaii."}, {"text": "something else"})

@@ -85,7 +85,7 @@ def by_hand(model: Any, heads: Any, texts: list[OwnText]) -> tuple[list[dict[str
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_accuracy_is_what_a_loop_counts(llama: Any, texts: list[OwnText], lm_head: str) -> None:
+def test_accuracy_equals_a_simple_loop(llama: Any, texts: list[OwnText], lm_head: str) -> None:
     heads = random_heads(llama, HEADS, lm_head=lm_head)
     for layer in heads.blocks:
         for parameter in layer.parameters():
@@ -100,14 +100,14 @@ def test_accuracy_is_what_a_loop_counts(llama: Any, texts: list[OwnText], lm_hea
     assert any(0 < share.top["10"] < 1 for share in figures.heads), "or nothing was compared"
 
 
-def test_heads_that_are_always_right(llama: Any, texts: list[OwnText]) -> None:
+def test_heads_that_are_always_correct(llama: Any, texts: list[OwnText]) -> None:
     figures = head_accuracy(Backbone(llama), Scripted(texts, [0, 0, 0]), texts)  # type: ignore[arg-type]
     for head in figures.heads:
         assert head.top == {"1": 1.0, "5": 1.0, "10": 1.0}
         assert head.conditional_top1 == 1.0
 
 
-def test_every_rank_counts_where_it_belongs(llama: Any, texts: list[OwnText]) -> None:
+def test_every_rank_is_counted(llama: Any, texts: list[OwnText]) -> None:
     figures = head_accuracy(Backbone(llama), Scripted(texts, [4, 0, 10]), texts)  # type: ignore[arg-type]
     assert [head.top for head in figures.heads] == [
         {"1": 0.0, "5": 1.0, "10": 1.0},
@@ -132,7 +132,7 @@ def test_text_that_ends_before_the_heads_reach_counts_nothing(llama: Any) -> Non
     assert figures.heads[0].top == {"1": 0.0, "5": 0.0, "10": 0.0}
 
 
-def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
+def test_a_vocabulary_of_fewer_than_ten_tokens_works() -> None:
     from tests.helpers import tiny_model
 
     model = tiny_model("llama", vocab_size=7)
@@ -140,7 +140,7 @@ def test_a_vocabulary_of_fewer_than_ten_tokens_is_no_obstacle() -> None:
     assert figures.heads[0].top["10"] == 1.0
 
 
-def test_a_tree_accepts_the_deepest_path_whose_every_guess_is_right() -> None:
+def test_a_tree_accepts_the_deepest_correct_path() -> None:
     tree = Tree.from_paths([[0], [1], [0, 0], [0, 2], [0, 0, 1]])
     ranks = torch.tensor([[0, 0, 1, 2, 0, 0], [0, 2, 0, 0, 1, 0], [1, 1, 1, 1, 1, 0]])
     assert accepted(tree, ranks.T).tolist() == [3, 2, 1, 0, 1, 2]

@@ -82,7 +82,7 @@ def written(folder: Path, rows: PackedDataset, model: Any, **kwargs: Any) -> Fea
 
 
 @pytest.mark.parametrize("rows_per_shard", [1, 3, 100])
-def test_rows_come_back_with_the_backbones_hidden_states(
+def test_rows_are_read_with_the_backbones_hidden_states(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int
 ) -> None:
     monkeypatch.setattr("train.features.files.SHARD_BYTES", rows_per_shard * ROW_BYTES)
@@ -115,13 +115,13 @@ def test_shorter_dtypes_halve_the_disk(rows: PackedDataset, model: Any, tmp_path
         torch.testing.assert_close(hidden.float(), exact[0]["hidden"], rtol=error, atol=1e-6)
 
 
-def test_features_travel_to_worker_processes(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
+def test_features_are_passed_to_worker_processes(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
     features = written(tmp_path, rows, model).read()
     first = features[0]["hidden"]
     assert torch.equal(pickle.loads(pickle.dumps(features))[0]["hidden"], first)
 
 
-def test_a_folder_that_was_recorded_elsewhere_reads_in_rows(tmp_path: Path) -> None:
+def test_a_recorded_folder_is_read_in_rows(tmp_path: Path) -> None:
     """Shards need not be equal: any text with its hidden states may be added as one."""
     for number, length in enumerate((50, 7)):
         write_shard(
@@ -145,9 +145,7 @@ def test_a_folder_that_was_recorded_elsewhere_reads_in_rows(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("objective", "kind"), [("text", "medusa"), ("argmax", "medusa"), ("argmax", "eagle")])
-def test_heads_from_features_are_those_of_online_training(
-    recipe: Any, tmp_path: Path, objective: str, kind: str
-) -> None:
+def test_training_from_features_equals_online_training(recipe: Any, tmp_path: Path, objective: str, kind: str) -> None:
     heads = {"num": 2, "kind": kind}
     online = recipe("online", training={"objective": objective}, heads=heads)
     cached = recipe("cached", training={"objective": objective}, heads=heads, cache_features=True)
@@ -182,7 +180,7 @@ def test_the_backbone_runs_once_and_not_in_training(recipe: Any, monkeypatch: py
 # --- interrupted, foreign, damaged ------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_writer_goes_on_where_it_was(
+def test_an_interrupted_writer_resumes(
     rows: PackedDataset, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.features.files.SHARD_BYTES", 3 * ROW_BYTES)
@@ -211,7 +209,7 @@ def test_processes_share_the_shards(
 
 
 @pytest.mark.parametrize("other", ["backbone", "dtype", "data", "mask", "length"])
-def test_features_that_do_not_belong_are_refused_and_replaced_only_when_asked(
+def test_mismatched_features_are_rejected_and_replaced_only_on_request(
     rows: PackedDataset, model: Any, tmp_path: Path, other: str
 ) -> None:
     written(tmp_path, rows, model)
@@ -242,7 +240,7 @@ def test_a_damaged_shard_is_named(rows: PackedDataset, model: Any, tmp_path: Pat
         cache.require_belonging()
 
 
-def test_a_folder_of_something_else_is_left_alone(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
+def test_an_unrelated_folder_is_not_changed(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     cache = cache_of(tmp_path, rows, model)
     with pytest.raises(RequestError, match="holds files that are not"):
@@ -261,7 +259,7 @@ def record(folder: Path, model: Any, texts: list[list[int]], prompt_tokens: int 
     return recorder
 
 
-def test_what_use_leaves_is_training_data(recipe: Any, model: Any, tmp_path: Path) -> None:
+def test_recordings_are_training_data(recipe: Any, model: Any, tmp_path: Path) -> None:
     """Recorded in two sittings, read in rows: the heads are those of training on the texts themselves."""
     texts = [random_ids(40, seed=seed) for seed in range(16)]
     for part in (texts[:9], texts[9:]):
@@ -315,7 +313,7 @@ def test_recordings_do_not_mix(recipe: Any, rows: PackedDataset, model: Any, tmp
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_counts_bytes_and_what_is_saved() -> None:
+def test_the_plan_counts_bytes_and_savings() -> None:
     plan = FeaturePlan(1000, 5_000_000, 8_000_000, backbone_seconds=0.8, heads_seconds=0.2, epochs=4)
     assert plan.saved_per_epoch == pytest.approx(0.8)
     assert plan.saved == pytest.approx(0.6), "the backbone runs once in four epochs: 0.8 * 3 / 4"
@@ -345,7 +343,7 @@ def test_a_plan_is_reported_before_anything_is_written(
     assert (tmp_path / "out" / "medusa_lm_head.safetensors").is_file(), "a plan touches nothing"
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+def test_a_disk_that_is_too_small_is_rejected_before_writing(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.features.cache.free_bytes", lambda path: 1000)

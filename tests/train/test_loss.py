@@ -85,7 +85,7 @@ def assert_same(heads: MedusaHeads, *args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, ROWS, 256])
 @pytest.mark.parametrize(("block", "lm_head"), KINDS)
-def test_chunks_change_neither_figures_nor_gradients(
+def test_chunks_change_neither_loss_nor_gradients(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch, block: str, lm_head: str, chunk: int
 ) -> None:
     chunks_of(monkeypatch, chunk)
@@ -96,7 +96,7 @@ def test_chunks_change_neither_figures_nor_gradients(
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("teacher", [None, {}, {"temperature": 0.5}, {"hard_label_weight": 0.3}], ids=str)
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_nor_do_they_under_any_objective_and_weighting(
+def test_chunks_change_nothing_under_any_objective_and_weighting(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str, teacher: dict[str, float] | None, weighting: str
 ) -> None:
     chunks_of(monkeypatch, 4)
@@ -107,7 +107,7 @@ def test_nor_do_they_under_any_objective_and_weighting(
     assert_same(heads, HeadInputs(torch.randn(ROWS, HIDDEN)), labels, backbone.head, WEIGHTINGS[weighting], taught_by)
 
 
-def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbone: Backbone) -> None:
+def test_the_teachers_distribution_predicts_the_heads_token(backbone: Backbone) -> None:
     """A head that says what the model itself says there has the distribution's entropy as its loss, and no gradient.
 
     The model is asked directly, with its own logits: head k at t is about token t + k + 2, which logits[t + k + 1]
@@ -147,7 +147,7 @@ def test_a_teachers_distribution_is_the_one_that_predicts_the_heads_token(backbo
     assert features.grad.abs().max() < 1e-6, "p - q = 0, up to the rounding of a softmax"
 
 
-def test_a_cold_teacher_is_the_backbones_choice(backbone: Backbone) -> None:
+def test_a_teacher_at_temperature_zero_is_the_argmax(backbone: Backbone) -> None:
     """At temperature 1e-5 the distribution is one-hot; so is one of which the label has all."""
     heads = random_heads(backbone.model, HEADS)
     inputs, labels = HeadInputs(torch.randn(ROWS, HIDDEN)), torch.zeros(HEADS, ROWS, dtype=torch.long)
@@ -162,7 +162,7 @@ def test_a_cold_teacher_is_the_backbones_choice(backbone: Backbone) -> None:
             torch.testing.assert_close(ours[name], gradient, **CLOSE)
 
 
-def test_dpace_weights_by_hand() -> None:
+def test_worked_example_of_dpace_weights() -> None:
     """q = .5, .8, .5 gains .5 + .4 + .2 tokens: head 0 has a share in all three, head 2 in the last alone."""
     taught = torch.ones(3, 2, dtype=torch.bool)
     probability = torch.tensor([[0.5, 1.0], [0.8, 0.0], [0.5, 1.0]])
@@ -189,7 +189,7 @@ def test_dpace_follows_the_gradient_of_the_expected_gain(backbone: Backbone) -> 
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_a_head_without_labels_costs_nothing_and_is_not_nan(backbone: Backbone, lm_head: str) -> None:
+def test_a_head_without_labels_has_zero_loss(backbone: Backbone, lm_head: str) -> None:
     heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
     labels = some_labels()
     labels[1] = IGNORE
@@ -224,7 +224,7 @@ def test_the_loss_is_the_mean_in_nats_over_the_labels(backbone: Backbone) -> Non
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_no_more_than_a_chunk_of_logits_is_held(
+def test_only_one_chunk_of_logits_is_in_memory(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str
 ) -> None:
     chunks_of(monkeypatch, 4)
@@ -273,7 +273,7 @@ def test_under_autocast_the_figures_are_those_of_bfloat16(backbone: Backbone) ->
             assert (ours[name] - gradient).norm() < 0.05 * gradient.norm(), name
 
 
-def test_backends_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+def test_unavailable_backends_are_rejected(tmp_path: Path) -> None:
     def arguments(backend: str, objective: str, weighting: str) -> MedusaTrainingArguments:
         chosen = {"loss_backend": backend, "objective": objective, "head_weighting": weighting}
         return MedusaTrainingArguments(output_dir=str(tmp_path), **chosen)
@@ -301,7 +301,7 @@ def test_an_lm_head_with_a_bias_is_applied_with_it(backbone: Backbone) -> None:
     torch.testing.assert_close(head_losses(heads, *args).loss, head_losses_plain(heads, *args).loss, **CLOSE)
 
 
-def test_far_heads_count_less() -> None:
+def test_later_heads_have_smaller_weights() -> None:
     weights = head_weights(4, 0.8)
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.8, 0.64, 0.512]))
     taught = torch.tensor([[True, True], [True, False]])

@@ -108,7 +108,7 @@ def test_heads_learn_four_times_as_fast_by_default(recipe: Any, seen: Any) -> No
         assert sorted(held) == sorted(wanted), "each parameter once"
 
 
-def test_the_heads_learn_alone_first(recipe: Any, seen: Any, tmp_path: Path) -> None:
+def test_only_the_heads_learn_at_first(recipe: Any, seen: Any, tmp_path: Path) -> None:
     recipe(adapter={"heads_first": 0.5})
     halfway, end = adapter_of(tmp_path / "out" / "checkpoint-3"), adapter_of(tmp_path / "out")
     assert not any(tensor.any() for name, tensor in halfway.items() if "lora_B" in name)
@@ -118,7 +118,7 @@ def test_the_heads_learn_alone_first(recipe: Any, seen: Any, tmp_path: Path) -> 
     assert [line["lm_loss"] > 0 for line in lines] == [False] * 4 + [True] * 2, "B is zero in the first joint step"
 
 
-def test_while_heads_learn_alone_they_learn_as_in_medusa_1(recipe: Any, tmp_path: Path) -> None:
+def test_the_first_stage_equals_medusa_1(recipe: Any, tmp_path: Path) -> None:
     recipe("joint", adapter={"heads_first": 0.99})
     content = json.loads((tmp_path / "joint" / "provenance.json").read_text())["config"]
     alone = {"adapter": None, "output_dir": str(tmp_path / "alone")}
@@ -139,7 +139,7 @@ def test_lambda_0_rises_from_where_the_backbone_joins(schedule: str, at: list[fl
     assert [heads_weight(config, progress) for progress in (0.4, 0.5, 0.75, 1.0)] == pytest.approx(at)
 
 
-def test_lambda_0_weighs_what_the_heads_ask_of_the_backbone_and_not_the_heads_themselves(tmp_path: Path) -> None:
+def test_lambda_0_scales_only_the_backbones_gradient(tmp_path: Path) -> None:
     model = tiny_model("llama")
     heads = random_heads(model, 2, lm_head="own")
     rows = PackedDataset([Example(random_ids(LENGTH), [True] * LENGTH)], LENGTH)
@@ -287,7 +287,7 @@ def test_the_teacher_is_the_untouched_backbone(llama: Any) -> None:
     assert not torch.allclose(model.eval()(ids).logits, llama(ids).logits)
 
 
-def test_kl_holds_the_backbone_where_it_is_and_text_does_not(recipe: Any) -> None:
+def test_kl_keeps_the_backbone_unchanged_and_text_does_not(recipe: Any) -> None:
     settings = {"max_steps": 15, "save_strategy": "no", "learning_rate": 5e-2}
     kept = recipe("kl", training=settings, adapter={"lambda_0": 1e-4})
     learned = recipe("text", training=settings, adapter={"lambda_0": 1e-4, "lm_loss": "text"})
@@ -296,7 +296,7 @@ def test_kl_holds_the_backbone_where_it_is_and_text_does_not(recipe: Any) -> Non
     assert learned["perplexity_after"] < 0.8 * learned["perplexity_before"], "it learns these very texts by heart"
 
 
-def test_perplexity_is_that_of_transformers_own_loss(llama: Any) -> None:
+def test_perplexity_equals_transformers_loss(llama: Any) -> None:
     rows = PackedDataset([Example(random_ids(LENGTH, seed=seed), [True] * LENGTH) for seed in range(5)], LENGTH)
     losses = [llama(input_ids=row["input_ids"][None], labels=row["input_ids"][None]).loss for row in rows]
     ours = perplexity(Backbone(llama), rows, batch_size=2)
@@ -333,7 +333,7 @@ def test_accumulation_and_memory_saving_change_nothing(recipe: Any, tmp_path: Pa
             torch.testing.assert_close(adapter_of(tmp_path / other)[name], tensor, atol=1e-3, rtol=0)
 
 
-def test_activations_are_checkpointed_when_asked(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_checkpointed_on_request(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     new = hasattr(MedusaTrainingArguments, "activation_checkpointing")
     name = "activation_checkpointing_enable" if new else "gradient_checkpointing_enable"
@@ -349,7 +349,7 @@ def test_activations_are_checkpointed_when_asked(recipe: Any, monkeypatch: pytes
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def test_adapter_and_heads_lie_side_by_side_and_decode_together(
+def test_adapter_and_heads_are_saved_and_decode_together(
     recipe: Any, seen: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     recipe(training={"max_steps": 10, "learning_rate": 5e-2}, adapter={"lm_loss": "text"})
@@ -423,7 +423,7 @@ def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: P
         recipe("fourth", heads={"start": str(tmp_path / "first")}, backbone=str(tmp_path / "small"))
 
 
-def test_a_folder_takes_the_old_ones_place_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_atomically(tmp_path: Path) -> None:
     for content in ("old", "new"):
         with replacing_folder(tmp_path / "x") as folder:
             (folder / content).write_text(content)

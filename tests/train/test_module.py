@@ -72,7 +72,7 @@ def test_noise_is_uniform_at_the_scale_of_each_state() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_noise_is_for_what_heads_read_in_training_and_for_nothing_else(kind: str) -> None:
+def test_noise_is_added_only_to_head_inputs_in_training(kind: str) -> None:
     plain, noisy = on_backbone(kind), on_backbone(kind, hidden_noise=0.1, objective="distill")
     expected, found = plain.train().taught(**batch()), noisy.train().taught(**batch())
     assert not torch.equal(found.inputs.hidden, expected.inputs.hidden)
@@ -90,7 +90,7 @@ def test_noise_is_for_what_heads_read_in_training_and_for_nothing_else(kind: str
 
 @pytest.mark.parametrize("block", ["square", "mlp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_share_of_what_blocks_add_is_dropped_in_training_only(kind: str, block: str) -> None:
+def test_dropout_applies_to_block_outputs_only_in_training(kind: str, block: str) -> None:
     model = tiny_model("llama")
     heads = random_heads(model, 1, kind=kind, block=block, num_layers=1, lm_head="shared")
     if kind == "eagle":
@@ -108,7 +108,7 @@ def test_a_share_of_what_blocks_add_is_dropped_in_training_only(kind: str, block
     torch.testing.assert_close(dropped[~gone], added[~gone] / 0.75, rtol=1e-3, atol=1e-4)
 
 
-def test_heads_that_were_trained_with_dropout_are_ready_to_decode(tmp_path: Path) -> None:
+def test_heads_trained_with_dropout_decode_without_dropout(tmp_path: Path) -> None:
     run = trainer(tmp_path, "hydra", dropout=0.5, save_strategy="no")
     run.train()
     assert not any(module.training for module in run.heads.modules())
@@ -123,7 +123,7 @@ def test_heads_that_were_trained_with_dropout_are_ready_to_decode(tmp_path: Path
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if random_heads(tiny_model("llama"), 1, kind=kind).follows_path]
 )
-def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
+def test_a_head_reads_the_guess_of_the_previous_head(kind: str) -> None:
     """Written down once more, a position at a time: with probability 1 every token but the root is a guess."""
     module = on_backbone(kind, scheduled_sampling=1.0).train()
     module.scheduled_sampling = 1.0
@@ -143,7 +143,7 @@ def test_a_head_is_shown_the_guess_of_the_head_before(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_own_guesses_come_with_their_probability_in_training_and_not_in_evaluation() -> None:
+def test_scheduled_sampling_applies_only_in_training() -> None:
     module = on_backbone("hydra", scheduled_sampling=0.3)
     text, backbone = torch.randint(VOCAB, (2000, HEADS)), module.backbone
     inputs = HeadInputs(torch.randn(2000, backbone.hidden_size), backbone.embed(text))
@@ -159,7 +159,7 @@ def test_own_guesses_come_with_their_probability_in_training_and_not_in_evaluati
     assert torch.equal(before, module.taught(**batch()).inputs.following)
 
 
-def test_their_probability_rises_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probability_of_own_guesses_rises_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     ours = HeadsOnBackbone.taught
 
@@ -173,7 +173,7 @@ def test_their_probability_rises_over_the_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["medusa", "cascade"])
-def test_heads_that_see_no_guesses_are_shown_none(kind: str) -> None:
+def test_scheduled_sampling_is_rejected_for_heads_without_guesses(kind: str) -> None:
     with pytest.raises(
         RequestError, match=f"training.scheduled_sampling: heads of kind {kind} see no guesses; leave it out"
     ):
@@ -184,7 +184,7 @@ def test_heads_that_see_no_guesses_are_shown_none(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
-def test_a_seed_says_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_with_one_seed_equals_an_uninterrupted_run(tmp_path: Path, kind: str) -> None:
     guided = GUIDED if kind != "medusa" else {name: GUIDED[name] for name in ("hidden_noise", "dropout")}
 
     def weights(heads: MedusaHeads) -> torch.Tensor:
@@ -213,6 +213,6 @@ def test_a_seed_says_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, kind:
         ({"scheduled_sampling": 1.5}, "training.scheduled_sampling is 1.5; it must be at least 0 and at most 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: dict[str, float], message: str) -> None:
+def test_invalid_combinations_are_rejected(settings: dict[str, float], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         MedusaTrainingArguments(output_dir="unused", use_cpu=True, **settings)

@@ -75,13 +75,13 @@ def test_a_value_may_hold_an_equals_sign(read: Any) -> None:
 
 
 @pytest.mark.parametrize("written", ["1e-3", "1.0e-3", "0.001"])
-def test_a_learning_rate_is_a_number_however_it_is_written(read: Any, written: str) -> None:
+def test_a_learning_rate_is_a_number_in_every_notation(read: Any, written: str) -> None:
     in_file = read(f"backbone: b\ndata: d\noutput_dir: o\ntraining:\n  learning_rate: {written}\n")
     on_the_command_line = read(LEAST, f"training.learning_rate={written}")
     assert in_file.training["learning_rate"] == on_the_command_line.training["learning_rate"] == 1e-3
 
 
-def test_no_is_a_strategy_and_not_a_truth_value(read: Any) -> None:
+def test_no_is_read_as_a_strategy(read: Any) -> None:
     """YAML 1.1 reads `no` as false, and `save_strategy: no` is what people write."""
     assert read(LEAST, "training.save_strategy=no").training["save_strategy"] == "no"
 
@@ -162,7 +162,7 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
     ],
 )
-def test_values_that_make_no_sense_are_refused_with_what_is_allowed(read: Any, override: str, said: str) -> None:
+def test_invalid_values_are_rejected_with_the_allowed_values(read: Any, override: str, said: str) -> None:
     with pytest.raises(RequestError, match=said) as refusal:
         read(LEAST, override)
     assert f"recipe.yaml: {override.partition('=')[0]}" in str(refusal.value) or override.startswith(("h", "adapter={"))
@@ -174,20 +174,20 @@ def test_a_missing_key_is_named(read: Any, name: str) -> None:
         read({key: value for key, value in LEAST.items() if key != name})
 
 
-def test_data_without_a_path_is_named_as_the_key_that_is_missing(read: Any) -> None:
+def test_data_without_a_path_is_reported_as_a_missing_key(read: Any) -> None:
     with pytest.raises(RequestError, match="path") as refusal:
         read(LEAST | {"data": {"sequence_length": 8}})
     assert "__init__" not in str(refusal.value), "users know keys, not constructors"
 
 
 @pytest.mark.parametrize("override", ["heads.num", "=5", "backbone.name=5", "heads.num=[1"])
-def test_what_is_no_override_is_refused(read: Any, override: str) -> None:
+def test_invalid_overrides_are_rejected(read: Any, override: str) -> None:
     with pytest.raises(RequestError):
         read(LEAST, override)
 
 
 @pytest.mark.parametrize("text", ["", "just words", "- a\n- list", "a: [1", "a: b: c"])
-def test_what_is_no_mapping_is_refused_with_the_files_name(read: Any, text: str) -> None:
+def test_a_file_without_a_mapping_is_rejected_with_its_name(read: Any, text: str) -> None:
     with pytest.raises(RequestError, match=r"recipe\.yaml"):
         read(text)
 
@@ -197,7 +197,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "absent.yaml", [])
 
 
-def test_a_recipe_from_python_is_checked_the_same() -> None:
+def test_a_recipe_from_python_is_checked_in_the_same_way() -> None:
     with pytest.raises(RequestError, match="here: unknown key headz"):
         parse_recipe(LEAST | {"headz": {}}, "here")
 
@@ -205,12 +205,12 @@ def test_a_recipe_from_python_is_checked_the_same() -> None:
 @pytest.mark.parametrize(
     "settings", [{"objective": "both"}, {"max_minutes": 0}, {"max_minutes": -1}, {"head_decay": 0}, {"head_decay": 1.1}]
 )
-def test_training_fields_of_ours_are_checked(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_our_training_fields_are_checked(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"training.{next(iter(settings))}"):
         MedusaTrainingArguments(output_dir=str(tmp_path), **settings)
 
 
-def test_what_was_asked_of_the_heads_stands_and_the_rest_is_chosen() -> None:
+def test_given_head_settings_are_kept_and_the_rest_is_chosen() -> None:
     sizes = BackboneSizes(hidden_size=64, vocab_size=1000, parameters=10**6)
     assert choose(sizes, HeadsConfig()).block == "mlp"
     asked = choose(sizes, HeadsConfig(block="square", layers=3, lm_head="own"))

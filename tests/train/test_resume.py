@@ -64,7 +64,7 @@ def same(left: MedusaHeads, right: MedusaHeads) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
-def test_killed_three_times_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
+def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -177,7 +177,7 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
 
 
-def test_there_is_a_line_of_the_log_at_every_checkpoint() -> None:
+def test_every_checkpoint_has_a_line_in_the_log() -> None:
     """Without it, a resumed run's next line would be the mean of fewer steps than an uninterrupted run's."""
     from transformers import TrainerControl
 

@@ -70,7 +70,7 @@ def same(left: Path, right: Path) -> bool:
 # --- streams and counts ----------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_stream_goes_on_in_the_row_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
+def test_a_resumed_stream_continues_in_the_same_row(recipe: Any, tmp_path: Path) -> None:
     """Also in a later pass: ten steps of two rows go through the nine rows more than twice."""
     stream = {"streaming": True, "shuffle_buffer": 4}
     run(recipe("whole", stream, max_steps=10, save_steps=5, save_total_limit=None))
@@ -82,7 +82,7 @@ def test_a_resumed_stream_goes_on_in_the_row_where_it_stopped(recipe: Any, tmp_p
     assert not same(tmp_path / "whole", tmp_path / "otherwise"), "or the order of the rows would not matter at all"
 
 
-def test_a_stream_in_its_order_trains_what_packed_rows_in_their_order_do(recipe: Any, tmp_path: Path) -> None:
+def test_an_unshuffled_stream_trains_like_unshuffled_packed_rows(recipe: Any, tmp_path: Path) -> None:
     run(recipe("streamed", {"streaming": True, "shuffle_buffer": 1}, max_steps=3))
     run(recipe("packed", max_steps=3, train_sampling_strategy="sequential"))
     assert same(tmp_path / "streamed", tmp_path / "packed")
@@ -137,7 +137,7 @@ def talking(tmp_path: Path, backbone: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_inspect_shows_what_is_taught_and_trains_nothing(
+def test_inspect_shows_taught_tokens_without_training(
     recipe: Any, talking: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [f"{key}={value}" for key, value in talking.items()]
@@ -156,7 +156,7 @@ def test_inspect_shows_what_is_taught_and_trains_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_taught_is_coloured_on_a_terminal(talking: dict[str, Any]) -> None:
+def test_taught_tokens_are_coloured_on_a_terminal(talking: dict[str, Any]) -> None:
     from rich.console import Console
 
     from train.data.preview import preview, show
@@ -170,7 +170,7 @@ def test_what_is_taught_is_coloured_on_a_terminal(talking: dict[str, Any]) -> No
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_inspect_of_a_stream_reads_no_more_than_it_shows(
+def test_inspect_reads_only_the_shown_part_of_a_stream(
     recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recipe(data_with={"streaming": True})
@@ -182,7 +182,9 @@ def test_inspect_of_a_stream_reads_no_more_than_it_shows(
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_inspect_refuses_what_training_refuses(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_rejects_the_same_requests_as_training(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = recipe()
     (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{broken\n')
     assert main(["train", str(path), "--inspect"]) == 2
@@ -194,7 +196,7 @@ def test_inspect_refuses_what_training_refuses(recipe: Any, tmp_path: Path, caps
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_a_disk_known_to_be_too_small_is_refused_before_training(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_rejected_before_training(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def usage(path: Path) -> Usage:
@@ -213,7 +215,9 @@ def test_a_disk_known_to_be_too_small_is_refused_before_training(recipe: Any, mo
         run(recipe(save_strategy="no"))
 
 
-def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimated_size_equals_the_size_of_a_run(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The estimate counts the tensors of all that is kept, without the small files next to them."""
     needed: list[int] = []
     monkeypatch.setattr("train.checkpoints.free_bytes", lambda path: 10**12)
@@ -231,7 +235,7 @@ def test_room_is_what_a_run_then_takes(recipe: Any, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("what", ["heads", "optimizer"])
-def test_a_disk_that_fills_midway_ends_in_one_line_and_costs_no_checkpoint(
+def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     from train.trainer import MedusaTrainer
@@ -277,7 +281,7 @@ def with_little_room(path: Path, limit: int, status: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", [3_000, 1_500_000])
-def test_files_that_the_system_does_not_take_end_the_same(recipe: Any, tmp_path: Path, limit: int) -> None:
+def test_failed_writes_end_in_one_line(recipe: Any, tmp_path: Path, limit: int) -> None:
     """No test double: the system refuses to write more, to safetensors (first limit) or to torch (second)."""
     context = multiprocessing.get_context("fork")
     with context.Manager() as manager:
@@ -294,7 +298,7 @@ def test_files_that_the_system_does_not_take_end_the_same(recipe: Any, tmp_path:
     assert not list((tmp_path / "out").glob("**/.*")), "no temporary file is left behind"
 
 
-def test_another_error_is_not_taken_for_a_full_disk(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_reported_as_a_full_disk(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

@@ -79,7 +79,7 @@ def same_heads(left: Path, right: Path) -> None:
         torch.testing.assert_close(ours[name], tensor, **CLOSE)
 
 
-def test_accumulated_micro_batches_are_one_batch(recipe: Any, tmp_path: Path) -> None:
+def test_accumulated_micro_batches_equal_one_batch(recipe: Any, tmp_path: Path) -> None:
     """Rows 0 and 1 of every four have ten times the labels of rows 2 and 3."""
     train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -88,7 +88,7 @@ def test_accumulated_micro_batches_are_one_batch(recipe: Any, tmp_path: Path) ->
     same_heads(tmp_path / "four", tmp_path / "one")
 
 
-def test_two_processes_are_one_with_the_same_global_batch(
+def test_two_processes_equal_one_with_the_same_global_batch(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accelerate launch` with our settings, up to torchrun: its processes are copies of this one."""
@@ -162,7 +162,7 @@ def test_sharding_needs_processes(recipe: Any) -> None:
         train(parse_recipe(recipe("out") | {"shard_backbone": True}, "test"), quiet=True)
 
 
-def test_blocks_are_what_transformers_keeps_in_one_piece(llama: Any) -> None:
+def test_sharded_blocks_are_the_models_layers(llama: Any) -> None:
     assert [type(block).__name__ for block in blocks(llama)] == ["LlamaDecoderLayer"] * 2
 
 

@@ -28,7 +28,7 @@ def test_the_first_head_is_taught_the_token_after_the_next() -> None:
     assert drawn("abcdef", "111111", num_heads=4) == ["cdef..", "def...", "ef....", "f....."]
 
 
-def test_no_label_lies_in_another_document() -> None:
+def test_labels_stay_within_the_document() -> None:
     assert drawn("abcdefgh", "11112222") == ["cd..gh..", "d...h..."]
 
 
@@ -40,17 +40,17 @@ def test_padding_is_never_taught() -> None:
     assert drawn("abcd00", "111133", mask="xxxx..") == ["cd....", "d....."]
 
 
-def test_the_loss_mask_is_looked_up_where_the_label_stands() -> None:
+def test_the_loss_mask_is_read_at_the_label() -> None:
     """A question (abc) and its answer (de): the question's last tokens are places to learn from, not to be learnt."""
     assert drawn("abcde", "11111", mask="...xx") == [".de..", "de..."]
 
 
-def test_heads_that_reach_beyond_the_row_have_no_labels() -> None:
+def test_positions_near_the_end_of_a_row_have_no_labels() -> None:
     assert drawn("abc", "111", num_heads=4) == ["c..", "...", "...", "..."]
     assert drawn("a", "1", num_heads=2) == [".", "."]
 
 
-def test_rows_of_a_batch_do_not_touch() -> None:
+def test_rows_of_a_batch_are_independent() -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), 1)
     assert labels.tolist() == [[[3, IGNORE, IGNORE], [6, IGNORE, IGNORE]]]

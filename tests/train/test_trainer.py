@@ -105,9 +105,7 @@ def same_weights(left: MedusaHeads, right: MedusaHeads) -> bool:
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_the_backbone_stays_as_it_is_to_the_last_bit(
-    model: Any, texts: list[OwnText], tmp_path: Path, lm_head: str
-) -> None:
+def test_training_does_not_change_the_backbone(model: Any, texts: list[OwnText], tmp_path: Path, lm_head: str) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     run = trainer(model, texts, tmp_path, HeadsConfig(num=HEADS, lm_head=lm_head), learning_rate=1e-2, weight_decay=0.1)
     start = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
@@ -141,7 +139,7 @@ def test_saved_heads_are_the_trained_ones(model: Any, texts: list[OwnText], tmp_
     assert loaded.config == run.heads.config
 
 
-def test_new_heads_begin_as_the_backbones_own_guess(model: Any) -> None:
+def test_new_heads_give_the_backbones_logits(model: Any) -> None:
     """Own LM heads are copies of the backbone's, and residual blocks add nothing (paper, 2.2.1; original D13)."""
     hidden = torch.randn(5, HIDDEN)
     for block in ("square", "mlp"):
@@ -151,7 +149,7 @@ def test_new_heads_begin_as_the_backbones_own_guess(model: Any) -> None:
                 torch.testing.assert_close(logits, model.lm_head(hidden), atol=1e-5, rtol=1e-5)
 
 
-def test_an_lm_head_with_a_bias_is_borrowed_unless_own_ones_are_asked_for() -> None:
+def test_an_lm_head_with_a_bias_is_shared_unless_own_heads_are_requested() -> None:
     """Without the bias own LM heads would begin far from the backbone's guess."""
     phi = tiny_model("phi")
     torch.nn.init.normal_(phi.lm_head.bias)
@@ -165,7 +163,7 @@ def test_an_lm_head_with_a_bias_is_borrowed_unless_own_ones_are_asked_for() -> N
     assert "heads.lm_head=shared starts closer" in describe(asked.config, 1, Backbone(phi))
 
 
-def test_blocks_of_a_head_are_not_one_block(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_blocks_of_a_head_share_no_weights(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """`[block] * n` was one shared block (original D12), and saving it failed at the very end."""
     run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3))
     run.train()
@@ -179,9 +177,7 @@ def test_blocks_of_a_head_are_not_one_block(model: Any, texts: list[OwnText], tm
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_heads_learn_what_the_backbone_says_and_decoding_gets_shorter(
-    model: Any, texts: list[OwnText], tmp_path: Path
-) -> None:
+def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     run = trainer(model, texts, tmp_path, max_steps=60, logging_steps=10, learning_rate=5e-3, seed=1)
     backbone = Backbone(model)
     before = head_accuracy(backbone, run.heads, texts)
@@ -200,9 +196,7 @@ def test_heads_learn_what_the_backbone_says_and_decoding_gets_shorter(
 
 @pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent", "eagle"])
 @pytest.mark.parametrize("backend", ["auto", "plain"])
-def test_heads_that_follow_the_path_learn_from_the_tokens_before(
-    model: Any, tmp_path: Path, kind: str, backend: str
-) -> None:
+def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, kind: str, backend: str) -> None:
     """Random tokens, each followed by its own successor: only who sees the random one can know what comes then.
 
     Head 1 is asked for the successor of the root at every other position, head 2 for that of the first guess.
@@ -285,7 +279,7 @@ def test_heads_in_float32_on_a_bfloat16_backbone(
     assert head_accuracy(Backbone(backbone), run.heads, texts[:1]).tokens > 0
 
 
-def test_distillation_is_evaluated_by_what_the_backbone_would_say(model: Any, tmp_path: Path) -> None:
+def test_distillation_is_evaluated_on_the_backbones_tokens(model: Any, tmp_path: Path) -> None:
     """On text that is not its own, that is not what stands there."""
     foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
     figures = {}
@@ -296,7 +290,7 @@ def test_distillation_is_evaluated_by_what_the_backbone_would_say(model: Any, tm
     assert figures["distill"] == figures["argmax"] != figures["text"]
 
 
-def test_training_stops_when_evaluation_gets_no_better(recipe: Any, tmp_path: Path) -> None:
+def test_training_stops_when_evaluation_stops_improving(recipe: Any, tmp_path: Path) -> None:
     evaluated = {"eval_data": str(tmp_path / "own.jsonl")}
     settings = {"eval_steps": 1, "early_stopping_patience": 2, "learning_rate": 0.0, "max_steps": 9}
     assert recipe(content=evaluated, **settings)["steps"] == 3, "the first is the best, two are not better"
@@ -318,7 +312,7 @@ def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
     )
 
 
-def test_gradient_accumulation_is_the_larger_batch(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_gradient_accumulation_equals_a_larger_batch(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """Rows are full, so the mean of two batches' losses is the loss of both (up to labels at the rows' ends)."""
     whole = trainer(model, texts, tmp_path, max_steps=2, per_device_train_batch_size=4, seed=3)
     halves = trainer(
@@ -330,7 +324,7 @@ def test_gradient_accumulation_is_the_larger_batch(model: Any, texts: list[OwnTe
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_the_objective_says_whose_token_is_the_label(model: Any, tmp_path: Path) -> None:
+def test_the_objective_selects_the_labels(model: Any, tmp_path: Path) -> None:
     """On the backbone's own greedy text both are equal; on other text `argmax` is the backbone's own token."""
     foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
     batch_of = trainer(model, foreign, tmp_path).train_dataset
@@ -357,7 +351,7 @@ def test_the_objective_says_whose_token_is_the_label(model: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
-def test_distillation_is_towards_the_backbones_own_distributions(model: Any, tmp_path: Path, weighting: str) -> None:
+def test_distillation_targets_are_the_backbones_distributions(model: Any, tmp_path: Path, weighting: str) -> None:
     """Against a loop over documents with the model's own logits: offsets, borders and averages are all its own."""
     documents = [random_ids(length, seed=length) for length in (20, 11, 3, 30)]  # 64 tokens in rows of 32
     dataset = PackedDataset([Example(ids, [True] * len(ids)) for ids in documents], sequence_length=32)
@@ -389,7 +383,7 @@ def test_distillation_is_towards_the_backbones_own_distributions(model: Any, tmp
     torch.testing.assert_close(figures.objective, weighted / counts, atol=1e-4, rtol=1e-4)
 
 
-def test_giving_a_decay_is_asking_for_it(tmp_path: Path) -> None:
+def test_a_given_decay_selects_decay_weighting(tmp_path: Path) -> None:
     def weighting(**training: Any) -> Weighting:
         return MedusaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training).weighting
 
@@ -405,7 +399,7 @@ def test_a_backbone_that_caps_its_logits_cannot_be_a_teacher(texts: list[OwnText
         trainer(tiny_model("gemma2"), texts, tmp_path, objective="distill")
 
 
-def test_under_mixed_precision_the_backbone_keeps_its_own(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_mixed_precision_keeps_the_backbones_dtype(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """Decoding will show the heads hidden states in the backbone's dtype, so training must."""
     run = trainer(model, texts, tmp_path, bf16=True)
     ids = torch.tensor([texts[0].input_ids])
@@ -417,7 +411,7 @@ def test_under_mixed_precision_the_backbone_keeps_its_own(model: Any, texts: lis
     assert all(parameter.dtype == torch.float32 for parameter in run.heads.parameters())
 
 
-def test_rows_without_any_label_do_no_harm(model: Any, tmp_path: Path) -> None:
+def test_rows_without_labels_are_accepted(model: Any, tmp_path: Path) -> None:
     texts = [OwnText([1] * 2 + [VOCAB - 1] * 50, 4)]
     run = trainer(model, texts, tmp_path, max_steps=2, logging_steps=1)
     run.train_dataset.loss_mask[:] = False
@@ -479,15 +473,13 @@ def test_overwriting_leaves_no_old_checkpoint_to_resume_from(recipe: Any, tmp_pa
     assert whole_checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-4"
 
 
-def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(recipe: Any, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_skipped(recipe: Any, tmp_path: Path) -> None:
     recipe(max_steps=4)
     (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").unlink()
     assert whole_checkpoints(tmp_path / "out")[-1] == tmp_path / "out" / "checkpoint-2"
 
 
-def test_a_time_budget_ends_the_run_with_a_learning_rate_of_almost_nothing(
-    model: Any, texts: list[OwnText], tmp_path: Path
-) -> None:
+def test_a_time_budget_ends_with_a_learning_rate_near_zero(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=1.5 / 60, logging_steps=1, learning_rate=1e-3)
     before = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
     run.fit_budget()
@@ -501,7 +493,7 @@ def test_a_time_budget_ends_the_run_with_a_learning_rate_of_almost_nothing(
     assert run.lr_scheduler.get_last_lr()[0] < 1e-4
 
 
-def test_a_budget_of_cpu_time_is_the_process_own(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_a_cpu_time_budget_does_not_count_waiting(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """However busy the machine is: waiting is not counted."""
 
     class Waits(TrainerCallback):
@@ -531,7 +523,7 @@ def test_the_learning_rate_follows_steps_or_the_clock_whichever_is_ahead(monkeyp
     assert TimeBudget(10.0).learning_rate_factor(warmup=0.1) > 0, "the first step counts too"
 
 
-def test_a_resumed_budget_has_the_time_left_that_it_had(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_remaining_time_budget(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer(model, texts, tmp_path, **settings).train()
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
@@ -546,7 +538,7 @@ def test_a_resumed_budget_has_the_time_left_that_it_had(model: Any, texts: list[
 # --- provenance and refusals -----------------------------------------------------------------------------------------
 
 
-def test_heads_say_where_they_come_from(
+def test_heads_record_their_provenance(
     recipe: Any, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["medusa", "train", "recipe.yaml", "heads.num=3"])
@@ -565,13 +557,13 @@ def test_heads_say_where_they_come_from(
     assert MedusaHeads.from_pretrained(tmp_path / "out").config.base_model_name_or_path == str(folder)
 
 
-def test_a_run_gives_its_figures(recipe: Any) -> None:
+def test_a_run_returns_its_figures(recipe: Any) -> None:
     figures = recipe(max_steps=4, logging_steps=2)
     assert figures["steps"] == 4
     assert {"loss", "seconds", "head1_loss", "head1_top1", f"head{HEADS}_top1"} <= figures.keys()
 
 
-def test_a_run_shorter_than_a_line_of_the_log_gives_its_figures_too(recipe: Any) -> None:
+def test_a_run_shorter_than_the_logging_interval_returns_its_figures(recipe: Any) -> None:
     assert "head1_top1" in recipe(max_steps=2, logging_steps=20)
 
 
@@ -595,6 +587,6 @@ def test_a_run_shorter_than_a_line_of_the_log_gives_its_figures_too(recipe: Any)
         {"max_cpu_minutes": 0.0},
     ],
 )
-def test_training_fields_that_cannot_be_had_are_refused(recipe: Any, training: dict[str, Any]) -> None:
+def test_unsupported_training_fields_are_rejected(recipe: Any, training: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         recipe(**training)

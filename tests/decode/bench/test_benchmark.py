@@ -23,7 +23,7 @@ from decode.results import Result
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 
 
-def test_the_interfaces_names_are_there() -> None:
+def test_the_documented_fields_are_present() -> None:
     them = [
         Contender("plain", Fake("plain", [1.0]), StageTimer()),
         Contender("transformers", Fake("transformers", [1.0])),
@@ -92,7 +92,7 @@ def test_speedups_are_ratios_within_a_round() -> None:
     assert figures["medusa"].tokens_per_second == Rate(24.0, pytest.approx(2.4), 24.0)
 
 
-def test_methods_take_turns_in_going_first() -> None:
+def test_methods_take_turns_to_run_first() -> None:
     order: list[str] = []
     them = contenders(*(Fake(name, [1.0], order=order) for name in "ptm"))
     progress = []
@@ -136,7 +136,7 @@ def test_equal_to_plain_is_the_share_of_prompts_with_the_same_text() -> None:
     assert (figures["medusa"].equal_to_plain, figures["transformers"].equal_to_plain) == (0.75, 1.0)
 
 
-def test_categories_have_figures_of_their_own() -> None:
+def test_categories_have_separate_figures() -> None:
     them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [9.0, 0.5, 0.25, 0.5]))
     run_rounds(them, [[[1]], [[2]], [[3]]], rounds=1)
     by_category = summarize(them, ["math", "code", None])["medusa"].by_category
@@ -162,7 +162,7 @@ def test_prompts_without_new_tokens_give_no_error() -> None:
     assert (figures.new_tokens, figures.steps, figures.accepted_by_depth) == (0, 0, [])
 
 
-def test_intervals_hold_the_figure_and_widen_with_the_spread() -> None:
+def test_intervals_contain_the_figure_and_widen_with_the_spread() -> None:
     """The heads speed up only some prompts, so the interval is wide."""
 
     def spans(seconds: list[float]) -> tuple[float, Any]:
@@ -205,7 +205,7 @@ def test_prompts_of_one_batch_are_drawn_together() -> None:
     assert sample.seconds.tolist() == [[1.0, 1.0]]
 
 
-def test_the_json_s_prompts_give_the_figures_again() -> None:
+def test_figures_can_be_recomputed_from_the_prompts_in_the_json() -> None:
     them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [9.0, 0.5, 0.25], 4))
     run_rounds(them, [[[1]], [[2]]], rounds=2)
     figures = summarize(them, [None] * 2)["medusa"]
@@ -215,12 +215,12 @@ def test_the_json_s_prompts_give_the_figures_again() -> None:
     assert figures.tokens_per_second.max == pytest.approx(max(rates))
 
 
-def test_tau_by_position_sorts_steps_by_where_they_begin() -> None:
+def test_tau_by_position_groups_steps_by_their_start() -> None:
     bins = tau_by_position([Result([1], uncut_lengths=[4] * 5), Result([1], uncut_lengths=[1] * 17)])
     assert bins == [PositionFigures(0, (16 + 16) / 20, 20), PositionFigures(16, (4 + 1) / 2, 2)]
 
 
-def test_nodes_are_counted_at_the_steps_that_were_taken() -> None:
+def test_accepted_nodes_are_counted_at_starts_of_steps() -> None:
     """Steps of 3, 1, 2 tokens, and a last root; ranks between the starts of steps do not count."""
     ranks = torch.tensor([[0, 2], [0, 0], [0, 0], [7, 0], [1, 9], [0, 0], [0, 0]])
     results = [Result([1], uncut_lengths=[3, 1, 2, 1])]

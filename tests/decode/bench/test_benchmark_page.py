@@ -108,20 +108,20 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
     assert ["rounds", "2"] in seen.rows
 
 
-def test_the_figures_of_the_page_are_the_jsons(both: tuple[dict[str, Any], str]) -> None:
+def test_figures_on_the_page_equal_the_json(both: tuple[dict[str, Any], str]) -> None:
     content, html = both
     assert_figures_are_the_jsons(html, content)
     assert "medusa benchmark --x &#39;a b&#39;" in html
 
 
-def test_the_check_sees_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:
+def test_the_check_detects_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:
     content, html = both
     wrong = html.replace(f"{content['methods']['medusa']['speedup_vs_generate']:.2f} x", "9.99 x")
     with pytest.raises(AssertionError):
         assert_figures_are_the_jsons(wrong, content)
 
 
-def test_the_page_is_whole_without_a_network(both: tuple[dict[str, Any], str]) -> None:
+def test_the_page_is_complete_without_a_network(both: tuple[dict[str, Any], str]) -> None:
     _, html = both
     assert not re.search(r'(src|href)="(?!#)', html), "it loads something"
     assert "<script" not in html
@@ -133,7 +133,7 @@ def test_the_page_is_whole_without_a_network(both: tuple[dict[str, Any], str]) -
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= COLORS.keys()
 
 
-def test_one_prompt_and_one_round_have_no_interval_and_a_page() -> None:
+def test_one_prompt_and_one_round_give_a_page_without_intervals() -> None:
     result = outcome([0.5])
     for figures in result.methods.values():
         figures.speedup_interval = figures.speedup_vs_generate_interval = figures.tau_interval = None
@@ -141,7 +141,7 @@ def test_one_prompt_and_one_round_have_no_interval_and_a_page() -> None:
     assert "a single measurement" in written(result)
 
 
-def test_files_alone_are_compared_on_a_page_too() -> None:
+def test_a_page_can_compare_files_only() -> None:
     then = outcome([0.8, 0.9, 0.7])
     html = written(None, compare(then, then, ("a.json", "b.json")))
     assert "b.json against a.json" in html
@@ -175,13 +175,13 @@ def in_browser(tmp_path: Path) -> Callable[..., str]:
     return load
 
 
-def test_a_browser_shows_the_jsons_figures(both: tuple[dict[str, Any], str], in_browser: Any) -> None:
+def test_a_browser_shows_the_figures_of_the_json(both: tuple[dict[str, Any], str], in_browser: Any) -> None:
     content, html = both
     assert_figures_are_the_jsons(in_browser(html), content)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True), (1280, True)])
-def test_both_themes_can_be_read_on_a_desk_and_on_a_phone(
+def test_both_themes_are_readable_on_desktop_and_phone(
     both: tuple[dict[str, Any], str], in_browser: Any, width: int, dark: bool
 ) -> None:
     _, html = both
@@ -216,7 +216,7 @@ def luminance(color: str) -> float:
     ("name", "least"),
     [("ink", 7.0), ("faint", 4.5), ("good", 4.5), ("bad", 4.5), *((n, 2.0) for n in ("plain", "amber", "medusa"))],
 )
-def test_colours_stand_out_from_the_paper(theme: int, name: str, least: float) -> None:
+def test_colours_contrast_with_the_background(theme: int, name: str, least: float) -> None:
     """WCAG: 4.5 for text; bars show their value as text, so a weak contrast loses nothing."""
     one, other = sorted((luminance(COLORS[name][theme]), luminance(COLORS["paper"][theme])))
     assert (other + 0.05) / (one + 0.05) >= least

@@ -160,7 +160,7 @@ def test_counting_where_steps_start_gives_better_trees() -> None:
     assert predicted_tau(grow(recording, 3), recording) >= predicted_tau(everywhere, recording)
 
 
-def test_heads_that_are_never_correct_get_a_tree_of_the_root() -> None:
+def test_heads_that_are_never_correct_get_a_tree_with_only_the_root() -> None:
     assert grow(Recording([torch.full((50, 3), MISSED)]), 8).num_nodes == 1
 
 
@@ -219,7 +219,7 @@ def test_one_text_with_steps_is_enough(llama: Any) -> None:
     assert all(1 <= point.tau <= 4 for point in found.points)
 
 
-def test_own_texts_are_the_same_at_every_call(llama: Any) -> None:
+def test_calibration_texts_are_the_same_at_every_call(llama: Any) -> None:
     state = torch.get_rng_state()
     one, other = (own_texts(llama, SETTINGS, bos=None) for _ in range(2))
     assert one == other
@@ -270,7 +270,7 @@ def test_the_cache_is_used_if_the_folder_cannot_be_written(tmp_path: Path) -> No
         store(places[:1], calibration())
 
 
-def test_other_heads_are_another_situation(llama: Any) -> None:
+def test_calibrations_depend_on_heads_batch_size_and_settings(llama: Any) -> None:
     one, other = (random_heads(llama, 2, seed) for seed in (0, 1))
     told = situation(llama, one, SETTINGS, 1)
     assert told == situation(llama, one, SETTINGS, 1)

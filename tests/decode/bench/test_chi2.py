@@ -15,7 +15,7 @@ def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_p_value_is_scipys(seed: int) -> None:
+def test_p_values_equal_scipys(seed: int) -> None:
     p = torch.randn(40, generator=torch.Generator().manual_seed(seed)).double().softmax(-1)
     counts = sample(p, 40_000, seed)
     assert float(p.min()) * 40_000 > MIN_EXPECTED
@@ -36,7 +36,7 @@ def test_small_cells_are_pooled() -> None:
     assert ours.chi2 == pytest.approx(10**2 / 800 + 10**2 / 200)
 
 
-def test_a_draw_of_what_cannot_be_fails_at_once() -> None:
+def test_an_impossible_draw_fails_at_once() -> None:
     ours = goodness_of_fit(torch.tensor([500_000, 499_999, 1]), torch.tensor([0.5, 0.5, 0.0]))
     assert (ours.impossible, ours.p_value) == (1, 0.0)
 
@@ -50,19 +50,19 @@ def test_distances_of_true_samples_are_as_predicted() -> None:
     assert float(mean[1]) ** 0.5 == pytest.approx(found[0].expected_std, rel=0.05)
 
 
-def test_p_values_of_true_samples_are_even() -> None:
+def test_p_values_of_true_samples_are_uniform() -> None:
     """Kolmogorov-Smirnov at 1e-4: no excess of small ones, of which the false-alarm rate is made."""
     p = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.03, 0.02]).double()
     values = [goodness_of_fit(sample(p, 5_000, seed), p).p_value for seed in range(500)]
     assert stats.kstest(values, "uniform").pvalue > 1e-4
 
 
-def test_one_outcome_or_no_draw_says_nothing() -> None:
+def test_one_outcome_or_no_draw_gives_no_evidence() -> None:
     assert goodness_of_fit(torch.tensor([7]), torch.tensor([1.0])).p_value == 1.0
     assert goodness_of_fit(torch.tensor([0, 0]), torch.tensor([0.5, 0.5])).p_value == 1.0
 
 
-def test_tiny_p_values_do_not_vanish_into_noise() -> None:
+def test_tiny_p_values_are_accurate() -> None:
     fair = torch.tensor([0.5, 0.5])
     assert goodness_of_fit(torch.tensor([5_200, 4_800]), fair).p_value == pytest.approx(6.33e-5, rel=1e-2)
     assert goodness_of_fit(torch.tensor([6_000, 4_000]), fair).p_value < 1e-80

@@ -15,7 +15,7 @@ from tests.decode.bench.made_up import outcome
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_figures_survive_writing_and_reading() -> None:
     result = outcome([0.8, 0.9, 0.7])
     content = json.loads(json.dumps(result.to_json()))
     assert BenchmarkResult.from_json(content, "b.json") == result
@@ -36,7 +36,7 @@ def test_names_of_what_was_not_measured_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo_shipped", "demo_live", "compiled_demo", "stories260k_original_auto"])
-def test_files_of_earlier_versions_are_read_with_nothing_lost(name: str) -> None:
+def test_files_of_earlier_versions_are_read_completely(name: str) -> None:
     content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     written: Any = json.loads(json.dumps(BenchmarkResult.from_json(content, name).to_json()))
     assert_holds(written, content)
@@ -51,7 +51,7 @@ def assert_holds(content: Any, expected: Any) -> None:
         assert content == expected
 
 
-def test_the_first_files_have_no_figures_of_their_prompts() -> None:
+def test_files_of_the_first_version_have_no_figures_by_prompt() -> None:
     content = json.loads((RESULTS / "demo_shipped.json").read_text(encoding="utf-8"))
     with pytest.raises(RequestError, match=r"b.json holds no figures of its prompts: an earlier version wrote it"):
         BenchmarkResult.from_json(content, "b.json").require_prompts("b.json")

@@ -10,7 +10,7 @@ from decode.bench.compare import Sample, interval
 from decode.bench.figures import PromptFigures
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_the_interval_has_its_nominal_coverage() -> None:
     """400 benchmarks of 30 prompts with a true speedup of 2: 95 % of intervals hold it, give or take five points.
 
     (A bootstrap of 30 prompts is a little too narrow: 93 % is usual.)"""

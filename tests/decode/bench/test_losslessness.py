@@ -142,7 +142,7 @@ def test_prompts_up_to_the_longest_that_leaves_room(family: str) -> None:
         made(31)
 
 
-def test_the_false_alarm_rate_is_shared_out(model: Any) -> None:
+def test_the_false_alarm_rate_is_divided_among_the_tests(model: Any) -> None:
     cases = cases_of(model)
     assert threshold(cases) == pytest.approx(FALSE_ALARM / 4 / 6)  # three rules, two tests each
     one = cases[0]
@@ -150,7 +150,7 @@ def test_the_false_alarm_rate_is_shared_out(model: Any) -> None:
     assert not passes(cases)
 
 
-def test_the_json_has_the_interfaces_names(model: Any) -> None:
+def test_the_json_has_the_documented_fields(model: Any) -> None:
     lines = [line for case in cases_of(model, RULES[:2]) for line in case.to_json()]
     names = {"prompt", "temperature", "top_p", "tokens", "draft", "acceptance", "total_variation", "std_of_difference"}
     assert all(names | {"chi2_p_value", "expected_std"} <= set(line) for line in lines)
@@ -219,7 +219,7 @@ def test_a_text_that_ends_early_is_not_explained_by_rounding(model: Any) -> None
     assert not greedy.passed
 
 
-def test_a_tie_is_told_from_an_error(model: Any) -> None:
+def test_ties_are_distinguished_from_errors(model: Any) -> None:
     """Two tokens with the same LM head row: rounding decides which of them is best."""
     twin = tiny_model("llama", initializer_range=0.15)
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_bounds_by_dtype() -> None:
     assert tie_bound(torch.float16, -16.0) == 4 * 16 * 2**-10
 
 
-def test_the_tree_of_a_case_is_the_users(model: Any) -> None:
+def test_cases_use_the_given_tree(model: Any) -> None:
     source = TrainedHeads(random_heads(model), load_tree("chain:1", 3))
     made = Experiment(model, source, PROMPT, Settings(temperature=1.0), torch.Generator().manual_seed(0))
     cases = [made.run(rule, 0, DRAWS) for rule in RULES[:2]]

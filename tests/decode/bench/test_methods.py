@@ -35,7 +35,7 @@ def test_padding_is_on_the_left_and_masked() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_method_writes_the_backbones_text_in_a_batch_and_alone(llama: Any, name: str) -> None:
+def test_every_method_writes_the_backbones_text_with_and_without_a_batch(llama: Any, name: str) -> None:
     method = methods(llama, Settings(max_new_tokens=15))[name]
     together, alone = method(PROMPTS, None), [method([prompt], None)[0] for prompt in PROMPTS]
     for result, single, prompt in zip(together, alone, PROMPTS, strict=True):
@@ -77,7 +77,7 @@ def test_kept_hidden_states_equal_those_of_a_forward_over_the_text(family: str, 
         torch.testing.assert_close(result.hidden, fresh[: len(result.hidden)], atol=1e-5, rtol=1e-5)
 
 
-def test_hidden_states_are_kept_only_where_asked(llama: Any) -> None:
+def test_hidden_states_are_kept_only_on_request(llama: Any) -> None:
     assert all(
         result.hidden is None
         for name in NAMES
@@ -155,7 +155,7 @@ def test_a_stop_string_ends_a_text_also_in_a_batch(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_ends_where_the_context_does(name: str) -> None:
+def test_a_text_ends_at_the_end_of_the_context(name: str) -> None:
     model = tiny_model("llama", max_position_embeddings=20)
     prompts = [random_ids(17, seed=1), random_ids(12, seed=2)]
     for prompt in prompts:
@@ -174,7 +174,7 @@ def test_in_a_batch_each_text_ends_at_the_context(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_that_fills_the_context_gets_nothing_new(name: str) -> None:
+def test_a_prompt_that_fills_the_context_gets_no_tokens(name: str) -> None:
     model = tiny_model("llama", max_position_embeddings=20)
     result = methods(model, Settings(max_new_tokens=30))[name]([random_ids(20)], None)[0]
     assert (result.new_ids, result.step_lengths, result.finish_reason) == ([], [], "length")

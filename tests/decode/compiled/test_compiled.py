@@ -81,7 +81,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "gemma3_text", "llama4_text", "gemma2",
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_texts_are_generates_own(family: str, tree: str) -> None:
+def test_greedy_texts_equal_generate(family: str, tree: str) -> None:
     model = shared_model(family)
     Regions.of(model).clear()
     heads = random_heads(model)
@@ -104,7 +104,7 @@ def test_double_precision() -> None:
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 @pytest.mark.parametrize("prefix_layers", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_kinds_of_heads_step_as_in_the_eager_loop(
+def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts, too, so that what heads keep of the text is in step; across capacities, and rows that end early."""
@@ -128,7 +128,7 @@ def test_all_kinds_of_heads_step_as_in_the_eager_loop(
 
 @pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("kind", ["recurrent", "eagle"])
-def test_machine_code_drafts_what_the_eager_loop_drafts(kind: str) -> None:
+def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
     """A rule that accepts everything shows the drafts. With buffers written over, machine code of a chain spoiled the
     recurrent heads' state from the third token on, and greedy texts were right all the same."""
     model = tiny_model("llama", num_hidden_layers=1)
@@ -190,7 +190,7 @@ def test_the_end_of_the_context() -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-def test_typical_acceptance_is_the_eager_one(llama: Any) -> None:
+def test_typical_acceptance_equals_the_eager_rule(llama: Any) -> None:
     heads = random_heads(llama)
     inputs = left_padded([random_ids(7), random_ids(4)])
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7, "acceptance": "typical"}
@@ -277,7 +277,7 @@ def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
 
 
 @pytest.mark.skipif(not _has_compiler(), reason="needs a C++ compiler")
-def test_machine_code_writes_the_same_text_and_is_kept() -> None:
+def test_compiled_code_writes_the_same_text_and_is_cached() -> None:
     model = tiny_model("llama")
     heads = random_heads(model)
     prompts = [random_ids(6), random_ids(3)]
@@ -337,7 +337,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("change", [*CHANGES, "autocast"])
-def test_what_guards_would_ask_is_asked_once_a_session(change: str) -> None:
+def test_model_changes_are_checked_once_a_session(change: str) -> None:
     model = tiny_model("llama")
     heads, options = random_heads(model), {"max_new_tokens": 3, "do_sample": False}
     for _ in range(2):
@@ -351,7 +351,7 @@ def test_what_guards_would_ask_is_asked_once_a_session(change: str) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_hook_that_comes_later_is_seen() -> None:
+def test_a_hook_registered_later_is_detected() -> None:
     """The graph of another session is not replayed, though nothing in it asks."""
     model = tiny_model("llama")
     heads, prompt = random_heads(model), random_ids(6)
@@ -377,7 +377,7 @@ def test_sampling_options_that_look_alike() -> None:
 
 
 @torch.inference_mode()
-def test_nothing_of_an_earlier_text_stays(llama: Any) -> None:
+def test_nothing_of_an_earlier_text_remains(llama: Any) -> None:
     """Masked or not, what is no number would reach the next text: 0 x NaN."""
     session, _ = plain_decoding(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
     session.prefill()
@@ -407,7 +407,7 @@ def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-def test_regions_live_with_their_model() -> None:
+def test_regions_are_freed_with_their_model() -> None:
     model = tiny_model("llama")
     heads, prompt = random_heads(model), [random_ids(4)]
     for nodes in range(2, 2 + region.KEPT + 2):
@@ -429,7 +429,9 @@ def test_regions_live_with_their_model() -> None:
         ("phi3, longrope", {}, {}, "longrope"),
     ],
 )
-def test_refusals(family: str, heads_options: dict[str, Any], options: dict[str, Any], said: str) -> None:
+def test_unsupported_options_are_rejected(
+    family: str, heads_options: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
     model = tiny_model(family)
     heads = random_heads(model, **heads_options)
     with pytest.raises(RequestError, match=said):

@@ -111,7 +111,7 @@ def write_as_plainly(model: Any, drafter: Guesser) -> None:
         assert len(taken) < len(text), "nothing was accepted: no power"
 
 
-def test_a_ragged_batch_is_as_its_rows_alone(llama: Any, drafter: Guesser) -> None:
+def test_a_ragged_batch_equals_its_rows_alone(llama: Any, drafter: Guesser) -> None:
     prompts = [*PROMPTS, repetitive(llama, PROMPTS[2])]
     texts = [plain(llama, prompt, max_new_tokens=NEW, eos_token_id=9, pad_token_id=0) for prompt in prompts]
     assert len({len(text) for text in texts}) > 1, "all rows end together: no power"
@@ -215,12 +215,12 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
         ("mix:heads+mix:ngram", "'ngram' is one drafter"),
     ],
 )
-def test_wrong_words(spec: str, said: str) -> None:
+def test_wrong_draft_options_are_rejected(spec: str, said: str) -> None:
     with pytest.raises(RequestError, match=re.escape(said)):
         parse(spec)
 
 
-def test_what_is_missing_or_too_much(llama: Any) -> None:
+def test_missing_and_superfluous_arguments_are_rejected(llama: Any) -> None:
     ids, heads = torch.tensor([PROMPTS[0]]), random_heads(llama)
     with pytest.raises(RequestError, match="the heads are None"):
         generate(llama, inputs=ids, max_new_tokens=3)

@@ -34,7 +34,7 @@ def slow_choice(tree: Tree, log_p: torch.Tensor, nodes: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("nodes", "widths"), [*((n, [12] * 3) for n in (2, 3, 7, 12)), (30, [16] * 2)])
-def test_the_most_probable_nodes_that_hang_together(nodes: int, widths: list[int]) -> None:
+def test_the_most_probable_connected_nodes_are_chosen(nodes: int, widths: list[int]) -> None:
     """Of all paths over so many guesses: no candidate that could win was left out."""
     everything = Tree.top_k(widths)
     dynamic = DynamicTree.over_heads(nodes, len(widths))
@@ -48,7 +48,7 @@ def test_the_most_probable_nodes_that_hang_together(nodes: int, widths: list[int
             assert got == {everything.rank_paths[n - 1] for n in slow_choice(everything, best[row], nodes) if n}
 
 
-def test_sure_guesses_never_lose_their_parents() -> None:
+def test_tied_nodes_keep_their_parents() -> None:
     """Confidences of exactly 1, and of 0: worths tie, or are minus infinity."""
     for nodes in (2, 3, 4, 9, 30):
         dynamic = DynamicTree.over_heads(nodes, 3)
@@ -93,7 +93,7 @@ def test_a_part_of_a_tree_is_the_tree_of_its_paths(seed: int) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["greedy", "typical", "rejection"])
-def test_text_is_plain_decodings(llama: Any, acceptance: str) -> None:
+def test_text_equals_plain_decoding(llama: Any, acceptance: str) -> None:
     """Batches with rows of different length, each with a tree of its own.
 
     A sample at temperature 1e-3 is the most probable token, and nothing else is typical at these constants.
@@ -111,7 +111,7 @@ def test_text_is_plain_decodings(llama: Any, acceptance: str) -> None:
         assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=20)
 
 
-def test_rows_have_topologies_of_their_own(llama: Any) -> None:
+def test_each_row_has_its_own_topology(llama: Any) -> None:
     heads = random_heads(llama, 3, lm_head="shared")
     drafter = HeadsDrafter(heads, Backbone(llama), DynamicTree.over_heads(8, 3))
     hidden = torch.randn(2, llama.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -126,7 +126,7 @@ def test_rows_have_topologies_of_their_own(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent", "eagle"])
-def test_heads_that_say_nothing_sensible_change_no_text(llama: Any, kind: str) -> None:
+def test_non_finite_heads_do_not_change_the_text(llama: Any, kind: str) -> None:
     """What overflows is no number, and would win every comparison: a node is never taken without its parent."""
     heads = random_heads(llama, 3, lm_head="shared", kind=kind)
     broken: dict[str, Callable[[Any], list[torch.Tensor]]] = {

@@ -37,7 +37,7 @@ PLAN = LookaheadConfig(window=4, n=4, guesses=3)
 # The window as a tree
 
 
-def test_a_window_by_hand() -> None:
+def test_worked_example_of_a_window() -> None:
     """Three columns, three levels: the picture of the module's docstring, in the order root a1 a2 b0 b1 b2 c0 c1 c2."""
     window = window_topology(3, 3, CPU)
     assert window.parent.tolist() == [[0, 0, 1, 0, 1, 2, 3, 4, 5]]
@@ -56,7 +56,7 @@ def test_a_window_by_hand() -> None:
     assert window.ancestors[0].tolist() == [[mark == "x" for mark in line] for line in seen]
 
 
-def test_a_window_beside_a_draft_by_hand() -> None:
+def test_worked_example_of_a_window_with_a_draft() -> None:
     """Two guesses behind the root, g h and g i, and the text x y before them; the window (two columns, two levels) is
     behind them in the slots, and neither sees the other."""
     trie = Trie(9)
@@ -88,7 +88,7 @@ def test_a_window_beside_a_draft_by_hand() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("n", [3, 4, 6])
-def test_a_column_sees_its_line_and_itself(window: int, n: int) -> None:
+def test_a_column_attends_to_the_first_row_and_itself(window: int, n: int) -> None:
     """From the definition: behind the first tokens of level 0 come those of the levels below, in the same column."""
     topology = window_topology(window, n - 1, CPU)
     for level in range(n - 1):
@@ -103,7 +103,7 @@ def test_a_column_sees_its_line_and_itself(window: int, n: int) -> None:
 # The pool
 
 
-def test_a_pool_keeps_the_latest() -> None:
+def test_a_pool_keeps_the_latest_ngrams() -> None:
     pool = Pool(2)
     for ngram in ([1, 2, 3], [1, 4, 5], [2, 9, 9], [1, 2, 3], [1, 6, 7]):
         pool.add(ngram)
@@ -146,7 +146,7 @@ def told(draft: Draft, row: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2"])
-def test_drafts_are_those_of_plain_jacobi_iteration(family: str) -> None:
+def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
     """In every step of a text, through cache, masks and positions; two rows, of which one is short."""
     model = tiny_model(family, dtype=torch.float64)
     prompts, plan, checked = [PROMPTS[0], [3, 1, 2]], PLAN, 0
@@ -209,7 +209,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", ["greedy", "rejection", "typical", "topk:2"])
-def test_no_rule_sees_a_window(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_removed_before_acceptance(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches acceptance is as large as the draft, and ends where it does; the cache keeps nothing else."""
     sizes = []
     inner = TreeStepper.accept
@@ -270,7 +270,7 @@ def test_a_mix_with_heads_and_prompt_lookup(llama: Any, options: dict) -> None:
     assert found["mix:heads+ngram+lookahead"] <= found["mix:heads+ngram"]
 
 
-def test_who_asks_again_gets_the_same_answer(llama: Any) -> None:
+def test_repeated_proposals_are_equal(llama: Any) -> None:
     source = drafter_factory("lookahead:window=4", DrafterContext(llama))
     made = Experiment(llama, source, PROMPTS[0], Settings(temperature=1.0), torch.Generator())
     first, second = (made.context.drafter.propose(made.context.frontier) for _ in range(2))
@@ -302,7 +302,7 @@ def test_samples_have_the_targets_distribution(llama: Any) -> None:
     assert case.mean_accepted > 1, "hardly anything was accepted: no power"
 
 
-def test_a_draft_that_sees_the_window_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_attends_to_the_window_is_detected(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the candidates' masks let them see what stands aside."""
     inner = Draft.whole.fget  # type: ignore[attr-defined]
 
@@ -316,7 +316,7 @@ def test_a_draft_that_sees_the_window_fails(llama: Any, monkeypatch: pytest.Monk
     assert not passes([made.run(RULES[0], 0, 100_000)])
 
 
-def test_the_window_ends_with_the_text() -> None:
+def test_the_window_is_dropped_at_the_end_of_the_text() -> None:
     """With room for the root and two tokens one more step can be drafted; with less nobody will ask for n-grams."""
     for room, there in ((4, True), (3, False)):
         sequences = Sequences([Request([1, 2, 3], room)], None, CPU)  # type: ignore[list-item]

@@ -61,7 +61,7 @@ def random_drafts(rng: random.Random, rows: int) -> list[Draft]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_union_is_the_obvious_one(seed: int) -> None:
+def test_the_union_equals_a_simple_implementation(seed: int) -> None:
     rng = random.Random(seed)
     rows, most = rng.randint(1, 4), rng.choice([2, 5, 9, 100])
     drafts = random_drafts(rng, rows)
@@ -88,7 +88,7 @@ def check(topology: Topology) -> None:
     assert int(counts.max()) <= topology.max_children
 
 
-def test_by_hand() -> None:
+def test_worked_example() -> None:
     root = torch.tensor([7])
     parent, depth = torch.tensor([[0, 0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 2, 2]])
     heads = Draft(torch.tensor([[7, 1, 2, 1, 3]]), Topology.from_parents(parent, depth, 2, 2))
@@ -101,7 +101,7 @@ def test_by_hand() -> None:
     assert union([draft_of([trie], root), heads], 5).ids.tolist() == [[7, 1, 3, 5, 2]]
 
 
-def test_who_has_nothing_to_say_costs_nothing() -> None:
+def test_an_empty_part_does_not_change_the_draft() -> None:
     """A step in which only one part drafts is that part's own, chains and shared masks included."""
 
     class Says:
@@ -154,7 +154,7 @@ def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
-def test_heads_that_read_along(kind: str) -> None:
+def test_mixes_with_every_kind_of_heads(kind: str) -> None:
     """Of all kinds, with what they keep of the text; the mix is never behind its heads alone."""
     model = tiny_model("llama")
     heads = random_heads(model, kind=kind)

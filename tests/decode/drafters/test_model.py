@@ -43,7 +43,7 @@ def said(model: Any, text: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma3_text", "llama4_text", "gpt2"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nodes_hold_what_the_draft_model_says(family: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every step of a ragged batch from which rows leave; a cache out of step would only show in tau."""
     model = tiny_model(family)
     source = DraftModel(draft_model(model, 0.1), SHAPES[shape])
@@ -140,7 +140,7 @@ def test_a_text_beyond_the_draft_models_context(llama: Any) -> None:
         assert result.new_ids == expected.new_ids
 
 
-def test_who_is_refused(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
+def test_unsupported_requests_are_rejected(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
     tiny_model("llama", vocab_size=VOCAB + 1).save_pretrained(tmp_path / "other")
     ids = torch.tensor([PROMPTS[0]])
     with pytest.raises(RequestError, match=f"other has {VOCAB + 1} tokens and the backbone {VOCAB}"):

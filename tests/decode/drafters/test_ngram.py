@@ -28,7 +28,7 @@ def searched(text: list[int], least: int, n: int, most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_an_index_that_grows_finds_what_a_search_finds(seed: int) -> None:
+def test_an_incremental_index_equals_a_search(seed: int) -> None:
     rng = random.Random(seed)
     least, n, most = rng.choice([(1, 3, 1), (2, 4, 3), (1, 1, 5), (3, 3, 2)])
     index, text = NgramIndex(least, n), []
@@ -47,7 +47,7 @@ def test_only_new_tokens_are_read() -> None:
     assert sum(map(len, index.ends.values())) == before + 3
 
 
-def test_a_match_at_the_end_goes_on_with_itself() -> None:
+def test_a_match_at_the_end_continues_periodically() -> None:
     """The text is a loop of three; one period back there are only three tokens to copy."""
     index = NgramIndex(1, 3)
     index.extend([9, 1, 2, 3, 1, 2, 3])
@@ -72,7 +72,7 @@ def drafts(plan: NgramConfig, *prompts: list[int], room: int = 20) -> Any:
     return NgramDrafter(sequences, plan).propose(frontier)
 
 
-def test_by_hand() -> None:
+def test_worked_example() -> None:
     """After 7 8 there stood 1 2 3 (latest) and 4 5 6; after 8 alone also 9."""
     text = [7, 8, 4, 5, 6, 8, 9, 7, 8, 1, 2, 3, 7, 8]
     chain = drafts(NgramConfig(n=2, tokens=3), text)
@@ -86,7 +86,7 @@ def test_by_hand() -> None:
     assert drafts(NgramConfig(n=2, tokens=3), text, room=3).ids.tolist() == [[8, 1]], "3 tokens: root, draft, next root"
 
 
-def test_rows_with_less_are_filled_up() -> None:
+def test_shorter_rows_are_padded() -> None:
     draft = drafts(NgramConfig(n=2, tokens=2), [1, 2, 3, 1, 2], [4, 5, 6])
     assert draft.ids.tolist() == [[2, 3, 1], [6, 0, 0]]
     trie = drafts(NgramConfig(n=1, tokens=1, matches=2), [1, 2, 1, 3, 1], [4, 5, 6])

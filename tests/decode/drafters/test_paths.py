@@ -131,7 +131,7 @@ def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
 
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWING)
-def test_a_drawn_tree_tells_what_it_was_drawn_from(llama: Any, kind: str, copies: bool) -> None:
+def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copies: bool) -> None:
     """q of every inner node, and draws that follow it: each node's first child in 4000 rows of one context."""
     heads, tree, rows = heads_for(llama, kind, scale=2.0), Tree.top_k([2, 2, 1]), 4000
     prepared = prepare(llama, [[1, 2]], [0], max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
@@ -173,7 +173,7 @@ def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, tree: str) -> 
 
 @pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
 @pytest.mark.parametrize("draft", ["topk", "sample"])
-def test_a_seed_gives_one_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
     heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
     settings = Settings(max_new_tokens=12, temperature=1.0, top_k=20, draft=draft)
     method = medusa_method(llama, heads, settings, tree="topk:2,2")
@@ -183,7 +183,7 @@ def test_a_seed_gives_one_text_alone_and_in_a_batch(llama: Any, kind: str, draft
 
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
+def test_prefix_attention_is_the_same_in_decoding_and_training(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step of a ragged batch, prompts in pieces, the heads start from what whole texts would give them."""
@@ -219,7 +219,7 @@ def test_prefix_attention_reads_in_decoding_what_it_read_in_training(
 @pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("prefix_layers", [0, 1])
-def test_heads_look_back_in_decoding_at_what_they_would_see_in_training(
+def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     prefix_layers: int, family: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step of a ragged batch, prompts in pieces, each node is what its heads guess when whole texts are read.
@@ -284,7 +284,7 @@ def test_the_drafter_for_every_kind(llama: Any) -> None:
         assert isinstance(drafter, PathDrafter) == follows
 
 
-def test_what_cannot_be_drafted_is_refused(llama: Any) -> None:
+def test_unsupported_drafts_are_rejected(llama: Any) -> None:
     heads = heads_for(llama, "hydra")
     with pytest.raises(RequestError, match="4 deep but there are 3 heads"):
         generate(llama, heads, torch.tensor([[1, 2]]), tree="chain:4", max_new_tokens=4)

@@ -57,7 +57,7 @@ def documents_of(seed: int, words: int = 4, count: int = 30) -> list[list[int]]:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, np.uint16), (65535, np.uint16), (200_000, np.uint32)])
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("words", [1, 3, 5])
-def test_places_come_in_the_order_of_their_suffixes(vocab_size: int, dtype: Any, size: int, words: int) -> None:
+def test_positions_are_sorted_by_their_suffixes(vocab_size: int, dtype: Any, size: int, words: int) -> None:
     """Also where one token is all there is, and where all places of a group do not fit."""
     rng = random.Random(size)
     names = [0, 1, vocab_size - 1, vocab_size // 2, 2][:words]
@@ -88,7 +88,7 @@ def matches(documents: list[list[int]], text: list[int], least: int) -> tuple[in
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_search_finds_what_reading_everything_finds(tmp_path: Path, seed: int) -> None:
+def test_a_lookup_equals_a_linear_search(tmp_path: Path, seed: int) -> None:
     documents = documents_of(seed)
     datastore, rng = Datastore(stored(tmp_path / "store", documents)), random.Random(seed)
     sizes = Counter[int]()
@@ -112,7 +112,7 @@ def test_a_search_finds_what_reading_everything_finds(tmp_path: Path, seed: int)
     assert sizes[DEPTH], "nothing was found in full length: no power"
 
 
-def test_the_most_frequent_nodes_by_hand() -> None:
+def test_worked_example_of_the_most_frequent_nodes() -> None:
     """1 follows three times, 2 behind it twice, 4 behind these once, as 3 and 5 do."""
     lines = [[1, 2, 4], [1, 2], [1, 3], [5]]
     assert most_frequent(lines, 4).ids[1:] == [1, 2, 5]
@@ -136,7 +136,7 @@ def test_no_node_outside_is_more_frequent_than_one_inside(seed: int) -> None:
     assert min(inside.values()) >= max(counts.values())
 
 
-def test_a_lookup_by_hand(tmp_path: Path) -> None:
+def test_worked_example_of_a_lookup(tmp_path: Path) -> None:
     store = stored(tmp_path / "store", [[7, 8, 1, 2, 3], [9, 8, 1, 4], [7, 8]])
     plan = RestConfig(str(store), min_n=1)
     assert looked_up(plan, [5, 7, 8], 2).ids[1:] == [1, 2], "the longest: 7 8, and not into the next document"
@@ -153,7 +153,7 @@ def own_text(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["the text is in it", "another text is in it"])
-def test_greedy_text_is_that_of_generate(llama: Any, tmp_path: Path, known: bool) -> None:
+def test_greedy_text_equals_generate(llama: Any, tmp_path: Path, known: bool) -> None:
     documents = own_text(llama) if known else [random_ids(400, seed=11)]
     drafter = f"rest:{stored(tmp_path / 'store', documents)},min_n=1,nodes=9,tokens=4"
     texts = [plain(llama, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
@@ -202,7 +202,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_build_that_was_killed_goes_on_to_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_build_resumes_to_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at every write of the state in turn, where the file that it tells of is longer already."""
     documents = documents_of(7, words=6, count=20)
     pieces = [Piece("here", ids, ends=number % 3 > 0) for number, ids in enumerate(documents)]
@@ -246,7 +246,7 @@ def test_a_build_that_was_killed_goes_on_to_the_same_files(tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("small")
-def test_another_text_or_setting_does_not_go_on(tmp_path: Path) -> None:
+def test_a_build_does_not_resume_with_another_text_or_setting(tmp_path: Path) -> None:
     pieces = [Piece("here", ids) for ids in documents_of(7)]
 
     def interrupted() -> Iterator[Piece]:
@@ -267,7 +267,7 @@ def test_another_text_or_setting_does_not_go_on(tmp_path: Path) -> None:
     assert files(tmp_path / "store") == files(stored(tmp_path / "anew", [ids_of(piece) for piece in pieces[1:]]))
 
 
-def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+def test_an_unrelated_folder_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear", encoding="utf-8")
     with pytest.raises(RequestError, match="holds something other than a datastore"):
         build(tmp_path, [Piece("here", [1])], ids_of, about(), overwrite=True)
@@ -300,7 +300,7 @@ def test_another_tokenizer_is_refused_by_both_names(llama: Any, tokenizer: Any, 
         datastore.require_vocabulary(4, "org/tiny")
 
 
-def test_datastores_that_are_not_whole(llama: Any, tmp_path: Path) -> None:
+def test_incomplete_datastores_are_rejected(llama: Any, tmp_path: Path) -> None:
     ids = torch.tensor([PROMPTS[0]])
     with pytest.raises(RequestError, match=r"no datastore at .*; `medusa datastore build` makes one"):
         generate(llama, inputs=ids, drafter=f"rest:{tmp_path / 'absent'}", max_new_tokens=2)

@@ -64,7 +64,7 @@ def worths(model: Any, heads: MedusaHeads, draft: Draft, row: int, number: int) 
 
 @pytest.mark.parametrize("row", range(5))
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_left_is_what_is_believed_in(llama: Any, kind: str, row: int) -> None:
+def test_nodes_above_the_threshold_are_kept(llama: Any, kind: str, row: int) -> None:
     heads = heads_for(llama, kind)
     whole = drafted(llama, heads, 0.0, [row])
     known = worths(llama, heads, whole, 0, row)
@@ -77,7 +77,7 @@ def test_what_is_left_is_what_is_believed_in(llama: Any, kind: str, row: int) ->
 
 
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])
-def test_a_batch_is_as_large_as_its_surest_row_asks_for(llama: Any, kind: str) -> None:
+def test_a_batch_has_the_nodes_of_its_largest_row(llama: Any, kind: str) -> None:
     heads, rows = heads_for(llama, kind), [0, 1, 2, 3, 4]
     known = [worths(llama, heads, drafted(llama, heads, 0.0, [row]), 0, row) for row in rows]
     least = math.exp(sorted(worth for found in known for worth in found.values())[len(rows) * NODES // 2])
@@ -90,7 +90,7 @@ def test_a_batch_is_as_large_as_its_surest_row_asks_for(llama: Any, kind: str) -
         assert paths_of(draft, 0) <= paths_of(together, row)
 
 
-def test_no_head_is_run_below(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_below_the_last_level_are_not_run(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, seen = heads_for(llama, "hydra"), []
     step = PathDrafter.step
 
@@ -120,7 +120,7 @@ def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, least: float) 
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
-def test_a_seed_gives_one_text_wherever_drafting_stops_and_whoever_else_is_there(llama: Any, kind: str) -> None:
+def test_a_seed_gives_the_same_text_at_any_threshold_and_in_any_batch(llama: Any, kind: str) -> None:
     """The target writes and the draft only foresees (`accept_walk`), so that what is foreseen changes no token."""
     heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9)]
 
@@ -143,7 +143,7 @@ def test_steps_accept_no_more_than_they_draft(llama: Any) -> None:
     assert max(step.lengths[0] for step in steps(llama, heads, ids, **options)) > 1, "nothing is accepted: no power"
 
 
-def test_what_cannot_stop_is_refused(llama: Any) -> None:
+def test_unsupported_thresholds_are_rejected(llama: Any) -> None:
     heads, ids = heads_for(llama, "hydra"), torch.tensor([[1, 2]])
     with pytest.raises(RequestError, match="stop-drafting works only with a dynamic tree; use tree dynamic:N"):
         resolve_tree("chain", heads, 0.1)

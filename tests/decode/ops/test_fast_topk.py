@@ -18,7 +18,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_first_of_many_equals(size: int, dtype: torch.dtype) -> None:
+def test_ties_give_the_first_index(size: int, dtype: torch.dtype) -> None:
     """Whole numbers from 0 to 40: the greatest stands in a dozen places, often in several blocks."""
     values = torch.randint(0, 40, (3, 50, size)).to(dtype)
     first = (values == values.amax(-1, keepdim=True)).int().argmax(-1)
@@ -27,14 +27,14 @@ def test_the_first_of_many_equals(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_place_is_found(size: int) -> None:
+def test_every_index_is_found(size: int) -> None:
     """Also those of the last block, which overlaps, and of what is left behind the last whole one."""
     values = torch.eye(size)
     assert torch.equal(argmax(values), torch.arange(size))
     assert torch.equal(top_k(values, 1).indices[:, 0], torch.arange(size))
 
 
-def test_infinities_and_what_is_no_number() -> None:
+def test_infinities_and_nan() -> None:
     values = torch.full((2, 8 * BLOCK), -torch.inf)
     values[1, 700] = torch.nan
     assert argmax(values).tolist() == values.argmax(-1).tolist() == [0, 700]
@@ -48,7 +48,7 @@ def test_the_k_greatest_in_order(size: int, k: int) -> None:
     assert all(map(torch.equal, top_k(values, k), values.topk(k)))
 
 
-def test_small_ones_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greatest, "_block_maxima", None)
     assert argmax(torch.eye(5)).tolist() == [0, 1, 2, 3, 4]
     assert top_k(torch.arange(60.0), 2).indices.tolist() == [59, 58]

@@ -30,7 +30,7 @@ def verify(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma3_text", "llama4_text"])
-def test_it_is_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_attention_equals_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four heads on two: the same logits, and transformers' `repeat_kv` is never called."""
     model, calls = tiny_model(family), []
     Backbone(model)  # tries out, once, how the model makes its logits
@@ -51,7 +51,7 @@ def test_it_is_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # float32, the same sums in another order at most
 
 
-def test_it_is_registered_while_the_context_lasts() -> None:
+def test_grouped_attention_is_active_only_in_its_context() -> None:
     """The last context to end restores the registry; the name on the model never changes."""
     config, stock = tiny_model("llama").config, sdpa_attention.sdpa_attention_forward
 
@@ -70,7 +70,7 @@ def test_it_is_registered_while_the_context_lasts() -> None:
         assert ALL_ATTENTION_FUNCTIONS[SDPA] is stock
 
 
-def test_a_users_own_sdpa_stays() -> None:
+def test_a_custom_sdpa_is_kept() -> None:
     def own(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("not called here")
 
@@ -86,7 +86,7 @@ def test_a_users_own_sdpa_stays() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("lengths", [[1], [2], [5], [12], [40], [12, 3, 7]])
-def test_falcon_writes_what_generate_writes(lengths: list[int], attention: str) -> None:
+def test_falcon_text_equals_generate(lengths: list[int], attention: str) -> None:
     """Falcon compares the name of its attention with "sdpa", and adds a boolean mask as 0 and 1 if it differs."""
     model = tiny_model("falcon", attn_implementation=attention)
     prompts = [random_ids(length, seed=length) for length in lengths]
@@ -95,7 +95,7 @@ def test_falcon_writes_what_generate_writes(lengths: list[int], attention: str) 
     assert out[:, max(lengths) :].tolist() == [plain(model, prompt, **options) for prompt in prompts]
 
 
-def test_without_a_mask_it_is_transformers_own() -> None:
+def test_without_a_mask_transformers_sdpa_runs() -> None:
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     module = torch.nn.Module()
     module.num_key_value_groups = 2

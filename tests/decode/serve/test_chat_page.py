@@ -48,7 +48,7 @@ def generator() -> TextGenerator:
 # --- logic -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_guesses_of_a_step_are_one_mark_without_the_spaces_around() -> None:
+def test_drafted_tokens_of_a_step_are_one_mark_without_outer_spaces() -> None:
     texts = [("a <b>", False), (" c", True), ("&d ", True), ("e", False), ("\n", True)]
     pieces = [TextPiece(text, drafted) for text, drafted in texts]
     assert marked(pieces) == "a &lt;b&gt; <mark>c&amp;d</mark> e\n"
@@ -93,7 +93,7 @@ def sides_of(generator: TextGenerator, message: str = "Once upon a time") -> lis
     return [Side(generator.run(ids, SHORT, plain=plain), TextStream(generator.tokenizer)) for plain in (True, False)]
 
 
-def test_the_worker_writes_one_text_after_the_other(generator: TextGenerator) -> None:
+def test_the_worker_writes_texts_in_sequence(generator: TextGenerator) -> None:
     """Three readers ask at once; the second reader leaves before the second answer starts."""
     at_work: list[str] = []
 
@@ -115,7 +115,7 @@ def test_the_worker_writes_one_text_after_the_other(generator: TextGenerator) ->
     assert first[0].text == first[1].text == third[0].text != ""
 
 
-def test_the_worker_stops_when_it_is_told_to(generator: TextGenerator) -> None:
+def test_the_worker_stops_on_request(generator: TextGenerator) -> None:
     stopped = threading.Event()
 
     def begin() -> list[Side]:
@@ -133,7 +133,7 @@ def test_the_worker_stops_when_it_is_told_to(generator: TextGenerator) -> None:
 # --- a simulated reader ----------------------------------------------------------------------------------------------
 
 
-def test_a_reader_asks_continues_and_starts_again(generator: TextGenerator) -> None:
+def test_a_conversation_is_continued_and_reset(generator: TextGenerator) -> None:
     config = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", None, 0)
     pages: list[ChatPage] = []
 

@@ -54,7 +54,7 @@ def answer(
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_template_one_text_goes_on(generator: TextGenerator) -> None:
+def test_without_a_template_one_text_is_continued(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     parts = [answer(generator, conversation, message) for message in (PROMPT, "", "")]
     whole = answer(generator, Conversation(generator.tokenizer), PROMPT, Settings(max_new_tokens=72))
@@ -103,7 +103,7 @@ def test_invalid_messages_are_refused(generator: TextGenerator, with_template: A
         Conversation(with_template).ask("", generator.model)
 
 
-def test_a_full_context_is_told(generator: TextGenerator) -> None:
+def test_a_full_context_is_reported(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     conversation.keep(conversation.ask(PROMPT, generator.model), Result([5] * 500, [5] * 12), "")
     with pytest.raises(RequestError, match="the context of 512 tokens is full"):
@@ -113,7 +113,7 @@ def test_a_full_context_is_told(generator: TextGenerator) -> None:
 # --- runs -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_the_method(generator: TextGenerator) -> None:
+def test_a_run_equals_the_method(generator: TextGenerator) -> None:
     ids = generator.tokenizer(PROMPT)["input_ids"]
     expected = plain_method(generator.model, SHORT)([ids])[0]
     for is_plain in (True, False):
@@ -127,7 +127,7 @@ def test_a_run_is_the_method(generator: TextGenerator) -> None:
         assert (max(result.step_lengths) > 1) is not is_plain
 
 
-def test_seconds_are_those_of_decoding_alone(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_count_only_decoding(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock does not move while the loop computes, so every second comes from the reader."""
     now = [0.0]
     monkeypatch.setattr("decode.results.perf_counter", lambda: now[0])
@@ -138,7 +138,7 @@ def test_seconds_are_those_of_decoding_alone(generator: TextGenerator, monkeypat
     assert run.results[0].seconds == begun
 
 
-def test_a_run_that_is_stopped_keeps_what_was_written(generator: TextGenerator) -> None:
+def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
     run = generator.run(generator.tokenizer(PROMPT)["input_ids"], SHORT)
     next(iter(run))
     run.stop()

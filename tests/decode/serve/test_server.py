@@ -97,7 +97,7 @@ def written(generator: TextGenerator, ids: list[int], settings: Settings = SHORT
 # --- the API ---------------------------------------------------------------------------------------------------------
 
 
-def test_texts_are_those_of_plain_decoding(url: str, generator: TextGenerator) -> None:
+def test_texts_equal_plain_decoding(url: str, generator: TextGenerator) -> None:
     """A text, ids, and several of both at once, in one answer."""
     ids = generator.tokenizer(PROMPTS[1])["input_ids"]
     status, answer = ask(url, "/v1/completions", {"model": "demo", "prompt": [PROMPTS[0], ids, PROMPTS[2]]})
@@ -110,7 +110,7 @@ def test_texts_are_those_of_plain_decoding(url: str, generator: TextGenerator) -
     assert answer["usage"] == {"prompt_tokens": given, "completion_tokens": 36, "total_tokens": given + 36}
 
 
-def test_a_stream_is_the_same_text_in_pieces(url: str, generator: TextGenerator) -> None:
+def test_a_stream_gives_the_same_text_in_pieces(url: str, generator: TextGenerator) -> None:
     body = {
         "prompt": PROMPTS[0],
         "stream": True,
@@ -146,7 +146,7 @@ def test_a_chat_goes_through_the_template(url: str, generator: TextGenerator) ->
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
 
 
-def test_samples_depend_on_the_seed_alone(url: str) -> None:
+def test_samples_depend_only_on_the_seed(url: str) -> None:
     """They do not depend on the batch: three copies are the texts of three seeds."""
     body = {"prompt": PROMPTS[0], "temperature": 1.0, "seed": 7}
     copies = [choice["text"] for choice in ask(url, "/v1/completions", body | {"n": 3})[1]["choices"]]
@@ -232,7 +232,7 @@ def test_values_that_request_nothing_are_accepted(url: str) -> None:
     assert ask(url, "/v1/completions", body)[0] == 200
 
 
-def test_a_method_and_a_host_that_are_wrong(url: str) -> None:
+def test_wrong_methods_and_hosts_are_rejected(url: str) -> None:
     assert ask(url, "/v1/completions")[0] == 405
     assert ask(url, "/v1/models", host="elsewhere.example")[0] == 400
 
@@ -245,7 +245,7 @@ def test_without_a_template_a_chat_is_refused(
         ChatRequest(messages=[{"role": "user", "content": "a"}]).prompts(generator.tokenizer)
 
 
-def test_our_own_client(url: str, generator: TextGenerator) -> None:
+def test_the_distillation_client_works_with_the_server(url: str, generator: TextGenerator) -> None:
     """The one that `medusa distill --server` uses."""
     server = Server(url)
     assert server.model == "demo"
@@ -266,7 +266,7 @@ def row_of(
     return BatchRow(generator.tokenizer(text)["input_ids"], settings, 0, kept.append)
 
 
-def test_a_batch_is_of_rows_that_are_alike_and_near_in_length() -> None:
+def test_batches_hold_rows_with_equal_options_and_similar_lengths() -> None:
     worker = BatchWorker(SimpleNamespace(model=load_backbone("demo").model), 3)  # type: ignore[arg-type]
     lengths = [10, 100, 12, 11, 13, 10]
     rows = [BatchRow([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
@@ -277,7 +277,7 @@ def test_a_batch_is_of_rows_that_are_alike_and_near_in_length() -> None:
     assert found == [[0, 3, 2], [1, 4], [5]]
 
 
-def test_a_row_whose_reader_leaves_ends_and_the_others_go_on(generator: TextGenerator) -> None:
+def test_a_closed_connection_ends_only_its_row(generator: TextGenerator) -> None:
     worker, told = BatchWorker(generator, 4), [[], []]  # type: ignore[var-annotated]
     rows = [row_of(generator, PROMPTS[0], Settings(max_new_tokens=40), events) for events in told]
     rows[0].tell = lambda event: (told[0].append(event), rows[0].left.set())  # the reader leaves after the first text
@@ -334,7 +334,7 @@ def test_a_stop_string_does_not_begin_in_the_prompt(url: str) -> None:
     assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == (first[:-2], "stop")
 
 
-def test_samples_of_one_prompt_given_twice_differ_unless_a_seed_is_asked_for(url: str) -> None:
+def test_repeated_prompts_give_different_samples_without_a_seed(url: str) -> None:
     body = {"prompt": ["The dog", "The dog"], "temperature": 1.0, "max_tokens": 12}
     _, free = ask(url, "/v1/completions", body)
     assert len({choice["text"] for choice in free["choices"]}) == 2
@@ -342,7 +342,7 @@ def test_samples_of_one_prompt_given_twice_differ_unless_a_seed_is_asked_for(url
     assert len({choice["text"] for choice in seeded["choices"]}) == 1
 
 
-def test_a_reader_who_leaves_over_http_stops_the_row(url: str, api: CompletionApi) -> None:
+def test_a_closed_http_connection_stops_the_row(url: str, api: CompletionApi) -> None:
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 480, "ignore_eos": True, "stream": True})
     connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"

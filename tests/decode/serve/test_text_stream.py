@@ -60,7 +60,7 @@ def test_no_piece_ends_within_a_character(demo: Any) -> None:
         assert not any("\ufffd" in piece.text for piece in step)
 
 
-def test_bytes_that_are_no_character_come_at_the_end(demo: Any) -> None:
+def test_incomplete_characters_are_returned_at_the_end(demo: Any) -> None:
     ids = demo("猫")["input_ids"][:-1]
     stream = TextStream(demo)
     assert stream.step(ids) == []
@@ -73,7 +73,7 @@ def test_the_first_token_of_a_step_is_a_root_and_the_others_were_drafted(tokeniz
     assert stream.step([4]) == [TextPiece("e", False)]
 
 
-def test_what_may_become_a_stop_string_waits(tokenizer: Any) -> None:
+def test_a_possible_stop_string_is_held_back(tokenizer: Any) -> None:
     stream = TextStream(tokenizer, stop=("def",))
     assert joined([stream.step([1, 2, 3])]) == "bc"  # the d waits
     assert joined([stream.step([4])]) == ""
@@ -83,17 +83,17 @@ def test_what_may_become_a_stop_string_waits(tokenizer: Any) -> None:
     assert stream.step([1]) == stream.end() == []
 
 
-def test_a_waiting_beginning_of_a_stop_string_is_given_at_the_end(tokenizer: Any) -> None:
+def test_a_held_back_beginning_of_a_stop_string_is_returned_at_the_end(tokenizer: Any) -> None:
     stream = TextStream(tokenizer, stop=("bcd",))
     assert stream.step([1, 2]) == []
     assert stream.end() == [TextPiece("b", False), TextPiece("c", True)]
 
 
 @pytest.mark.parametrize("ids", [[2, 3, 4], [2, 1, 3, 4], [1, 2, 6, 4, 2], [5, 2]])
-def test_spaces_of_words_are_those_of_the_whole_text(of_words: Any, ids: list[int]) -> None:
+def test_spaces_equal_those_of_the_whole_text(of_words: Any, ids: list[int]) -> None:
     assert joined(streamed(of_words, ids)) == text_of(ids, of_words)
 
 
-def test_a_text_that_goes_on_keeps_the_space_at_its_beginning(of_words: Any) -> None:
+def test_a_continued_text_keeps_its_leading_space(of_words: Any) -> None:
     assert joined([TextStream(of_words).step([3])]) == "end"
     assert joined([TextStream(of_words, before=[1, 2]).step([3])]) == " end"

@@ -60,7 +60,7 @@ def same(found: Search, expected: list[tuple[float, list[int]]]) -> None:
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 0.6, -0.5])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_it_is_beam_search(model: Any, k: int, penalty: float) -> None:
+def test_hypotheses_equal_a_simple_beam_search(model: Any, k: int, penalty: float) -> None:
     """All k finished texts in their order, by both ways to score, one at a time or in batches; two kinds of ends."""
     ends = [*range(0, VOCAB, 7), 9]
     expected = Obvious(model, PROMPT, k, NEW, penalty, {*ends})
@@ -80,7 +80,7 @@ def test_it_is_beam_search(model: Any, k: int, penalty: float) -> None:
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("k", [2, 4])
-def test_it_is_transformers_beam_search(model: Any, k: int, penalty: float) -> None:
+def test_hypotheses_equal_transformers_beam_search(model: Any, k: int, penalty: float) -> None:
     for seed in range(2):
         ids = torch.tensor([random_ids(5 + seed, seed)])
         options = {"num_beams": k, "max_new_tokens": 12, "length_penalty": penalty, "eos_token_id": 9}
@@ -103,7 +103,7 @@ def test_it_is_transformers_beam_search(model: Any, k: int, penalty: float) -> N
             assert math.isclose(hypothesis.score, float(score), abs_tol=1e-4)
 
 
-def test_fewer_calls(model: Any) -> None:
+def test_best_first_needs_fewer_calls_than_beam_search(model: Any) -> None:
     """Where a text ends early, what is worse is never read; beam search reads a whole beam of each length."""
     expected = Obvious(model, PROMPT, 5, NEW, 0.0, {9})
     found = best_first_beam(model, PROMPT, num_beams=5, max_new_tokens=NEW, eos_token_id=9)
@@ -111,7 +111,7 @@ def test_fewer_calls(model: Any) -> None:
     assert found.calls < Search([Hypothesis([1] * NEW, 0.0, 0.0, "length")]).beam_calls(5) == 1 + 5 * (NEW - 1)
 
 
-def test_without_an_end_it_writes_to_the_length_asked_for(model: Any) -> None:
+def test_without_an_end_token_texts_have_the_maximum_length(model: Any) -> None:
     (found,) = best_first_beam(model, PROMPT, num_beams=3, max_new_tokens=5, eos_token_id=-1).hypotheses
     assert (len(found.ids), found.finish_reason) == (5, "length")
     same_text = Obvious(model, PROMPT, 3, 5, 0.0, set()).finished[0]
@@ -143,7 +143,7 @@ def test_a_wrong_mask_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert abs(found.hypotheses[0].score - Obvious(model, PROMPT, 5, NEW, 0.0, {9}).finished[0][0]) > 1e-3
 
 
-def test_a_bound_on_what_waits(model: Any) -> None:
+def test_the_queue_can_be_bounded(model: Any) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": NEW, "eos_token_id": 9}
     free = best_first_beam(model, PROMPT, **options)
     assert free.dropped == 0
@@ -153,7 +153,7 @@ def test_a_bound_on_what_waits(model: Any) -> None:
     assert best_first_beam(model, PROMPT, max_queued=1000, **options).hypotheses == free.hypotheses
 
 
-def test_who_is_refused(model: Any) -> None:
+def test_unsupported_requests_are_rejected(model: Any) -> None:
     for options, said in (
         ({"num_beams": 0}, "num_beams is 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),

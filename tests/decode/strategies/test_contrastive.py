@@ -68,7 +68,7 @@ def test_the_worked_example() -> None:
     assert scored(expert, amateur, alpha=0.0)[:3] == [0.6931, 4.6052, -0.6931]
 
 
-def test_where_the_amateur_says_the_same_the_expert_decides_by_plausibility_alone() -> None:
+def test_the_only_plausible_token_is_chosen() -> None:
     """Sure of one word, there is no other plausible one: the article's false negatives (section 3.3)."""
     assert scored([0.95, 0.03, 0.02], [0.98, 0.01, 0.01]) == [-0.0311, -math.inf, -math.inf]
 
@@ -91,7 +91,7 @@ def test_the_published_forms(dtype: torch.dtype) -> None:
     torch.testing.assert_close(alone, p)
 
 
-def test_words_that_a_model_excludes() -> None:
+def test_tokens_that_a_model_excludes() -> None:
     """A padded vocabulary has logits of -inf: no nan comes of it, and no infinite score."""
     found = Contrast(alpha=0.0)(
         torch.tensor([1.0, 0.0, -math.inf, 0.0]), torch.tensor([1.0, -math.inf, -math.inf, 0.0])
@@ -178,7 +178,7 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
         assert texts[0] == obvious(expert, amateur, PROMPTS[0], penalty=settings.repetition_penalty)
 
 
-def test_the_front_doors(expert: Any, small: Any) -> None:
+def test_contrastive_decoding_through_every_function(expert: Any, small: Any) -> None:
     heads, ids = random_heads(expert), torch.tensor([PROMPTS[0]])
     amateur = Amateur(small, Contrast(alpha=0.03))
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -192,7 +192,7 @@ def test_the_front_doors(expert: Any, small: Any) -> None:
         assert expert.generate(ids, attention_mask=mask, **inside, **options)[0, ids.shape[1] :].tolist() == text
 
 
-def test_scores_are_the_contrast(expert: Any, small: Any) -> None:
+def test_scores_equal_the_contrast(expert: Any, small: Any) -> None:
     """What `generate` returns as logits is what the warpers are given."""
     ids = torch.tensor([PROMPTS[0]])
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
@@ -253,7 +253,7 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
     assert not passes([made.run(RULES[0], 0, 60_000)])
 
 
-def test_where_texts_part_the_edge_of_plausibility_counts(expert: Any, small: Any) -> None:
+def test_differences_at_the_plausibility_threshold_count_as_rounding(expert: Any, small: Any) -> None:
     """A word that rounding moves over the edge has no small gap of scores; one that an error moved has no near edge."""
     with torch.no_grad():
         logits = [m(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].double() for m in (expert, small)]
@@ -285,7 +285,7 @@ def shorter(model: Any, context: int) -> Any:
     return other
 
 
-def test_a_text_ends_where_the_amateurs_context_does(expert: Any, small: Any) -> None:
+def test_a_text_ends_at_the_amateurs_context(expert: Any, small: Any) -> None:
     """To the last position, the tree clipped, equal to plain decoding there too."""
     settings = Settings(max_new_tokens=NEW, amateur=Amateur(shorter(small, 20), Contrast(alpha=0.02)))
     unbound = Settings(max_new_tokens=NEW, amateur=Amateur(small, Contrast(alpha=0.02)))
@@ -303,7 +303,7 @@ def test_a_text_ends_where_the_amateurs_context_does(expert: Any, small: Any) ->
         method([random_ids(21)])
 
 
-def test_who_is_refused(expert: Any, small: Any) -> None:
+def test_unsupported_requests_are_rejected(expert: Any, small: Any) -> None:
     ids = torch.tensor([PROMPTS[0]])
     with pytest.raises(RequestError, match=f"amateur has {VOCAB + 1} tokens and the backbone {VOCAB}"):
         generate(
