@@ -128,3 +128,11 @@ def test_a_package_that_shadows_ours_is_named_in_one_line(name: str, tmp_path: P
     assert done.stderr.count("\n") == 1
     assert str(stranger) in done.stderr
     assert "environment of its own" in done.stderr
+
+
+def test_make_check_runs_tests_that_exist() -> None:
+    core = re.search(r"^CORE := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert core
+    paths = core[1].replace("\\\n", " ").split()
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -41,6 +41,8 @@ class Scale:
     new_tokens: int
     rounds: int
     draws: int
+    sampled_prompts: int
+    """Prompts that `medusa verify` draws from."""
     trees: dict[str, str]
     """Trees that benchmarks decode with, by the name in the report."""
 

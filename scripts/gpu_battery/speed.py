@@ -88,7 +88,16 @@ def verify(run: Run) -> None:
     for dtype in ("float32", "bfloat16"):
         argv = ["--backbone", run.backbone, "--heads", run.heads(FIRST_KIND), "--prompts", run.prompts]
         argv += ["--tree", next(iter(run.scale.trees.values())), "--max-new-tokens", run.scale.new_tokens]
-        argv += ["--draws", run.scale.draws, "--sampled-prompts", 2, "--dtype", dtype, "--device", run.device]
+        argv += [
+            "--draws",
+            run.scale.draws,
+            "--sampled-prompts",
+            run.scale.sampled_prompts,
+            "--dtype",
+            dtype,
+            "--device",
+            run.device,
+        ]
         argv += ["--report", run.output / f"verify_{dtype}.html", "--overwrite", "--quiet"]
         with run.attempt(dtype=dtype):
             found = run.medusa("verify", *argv, result=f"verify_{dtype}")
