@@ -451,7 +451,8 @@ def test_trained_heads_work_with_every_command(
     told = medusa("info", tmp_path / "trained")
     assert "command" in told.out, "provenance is shown"
     argv = ("--backbone", place.backbone, "--heads", tmp_path / "trained", "--prompts", place.prompts, *GENERATION)
-    assert medusa("generate", *argv, "--tree", "chain").out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
+    done = medusa("generate", *argv, "--tree", "chain")
+    assert done.out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
 
 
 def test_train_prints_progress_on_standard_error(medusa: Any, recipe: Callable[..., Path]) -> None:
