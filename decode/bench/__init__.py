@@ -1,1 +1,1 @@
-"""Measurements: speedup, calibration of trees, and evidence that the text does not change."""
+"""Measurements of decoding: speedup, calibration of trees, and tests that a drafter does not change the text."""

@@ -1,10 +1,11 @@
-"""Measures speedup: methods take turns on the same prompts, and only ratios within one run are quoted.
+"""Measures the speedup of decoding methods, which take turns on the same prompts within one run.
 
-Every round decodes all prompts with every method, one batch at a time and method after method, so that a machine that
-slows down slows all methods. Each method first decodes one batch as a warm-up. A figure is the median over rounds.
-Tokens per second count all new tokens and all of the time, including the prefill, in the same way for every method.
+In each round, every method decodes all prompts. The methods alternate after every batch of prompts, so a machine that
+slows down during the run slows all methods. Each method first decodes one batch as a warm-up, which does not count.
+Figures are medians over the rounds, and a speedup is a ratio of two rates of the same run. Tokens per second count all
+new tokens and the whole time, including the prefill.
 
-Shapes: P positions, K heads.
+Shapes: P positions of a text, K heads.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from decode.loop import Timer
 from decode.results import Result, prompt_seeds, tau
 
 POSITIONS = 16
-"""Tokens in a stretch of `tau_by_position`."""
+"""Length in tokens of the stretches of text that `tau_by_position` reports."""
 STAGES = ("propose", "verify", "accept", "compact", "other")
 
 
 class StageTimer(Timer):
-    """Adds up the seconds that each stage of the steps takes."""
+    """Timer of a decoding loop: adds up the seconds that its steps spend in each of `STAGES`."""
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        """`synchronize` waits for the device; without it, the work of a GPU counts for a later stage."""
+        """Make a timer whose stages all have 0 seconds.
+
+        `synchronize`: waits until the GPU has finished its work. Without it, this work may count for a later stage."""
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._synchronize, self._last = synchronize, 0.0
 
@@ -48,23 +51,25 @@ class StageTimer(Timer):
 
 @dataclass
 class Contender:
-    """A method in a benchmark, with its results."""
+    """A decoding method in a benchmark, with its results."""
 
     name: str
     method: Method
     clock: StageTimer | None = None
     rounds: list[list[Result]] = field(default_factory=list)
-    """One result per prompt for each round, without the warm-up."""
+    """For each round except the warm-up, one result per prompt."""
     batch_of: list[int] = field(default_factory=list)
-    """The batch of each prompt. Prompts of one batch share their seconds and are resampled together."""
+    """Index of each prompt's batch. Prompts of one batch share its decoding time and are resampled together."""
 
     def tokens_per_second(self, chosen: Sequence[int] | None = None) -> list[float]:
-        """Tokens per second in each round: all tokens of the `chosen` prompts (default: all) over their seconds."""
+        """Tokens per second in each round: new tokens of the chosen prompts, divided by the time of these prompts.
+
+        `chosen`: indices of prompts; by default all."""
         rounds = [results if chosen is None else [results[index] for index in chosen] for results in self.rounds]
         return [sum(len(r.new_ids) for r in picked) / max(sum(r.seconds for r in picked), 1e-9) for picked in rounds]
 
     def prompt_figures(self, chosen: Sequence[int]) -> list[PromptFigures]:
-        """Counts and times of each of the `chosen` prompts."""
+        """Token counts, step counts and times of each prompt in `chosen`, a list of indices."""
         found = []
         for index in chosen:
             seconds = [round(results[index].seconds, 6) for results in self.rounds]
@@ -73,7 +78,7 @@ class Contender:
         return found
 
     def step_ms(self) -> dict[str, float] | None:
-        """Milliseconds of a step by stage, if the method has a clock."""
+        """Mean milliseconds that a step spends in each stage; `None` if the method has no clock."""
         if self.clock is None:
             return None
         steps = sum(len(result.step_lengths) for results in self.rounds for result in results)
@@ -88,13 +93,14 @@ def run_rounds(
     seed: int = 0,
     clock: Callable[[], float] | None = None,
 ) -> None:
-    """Decode `batches` of prompts with every contender, `rounds` times after a warm-up of one batch each.
+    """Decode `batches` of prompts with every contender, and store the results in the contenders.
 
-    Every contender samples a prompt with the same seed, whatever the batch.
+    A prompt gets the same random seed with every contender and in every batch size.
 
     Args:
-        on_progress: called after each batch.
-        clock: reads seconds, of which differences are taken; by default each result has its own wall-clock time.
+        rounds: number of times that all batches are decoded, after a warm-up with the first batch.
+        on_progress: called when all contenders have decoded a batch.
+        clock: returns the current time in seconds. By default, each result keeps the wall-clock time it came with.
     """
     for contender in contenders:
         contender.method(batches[0])
@@ -121,9 +127,9 @@ def run_rounds(
 
 
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
-    """The figures of all contenders by name; `plain` and `transformers` must be among them.
+    """Compute the figures of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories`: one for each prompt. There are figures by category if the prompts have more than one."""
+    `categories`: the category of each prompt, or `None`. More than one category adds figures by category."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     groups: dict[str, list[int]] = defaultdict(list)
@@ -144,7 +150,9 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
 
 
 def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: Sequence[int]) -> MethodFigures:
-    """The figures of a contender for the `chosen` prompts, against plain decoding and `model.generate`."""
+    """Compute the figures of a contender on the prompts with the indices `chosen`.
+
+    `plain`, `stock`: the contenders of plain decoding and of `model.generate`, which the speedups are relative to."""
     rates = contender.tokens_per_second(chosen)
     results = [contender.rounds[0][index] for index in chosen]
     pairs = list(zip(contender.rounds, plain.rounds, strict=True))
@@ -173,14 +181,16 @@ def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: S
 
 
 def accepted_by_depth(results: Sequence[Result]) -> list[float]:
-    """Fraction of steps that accepted a node of depth d + 1, for each depth that was reached."""
+    """Fraction of steps that accepted a node at depth 1, at depth 2, and so on down to the deepest accepted node."""
     lengths = [length for result in results for length in result.uncut_lengths]
     deepest = max(lengths, default=1)
     return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, deepest)]
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
-    """tau of the steps whose root is `start` to `start + POSITIONS` tokens after the prompt."""
+    """tau along the text: one tau for each stretch of `POSITIONS` new tokens.
+
+    A step belongs to the stretch in which its root lies."""
     stretches: dict[int, list[int]] = defaultdict(list)
     for result in results:
         at = 0
@@ -194,17 +204,19 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Fraction of steps that accepted each node, for the nodes that some step accepted.
+    """For each node of the draft tree, the fraction of steps that accepted the node. Other nodes are left out.
 
-    `ranks`: for each text [P, K], the rank of the correct token among the guesses of each head
-    (`decode.bench.calibration.recording.record`).
+    Args:
+        ranks: for each text [P, K], the rank of the correct token among the guesses of each head, as
+            `decode.bench.calibration.recording.record` returns it.
+        results: the decoded texts that `ranks` was recorded from.
     """
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     steps = 0
     for table, result in zip(ranks, results, strict=True):
         at, lines = 0, table.tolist()
         for length in result.uncut_lengths:
-            if at + length <= len(lines):  # a last root needs no forward, and guesses beyond the end have no ranks
+            if at + length <= len(lines):  # guesses past the end of the text have no ranks
                 steps += 1
                 for depth in range(1, length):
                     counts[tuple(lines[at][:depth])] += 1

@@ -1,13 +1,13 @@
-"""Intervals of figures by resampling (a bootstrap), and the comparison of two benchmarks of the same prompts.
+"""Bootstrap intervals of benchmark figures, and comparisons of two benchmarks on the same prompts.
 
-Rounds and batches of prompts are drawn repeatedly, with replacement, and 95 % of the resampled figures lie in the
-interval. Both sides of a ratio keep the same draw, because they decoded the same prompts in the same rounds. So an
-interval shows how far the figure may move with other prompts of the same kind, or at another time on this machine.
+Rounds and batches of prompts are drawn repeatedly with replacement, and an interval holds 95 % of the resampled
+figures. It shows how far a figure may move with other prompts of the same kind, or at another time on this machine.
+Both sides of a ratio use the same draws, because both methods decoded the same prompts in the same rounds.
 
-Speedups are ratios within a run, so they may be compared between machines; tokens per second may not. Two runs are
-compared with the same draw of prompts, so differences between prompts do not count as noise.
+Speedups are ratios within a run, so they can be compared between machines; tokens per second cannot. Two runs are
+compared on the same draws of prompts, so differences between prompts do not count as noise.
 
-Shapes: R rounds, D draws.
+Shapes: R rounds, B batches, D draws.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ COVERAGE = 0.95
 
 
 class Resampling(NamedTuple):
-    """Draws of batches and rounds, shared by all figures that are compared."""
+    """Random draws of batches and rounds for a bootstrap. Figures that are compared use the same draws."""
 
     batches: Tensor
-    """[D, number of batches] how often each batch is drawn."""
+    """[D, B] number of times that each draw contains each batch."""
     rounds: Tensor
-    """[D, R] the round that is drawn instead of each round."""
+    """[D, R] indices of the rounds in each draw."""
 
 
 @dataclass
 class Sample:
-    """The counts and times of one method, summed over the prompts of each batch. Batches are the resampled units."""
+    """Token counts, step counts and times of one method for each batch of prompts. A bootstrap resamples batches."""
 
-    new_tokens: Tensor  # [batches]
-    steps: Tensor
-    uncut_tokens: Tensor
-    seconds: Tensor  # [R, batches]
+    new_tokens: Tensor  # [B]
+    steps: Tensor  # [B]
+    uncut_tokens: Tensor  # [B]
+    seconds: Tensor  # [R, B]
 
     @classmethod
     def of(cls, prompts: Sequence[PromptFigures]) -> Sample:
-        """Sum up figures of prompts, from this run or from the JSON of an earlier one."""
+        """Make a sample from the figures of single prompts, by summing them over each batch."""
         batches = sorted({prompt.batch for prompt in prompts})
         groups = [[prompt for prompt in prompts if prompt.batch == batch] for batch in batches]
         rows = [[[p.new_tokens, p.steps, p.uncut_tokens, *p.seconds] for p in group] for group in groups]
@@ -59,11 +59,11 @@ class Sample:
 
     @property
     def can_vary(self) -> bool:
-        """Whether there is more than one batch or round; a single measurement does not show its own spread."""
+        """Whether there is more than one batch or round. A single measurement has no spread to resample."""
         return self.seconds.numel() > 1
 
     def resampling(self, seed: int = 0) -> Resampling:
-        """Draw as many batches and rounds as this sample has."""
+        """Draw batches and rounds with replacement: `NUM_DRAWS` draws of the size of this sample."""
         generator = torch.Generator().manual_seed(seed)
         count, (rounds, _) = self.num_batches, self.seconds.shape
         chosen = torch.randint(count, (NUM_DRAWS, count), generator=generator)
@@ -71,47 +71,47 @@ class Sample:
         return Resampling(times, torch.randint(rounds, (NUM_DRAWS, rounds), generator=generator))
 
     def tau(self, drawn: Resampling) -> Tensor:
-        """tau in each draw [D]."""
+        """Compute tau in each draw, [D]."""
         return (drawn.batches @ self.uncut_tokens) / (drawn.batches @ self.steps).clamp_min(1)
 
     def rates(self, drawn: Resampling) -> Tensor:
-        """Tokens per second in each draw and round [D, R]."""
+        """Compute tokens per second in each draw and round, [D, R]."""
         seconds = drawn.batches @ self.seconds.T
         return ((drawn.batches @ self.new_tokens)[:, None] / seconds.clamp_min(1e-9)).gather(1, drawn.rounds)
 
     def speedup(self, other: Sample, drawn: Resampling) -> Tensor:
-        """Median over rounds of the ratio of rates within a round, in each draw [D]."""
+        """Compute the speedup over `other` in each draw, [D]: the median over rounds of the ratio of rates."""
         ratio = self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)
         return ratio.quantile(0.5, dim=1)
 
 
 def interval(values: Tensor) -> Interval:
-    """The middle 95 % of resampled figures [D]."""
+    """Bounds of the middle 95 % of resampled figures [D]."""
     tail = (1 - COVERAGE) / 2
     low, high = values.quantile(torch.tensor([tail, 1 - tail])).tolist()
     return low, high
 
 
 IDENTITY = ("command", "date", "commit", "memory")
-"""Settings and facts that differ between any two runs, and explain nothing."""
+"""Settings and machine facts that a comparison does not list, because they differ between any two runs."""
 VERSIONS = ("torch", "transformers", "python", "medusa")
 BASELINES = {"speedup": "plain", "speedup_vs_generate": "transformers"}
-"""The method that each speedup is measured against."""
+"""The method that each kind of speedup is relative to."""
 LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau"}
 
 
 @dataclass
 class Change:
-    """One figure of one method in both runs."""
+    """The change of one figure of one method from an earlier run to a later one."""
 
     method: str
     figure: str
     earlier: float
     later: float
     ratio: float
-    """The later figure over the earlier one."""
+    """The later figure divided by the earlier one."""
     ratio_interval: Interval | None
-    """The interval that holds 95 % of resampled ratios; `None` if a run had a single prompt and round."""
+    """Interval of 95 % of the resampled ratios; `None` if a run measured the figure only once."""
 
     @property
     def label(self) -> str:
@@ -119,7 +119,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """The direction of the change, if the interval shows one."""
+        """Direction of the change in words, or a statement that the interval shows none."""
         if self.ratio_interval is None:
             return "unknown: a single measurement"
         low, high = self.ratio_interval
@@ -128,28 +128,28 @@ class Change:
 
 @dataclass
 class Comparison:
-    """An earlier run and a later one."""
+    """The differences between an earlier benchmark run and a later one."""
 
     earlier: str
     later: str
     differences: list[tuple[str, str, str]]
-    """(name, earlier value, later value) of machine and settings."""
+    """(name, earlier value, later value) of each machine fact or setting that differs."""
     same_machine: bool
     changes: list[Change]
     rates: dict[str, tuple[float, float]]
     """Median tokens per second of each method in the earlier run and in the later one."""
 
     def to_json(self) -> dict[str, object]:
-        """The comparison as `medusa benchmark --json` lists it."""
+        """Return the comparison as `medusa benchmark --json` lists it."""
         changes = [asdict(change) | {"label": change.label, "verdict": change.verdict} for change in self.changes]
         return asdict(self) | {"changes": changes}
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
-    """Compare two benchmarks. `names`: how tables and error messages call them.
+    """Compare two benchmarks of the same prompts. `names`: their names in tables and error messages.
 
     Raises:
-        RequestError: a benchmark has no figures of its prompts, or the prompts differ.
+        RequestError: a benchmark has no figures of single prompts, or the two benchmarks decoded different prompts.
     """
     for result, name in zip((earlier, later), names, strict=True):
         result.require_prompts(name)
@@ -185,7 +185,7 @@ def _differences(earlier: dict[str, object], later: dict[str, object]) -> list[t
 
 
 def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, MethodFigures]) -> list[Change]:
-    """All figures of method `name` that can be compared."""
+    """List the changes of method `name` between two runs, given as figures by method name."""
     then, now = ({method: Sample.of(run[method].prompts or []) for method in run} for run in (earlier, later))
     # Both runs share one draw of prompts, unless their batches differ. Rounds are drawn for each run.
     drawn_then, drawn_now = then[name].resampling(), now[name].resampling(seed=1)
@@ -208,5 +208,5 @@ def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, Meth
 
 
 def interval_in_words(interval: Interval | None) -> str:
-    """An interval for tables, such as `1.20 to 1.35`; empty if there is none."""
+    """Format an interval for tables, such as `1.20 to 1.35`. `None` becomes an empty string."""
     return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"

@@ -1,6 +1,6 @@
-"""The figures of a benchmark, and their JSON as `medusa benchmark --json` writes it (docs/measuring.md).
+"""The figures of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/measuring.md).
 
-Files of earlier versions lack some of the names; the fields of these names have defaults.
+Files that earlier versions wrote may lack the fields that have defaults.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from decode.bench.machine import Machine
 from medusa.errors import RequestError
 
 Interval = tuple[float, float]
-"""The bounds between which 95 % of resampled figures lie (`decode.bench.compare`)."""
+"""Lower and upper bound of 95 % of the resampled values of a figure (`decode.bench.compare`)."""
 
 
 @dataclass
 class Rate:
-    """Tokens per second over the rounds of a run."""
+    """Tokens per second of one method: the median, the slowest and the fastest round of a run."""
 
     median: float
     min: float
@@ -29,81 +29,81 @@ class Rate:
 
 @dataclass
 class PromptFigures:
-    """Counts and times of one method for one prompt."""
+    """Token counts, step counts and times of one method on one prompt."""
 
     batch: int
     """Index of the batch that the prompt was decoded in."""
     new_tokens: int
     steps: int
     uncut_tokens: int
-    """Tokens of all steps before any cut; tau is their number divided by `steps`."""
+    """Tokens of all steps, before the last step is cut at the end of the text. tau is `uncut_tokens / steps`."""
     seconds: list[float]
-    """Decoding time in each round."""
+    """Decoding time in each round, in seconds. A batch's time is divided evenly among its prompts."""
 
 
 @dataclass
 class PositionFigures:
-    """tau of the steps that start in one stretch of the text."""
+    """tau of the steps whose roots lie in one stretch of the new text."""
 
     start: int
-    """First position of the stretch, counted in new tokens."""
+    """Number of new tokens before the stretch."""
     tau: float
     steps: int
 
 
 @dataclass
 class AcceptedNode:
-    """How often one node of the tree was accepted."""
+    """A node of the draft tree, and how often steps accepted it."""
 
     path: list[int]
-    """Rank of the guess of each head, from the root down."""
+    """The path from the root: for each head, the rank of its guess on the path; 0 is the head's best guess."""
     share: float
     """Fraction of all steps that accepted the node."""
 
 
 @dataclass
 class MethodFigures:
-    """The figures of one method, over all prompts or over one category of them."""
+    """The figures of one decoding method, for all prompts or for the prompts of one category."""
 
     tokens_per_second: Rate
     tau: float
     steps: int
     new_tokens: int
     accepted_by_depth: list[float]
-    """Fraction of steps that accepted a node of depth d + 1."""
+    """Fraction of steps that accepted a node at depth 1, at depth 2, and so on."""
     speedup: float
-    """Tokens per second, divided by those of our own plain loop."""
+    """Tokens per second, divided by those of plain decoding in our own loop."""
     speedup_vs_generate: float
-    """Tokens per second, divided by those of `model.generate`."""
+    """Tokens per second, divided by those of transformers' `model.generate`."""
     equal_to_plain: float
-    """Fraction of prompts with the same text as plain decoding."""
+    """Fraction of prompts whose texts equal those of plain decoding in every round."""
     tau_interval: Interval | None = None
     speedup_interval: Interval | None = None
     speedup_vs_generate_interval: Interval | None = None
     tau_by_position: list[PositionFigures] | None = None
     prompts: list[PromptFigures] | None = None
     step_ms: dict[str, float] | None = None
-    """Milliseconds of a step by stage; `model.generate` does not show its steps."""
+    """Mean milliseconds that a step spends in each stage; `None` for `model.generate`, which has no timer of steps."""
     by_category: dict[str, MethodFigures] | None = None
     accepted_by_node: list[AcceptedNode] | None = None
-    """Measured only for a report."""
+    """How often each node of the tree was accepted; measured only for a report."""
     calibration: Calibration | None = None
-    """The stored calibration for the situation of the run; looked up only for a report."""
+    """The stored calibration of these heads for the run's machine and settings; read only for a report."""
 
     def to_json(self) -> dict[str, object]:
-        """The figures by name, without those that were not measured."""
+        """Return the figures as a dict for JSON, without optional figures that were not measured."""
         content = asdict(self)
         if self.by_category is not None:
             content["by_category"] = {name: part.to_json() for name, part in self.by_category.items()}
         optional = ["tau_by_position", "prompts", "step_ms", "by_category", "accepted_by_node"]
-        if self.accepted_by_node is None:  # a report has looked for a calibration: None says that there is none
+        if self.accepted_by_node is None:  # with a report, null means that no calibration is stored
             optional.append("calibration")
         return {name: value for name, value in content.items() if value is not None or name not in optional}
 
 
 @dataclass
 class MemoryFigures:
-    """Bytes of weights, and peak memory by place (`medusa.memory.peak_memory`)."""
+    """Bytes of the weights, and peak memory of the process and of each GPU (`medusa.memory.peak_memory`)."""
 
     backbone: int
     heads: int
@@ -112,7 +112,7 @@ class MemoryFigures:
 
 @dataclass
 class BenchmarkMachine(Machine):
-    """The machine of a benchmark, with the dtype and the memory of the run."""
+    """The machine of a benchmark, with the backbone's dtype and the memory that the run used."""
 
     dtype: str
     memory: MemoryFigures | None = None
@@ -122,13 +122,13 @@ class BenchmarkMachine(Machine):
 
 @dataclass
 class RunSettings:
-    """What was measured, on which prompts, and how."""
+    """The settings of a benchmark: models, prompts, decoding options and rounds."""
 
     max_new_tokens: int
     temperature: float
     acceptance: str
     generation: dict[str, object]
-    """The other entries of `Settings.to_dict()`. The JSON lists them among the fields of this class."""
+    """The other decoding options (`Settings.to_dict()`). In the JSON, they are on one level with the other fields."""
     backbone: str
     heads: str | None
     prompts: int
@@ -137,23 +137,23 @@ class RunSettings:
     batch_size: int
     drafter: str = "heads"
     tree: object = None
-    """The paths of the tree; a dynamic tree is described by its options."""
+    """The paths of a static tree, or the options of a dynamic tree."""
     nodes: int | None = None
     prompts_sha256: str | None = None
-    """Hash of the prompts' ids: runs with equal hashes can be paired."""
+    """Hash of the prompts' token ids. Two runs can be compared if their hashes are equal."""
     seed: int = 0
     command: str = ""
     date: str = ""
     commit: str | None = None
 
     def to_json(self) -> dict[str, object]:
-        """All settings by name."""
+        """Return all settings as one flat dict for JSON."""
         content = asdict(self)
         return content.pop("generation") | content
 
 
 def _with_generation(content: object) -> object:
-    """Collect the entries that are not fields of `RunSettings` in its field `generation`."""
+    """Copy the entries of a flat dict that are not fields of `RunSettings` into the entry `generation`."""
     if not isinstance(content, dict):
         return content
     own = {field.name for field in fields(RunSettings)}
@@ -162,7 +162,7 @@ def _with_generation(content: object) -> object:
 
 @dataclass
 class TemperatureFigures:
-    """Lossless decoding with heads at one temperature."""
+    """tau and speedup of lossless decoding with heads at one temperature."""
 
     temperature: float
     tau: float
@@ -173,7 +173,7 @@ class TemperatureFigures:
 
 @dataclass
 class LossyFigures:
-    """One acceptance rule at one temperature, with the likelihood of its texts."""
+    """tau and speedup of one acceptance rule at one temperature, and the likelihood of the texts."""
 
     acceptance: str
     lossless: bool
@@ -186,22 +186,22 @@ class LossyFigures:
 
 @dataclass
 class BenchmarkResult:
-    """One run of `medusa benchmark`."""
+    """The result of one run of `medusa benchmark`."""
 
     machine: BenchmarkMachine
     settings: Annotated[RunSettings, BeforeValidator(_with_generation)]
     methods: dict[str, MethodFigures]
-    """By name; `plain`, `transformers` and `medusa` are always among them."""
+    """The figures of each method by name. `plain`, `transformers` and `medusa` are always present."""
     temperatures: list[TemperatureFigures] | None = None
     lossy: list[LossyFigures] | None = None
 
     @property
     def medusa(self) -> MethodFigures:
-        """The figures of the drafter under test."""
+        """The figures of decoding with the drafter under test."""
         return self.methods["medusa"]
 
     def to_json(self) -> dict[str, object]:
-        """The content of the JSON file."""
+        """Return the content of the JSON file."""
         content: dict[str, object] = {
             "machine": asdict(self.machine),
             "settings": self.settings.to_json(),
@@ -212,20 +212,20 @@ class BenchmarkResult:
 
     @classmethod
     def from_json(cls, content: object, name: str) -> BenchmarkResult:
-        """Read the content of a JSON file. Error messages call the file `name`.
+        """Make a result from the content of a JSON file. `name`: the file's name in error messages.
 
         Raises:
-            RequestError: the file holds no benchmark."""
+            RequestError: the content is not a benchmark."""
         try:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError:
             raise RequestError(f"{name} is not a benchmark; give a file that medusa benchmark --json wrote") from None
 
     def require_prompts(self, name: str) -> None:
-        """Check that the figures of each prompt are there, from which runs are compared.
+        """Check that the result has figures of each single prompt, which a comparison of runs needs.
 
         Raises:
-            RequestError: the file `name` lacks these figures, as an earlier version wrote it."""
+            RequestError: the figures are missing because an earlier version wrote the file called `name`."""
         if "medusa" not in self.methods or None in (self.medusa.prompts, self.settings.prompts_sha256):
             why = "an earlier version wrote it; run the benchmark again"
             raise RequestError(f"{name} holds no figures of its prompts: {why}")

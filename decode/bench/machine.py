@@ -1,4 +1,4 @@
-"""The machine that figures were measured on, and its clock."""
+"""Describes the machine that a measurement runs on, and chooses the clock for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import transformers
 
 @dataclass
 class Machine:
-    """Hardware and versions of one process."""
+    """The hardware and the software versions that a measurement ran with."""
 
     processor: str
     gpu: str | None
     threads: int
-    """CPU threads of PyTorch."""
+    """Number of CPU threads that PyTorch uses."""
     system: str
     python: str
     torch: str
@@ -47,7 +47,7 @@ def machine() -> Machine:
 
 
 def commit() -> str | None:
-    """The git commit of the checkout that this code runs from; `None` for an installed package."""
+    """Return the git commit of the checkout that contains this code; `None` for an installed package."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -56,12 +56,12 @@ def commit() -> str | None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16); False if that is unknown."""
+    """Check whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16). Unknown counts as False."""
     return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in _cpuinfo("flags", "Features"))
 
 
 def _cpuinfo(*fields: str) -> list[str]:
-    """The values that Linux lists under these field names, one for each core; empty on other systems."""
+    """Read the values of these fields in Linux's /proc/cpuinfo, one per CPU core. Empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -71,10 +71,10 @@ def _cpuinfo(*fields: str) -> list[str]:
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:
-    """A clock in seconds for work done on `device`; only differences of its readings have a meaning.
+    """Choose a clock for timing work on `device`. Calling the clock returns seconds since an arbitrary moment.
 
-    With one CPU thread it reads the thread's own time, which other work on the machine does not change. Before a GPU's
-    time is read, its work is awaited.
+    For a CPU with one thread, the clock counts the CPU time of this thread, which other programs do not change. For a
+    GPU, the clock first waits until the GPU has finished its work.
     """
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return thread_time

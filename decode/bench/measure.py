@@ -1,4 +1,4 @@
-"""One benchmark of a drafter: plain decoding, `model.generate`, the drafter and others on the same prompts."""
+"""Runs the benchmark of a drafter against plain decoding, transformers' `model.generate` and other methods."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from medusa.memory import bytes_of, peak_memory
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob(Job):
-    """One benchmark.
+    """What a benchmark measures: a drafter with its models, prompts and options.
 
     Raises:
         RequestError: the backbone cannot verify trees, or stop strings are given for a backbone without a tokenizer."""
 
     categories: Sequence[str | None]
-    """One for each prompt."""
+    """The category of each prompt; `None` if it has none."""
     rounds: int = 3
     command: str = ""
-    """The command line, for the result."""
+    """The user's command line, which the result quotes."""
 
     def __post_init__(self) -> None:
         require_tree_support(self.loaded.model)
@@ -54,23 +54,23 @@ class BenchmarkJob(Job):
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
     def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
-        """Let the contenders take turns on the prompts, under a progress bar with this title."""
+        """Decode the prompts with all contenders in turns, with a progress bar called `title`."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
         run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
 
     def by_transformers(self, name: str, settings: Settings, **assistance: object) -> Contender:
-        """transformers' `model.generate`, with options of its assisted generation."""
+        """Make a contender called `name` from `model.generate`. `assistance`: options of its assisted generation."""
         return Contender(name, transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance))
 
 
 def prompts_hash(prompts: Sequence[list[int]]) -> str:
-    """A hash of the prompts' ids: runs with equal hashes decoded the same prompts."""
+    """Return a hash of the prompts' token ids. Two runs with equal hashes decoded the same prompts."""
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
 def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> BenchmarkResult:
-    """Measure all methods; `others` are further contenders."""
+    """Run a benchmark: measure all methods, and describe the machine and the settings. `others`: more contenders."""
     methods = measure_methods(job, others)
     memory = MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
     about = BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
@@ -92,7 +92,7 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
 
 
 def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, MethodFigures]:
-    """The figures of all methods by name; `others` are further contenders."""
+    """Measure plain decoding, `model.generate`, the contenders in `others` and the drafter; return figures by name."""
     waits = [torch.cuda.synchronize] if job.loaded.model.device.type == "cuda" else []
     plain, medusa = StageTimer(*waits), StageTimer(*waits)
     contenders = [
@@ -106,7 +106,7 @@ def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict
 
 
 def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
-    """tau and speedup of the lossless rule at another temperature, in one round."""
+    """Measure tau and speedup of lossless decoding at another temperature, in one round without top-k, top-p, min-p."""
     settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
     warm = replace(job, settings=settings, rounds=1, categories=[None] * len(job.prompts))
     found = measure_methods(warm)["medusa"]
@@ -115,10 +115,10 @@ def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
 
 
 def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
-    """Sample with plain decoding, the lossless rule and each lossy rule, in one round at one temperature.
+    """Measure speed and text quality of plain sampling, of the lossless rule and of each lossy rule, in one round.
 
-    The temperature is the job's, or 1 if the job is greedy. The mean log-likelihood of a token under the backbone
-    measures the quality: a text above the mean of plain sampling is more predictable than the backbone's own texts.
+    The temperature is the job's, or 1 if the job is greedy. The quality is the mean log-likelihood of the new tokens
+    under the backbone. A rule with a higher value than plain sampling writes more predictable texts than the backbone.
     """
     warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
     contenders = [
@@ -140,7 +140,9 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
 
 @torch.inference_mode()
 def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: float) -> float:
-    """Mean of log p(token | text before it) in nats over all new tokens, p at `temperature` without truncation."""
+    """Compute the mean log-likelihood of the new tokens under the backbone, in nats per token.
+
+    The backbone's probabilities are taken at `temperature`, without top-k, top-p or min-p."""
     total, count = 0.0, 0
     for result in results:
         ids = torch.tensor([result.input_ids + result.new_ids], device=backbone.device)
@@ -153,24 +155,24 @@ def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: f
 
 
 def prompt_lookup(job: BenchmarkJob) -> Contender:
-    """transformers' prompt lookup."""
+    """Make a contender that decodes with the prompt lookup of transformers."""
     return job.by_transformers("prompt lookup", job.settings, prompt_lookup_num_tokens=10)
 
 
 def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
-    """transformers' assisted generation with the draft model called `name`.
+    """Make a contender that decodes with the assisted generation of transformers. `name`: the draft model's name.
 
     Raises:
-        RequestError: there is no such model, or its vocabulary or tokenizer differs from the backbone's."""
+        RequestError: the draft model does not exist, or its vocabulary or tokenizer differs from the backbone's."""
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
     return job.by_transformers("draft model", job.settings, assistant_model=load_small_model(name, context))
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add what only a report shows: how often each node was accepted, and the stored calibration for this situation.
+    """Add two figures that only a report shows: how often each node was accepted, and the stored calibration.
 
-    `calibrations`: the files that hold the calibrations of these heads."""
+    `calibrations`: the files in which a calibration for this job is searched, in this order."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))

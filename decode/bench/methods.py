@@ -1,4 +1,4 @@
-"""The ways to decode that a benchmark compares. Each takes a batch of prompts and returns finished texts."""
+"""Decoding methods that a benchmark compares. A method takes a batch of prompts and returns the finished texts."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 
 OnStep = Callable[[int, list[int]], None]
-"""Receives the index of a prompt and the tokens that a step wrote for it."""
+"""A callback that receives the index of a prompt in its batch, and the tokens that one step wrote for this prompt."""
 StartProgress = Callable[[str, int], Callable[..., object]]
-"""Starts a progress bar with a title and a total; returns a function that advances the bar, by 1 or by a number."""
+"""A function that starts a progress bar with a title and a total, and returns a callback that advances the bar."""
 
 
 class Method(Protocol):
-    """Decodes a batch of prompts."""
+    """Protocol of a decoding method, which decodes a batch of prompts when it is called."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
     ) -> list[Result]:
-        """Decode `prompts` to their ends. `seeds`: one for each, so that a sample does not depend on the batch."""
+        """Decode `prompts` (token ids) until every text ends, and return one result per prompt.
+
+        `seeds`: a random seed for each prompt, so that a sampled text does not depend on the other prompts."""
         ...
 
 
 def one_by_one(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Result]:
-    """Decode each prompt alone, with its seed."""
+    """Decode the prompts one at a time, each with its seed."""
     return [result for prompt, seed in zip(prompts, seeds, strict=True) for result in method([prompt], seeds=[seed])]
 
 
@@ -59,7 +61,7 @@ def plain_method(
     clock: Timer | None = None,
     keep_hidden: bool = False,
 ) -> Method:
-    """Our own autoregressive loop: one token a step."""
+    """Make a method that decodes in our own loop without a drafter: one token per step."""
     return DrafterMethod(model, None, settings, tokenizer, clock, keep_hidden)
 
 
@@ -73,7 +75,7 @@ def medusa_method(
     keep_hidden: bool = False,
     drafter: DrafterLike = None,
 ) -> Method:
-    """Decoding with a drafter, by default the heads on `tree`. What the drafter needs is loaded once, here."""
+    """Make a method that decodes with `drafter`, by default with the heads on `tree`. The drafter is loaded here."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
     return DrafterMethod(model, source, settings, tokenizer, clock, keep_hidden)
@@ -81,7 +83,7 @@ def medusa_method(
 
 @dataclass(frozen=True)
 class DrafterMethod:
-    """Our own loop with the drafter of `source`, or plain decoding if `source` is `None`."""
+    """A method that decodes in our own loop with the drafter of `source`, or plainly if `source` is `None`."""
 
     model: PreTrainedModel
     source: DrafterFactory | None
@@ -89,7 +91,7 @@ class DrafterMethod:
     tokenizer: PreTrainedTokenizerBase | None = None
     clock: Timer | None = None
     keep_hidden: bool = False
-    """Whether results hold the hidden states of their texts."""
+    """Whether each result contains the hidden states of its text."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
@@ -115,10 +117,11 @@ def transformers_method(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **assistance: object,
 ) -> Method:
-    """transformers' own `model.generate`, which has one random stream, seeded by the first seed of a batch.
+    """Make a method that calls transformers' `model.generate`.
 
-    `assistance`: options of its assisted generation or beam search, such as `prompt_lookup_num_tokens`. `generate` does
-    not report the steps of these modes, so their results have none."""
+    `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
+    `assistance`: options of its assisted generation or beam search, such as `prompt_lookup_num_tokens`. In these modes
+    the results have no step lengths, because `generate` does not report them."""
     backbone, amateur = Backbone(model), settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min((end for end in (Backbone(some).context for some in models) if end is not None), default=1 << 30)
@@ -157,17 +160,16 @@ def transformers_method(
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Prompts as `generate` takes a batch: ids [B, T] padded on the left with 0, and the attention mask [B, T]."""
+    """Make the inputs of `generate` from prompts: ids [B, T], padded on the left with 0, and attention mask [B, T]."""
     ids = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     rows = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
     return {name: pad_sequence(row, batch_first=True, padding_side="left").to(device) for name, row in rows.items()}
 
 
 def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tensor) -> dict[str, object]:
-    """Arguments that make `generate` decode contrastively.
+    """Make the arguments with which `generate` contrasts the backbone with the model `amateur`.
 
-    `generate` would apply the repetition penalty before the contrast. Our loop applies the penalty after the contrast,
-    so the processors here have that order."""
+    They apply the repetition penalty after the contrast, as our own loop does; `generate` would apply it before."""
     processors = LogitsProcessorList([ContrastProcessor(amateur, attention_mask)])
     if settings.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
@@ -175,7 +177,9 @@ def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tenso
 
 
 def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> None:
-    """Cut a row of a batch where it would have ended alone. `generate` continues a finished row until all rows end."""
+    """Cut the new tokens of one row after the first end token or stop string, and set the finish reason.
+
+    `generate` continues a finished row until all rows of the batch have ended."""
     length = len(result.new_ids)
     for at, token in enumerate(result.new_ids, 1):
         if token in ends:
@@ -190,18 +194,18 @@ def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A drafter under test, with the models, options and prompts of a benchmark or a verification."""
+    """What a benchmark or a verification tests: a drafter, with the models, the options and the prompts."""
 
     loaded: Loaded
     source: DrafterFactory
     settings: Settings
     prompts: Sequence[list[int]]
     heads: str | None = None
-    """The name of the heads, if heads draft."""
+    """The name of the heads; `None` for a drafter without heads."""
     drafter: str = "heads"
-    """The name of the drafter with its options, as the user wrote it."""
+    """The drafter with its options, as the user typed it."""
     tree: object = None
-    """The tree as results list it."""
+    """The description of the tree in the result."""
     batch_size: int = 1
     seed: int = 0
     start_progress: StartProgress = lambda title, total: lambda count=1: None
@@ -211,9 +215,9 @@ class Job:
         return str(self.loaded.model.dtype).removeprefix("torch.")
 
     def plain(self, settings: Settings, clock: Timer | None = None) -> Method:
-        """Plain decoding."""
+        """Make a method that decodes with the backbone alone, one token per step."""
         return DrafterMethod(self.loaded.model, None, settings, self.loaded.tokenizer, clock)
 
     def drafted(self, settings: Settings, clock: Timer | None = None, source: DrafterFactory | None = None) -> Method:
-        """Decoding with a drafter, by default the one under test."""
+        """Make a method that decodes with the drafter of `source`, by default with the drafter under test."""
         return DrafterMethod(self.loaded.model, source or self.source, settings, self.loaded.tokenizer, clock)

@@ -1,1 +1,1 @@
-"""Serving: an OpenAI-compatible server, and chat in the browser."""
+"""Serving: an HTTP server with the OpenAI API, and a chat page for the browser."""

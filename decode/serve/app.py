@@ -1,6 +1,6 @@
-"""The HTTP side of `medusa serve`: an OpenAI-compatible API over the thread that decodes.
+"""The HTTP server of `medusa serve`, with an API that is compatible with OpenAI's. A worker thread decodes the texts.
 
-Routes are /v1/completions, /v1/chat/completions, /v1/models and /health.
+The routes are /v1/completions, /v1/chat/completions, /v1/models and /health.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 
-MAX_BODY = 2**24  # bytes of a request
+MAX_BODY = 2**24  # largest request, in bytes
 
 
 class ApiAnswer:
-    """The texts of one request, as one JSON object or as a stream of events."""
+    """The answer to one API request: collects its texts from the worker, and sends them as JSON or as a stream."""
 
     def __init__(self, model: str, is_chat: bool, prompt_tokens: int) -> None:
-        """`prompt_tokens`: of all prompts."""
+        """Make an answer without rows; they are added later. `prompt_tokens`: number of tokens in all prompts."""
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.head = {"id": number, "created": int(time.time()), "model": model}
         self.rows: list[BatchRow] = []
-        """One for each choice, in order."""
+        """The requested texts, one row for each choice of the answer, in order."""
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
     def listener(self, index: int) -> Callable[[RowEvent], None]:
-        """A function that receives the events of a row from the worker's thread."""
+        """Return a callback for the worker thread, which passes the events of row `index` to the HTTP thread."""
 
         def put(event: RowEvent) -> None:
             self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
@@ -53,12 +53,14 @@ class ApiAnswer:
         return put
 
     async def whole(self, request: HttpRequest) -> dict[str, object]:
-        """The complete answer to `request`, whose body must have been read.
+        """Wait until all texts are finished, and return the answer as one JSON object.
+
+        `request`: used to notice that the client has disconnected; its body must have been read.
 
         Raises:
-            ApiError: a row failed, or the reader has left."""
+            ApiError: decoding failed, or the client has disconnected."""
         texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
-        left = asyncio.ensure_future(_reader_left(request))
+        left = asyncio.ensure_future(_disconnected(request))
         try:
             async for index, event in self._until_all_ended(left):
                 texts[index] += event.text
@@ -73,9 +75,10 @@ class ApiAnswer:
         return self._object("chat.completion", choices, usage=self._usage())
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events; with `usage`, the last event before the end holds the usage.
+        """Yield the answer as server-sent events while the texts are written.
 
-        Starlette ends this iteration when the reader has left."""
+        `usage`: whether the last event before `[DONE]` contains the token counts. Starlette closes this generator when
+        the client disconnects."""
         chunk = partial(self._object, "chat.completion.chunk")
         try:
             for index in range(len(self.rows) if self.is_chat else 0):
@@ -87,7 +90,7 @@ class ApiAnswer:
             if usage:
                 yield _line(chunk([], usage=self._usage()))
             yield "data: [DONE]\n\n"
-        except ApiError as error:  # the status was sent with the first chunk
+        except ApiError as error:  # too late for an HTTP status, which was sent with the first chunk
             yield _line(error.to_json())
         finally:
             self._leave()
@@ -97,17 +100,17 @@ class ApiAnswer:
         return self.head | {"object": kind, "choices": choices} | more
 
     async def _until_all_ended(self, left: asyncio.Future[None] | None = None) -> AsyncIterator[tuple[int, RowEvent]]:
-        """The events of all rows until all have ended, or until the reader has `left`.
+        """Yield (index of a row, event) until all rows have ended. `left`: is done when the client has disconnected.
 
         Raises:
-            ApiError: a row failed, or the reader has left."""
+            ApiError: decoding failed, or the client has disconnected."""
         running = len(self.rows)
         while running:
             following = asyncio.ensure_future(self.events.get())
             await asyncio.wait({following} | ({left} if left else set()), return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
                 following.cancel()
-                raise ApiError("the reader has left", 499)
+                raise ApiError("the client has disconnected", 499)
             index, event = following.result()
             if isinstance(event.error, RequestError):
                 raise ApiError(str(event.error))
@@ -117,7 +120,7 @@ class ApiAnswer:
             yield index, event
 
     def _leave(self) -> None:
-        """End the rows that are still running."""
+        """Tell the worker to stop decoding the rows that are not finished."""
         for row in self.rows:
             row.left.set()
 
@@ -134,17 +137,23 @@ def _line(content: dict[str, object]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-async def _reader_left(request: HttpRequest) -> None:
-    """Return when the reader has left."""
+async def _disconnected(request: HttpRequest) -> None:
+    """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class CompletionApi:
-    """The HTTP endpoints of the API. A worker decodes the texts."""
+    """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """`name`: of the model; `settings`: defaults of all requests; `seed`: of requests without one."""
+        """Make the endpoints for one model.
+
+        Args:
+            name: the name that requests call the model by.
+            settings: defaults for the parameters that a request leaves out.
+            seed: the random seed from which requests without a seed get different seeds.
+        """
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)
@@ -153,7 +162,7 @@ class CompletionApi:
         self.about = about | {"max_model_len": self.backbone.context}
 
     def app(self, allowed_hosts: Sequence[str]) -> Starlette:
-        """The web application. It stops the worker when it ends."""
+        """Make the Starlette application, which stops the worker when the server shuts down."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -174,16 +183,16 @@ class CompletionApi:
         )
 
     async def health(self, request: HttpRequest) -> Response:
-        """Whether the worker is alive."""
+        """Report whether the worker thread is running: status 200 or 503."""
         alive = self.worker.is_alive
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
 
     async def models(self, request: HttpRequest) -> Response:
-        """List the models, of which there is one."""
+        """List the models of the server, which has a single one."""
         return JSONResponse({"object": "list", "data": [self.about]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """Describe the model."""
+        """Describe the model that the path names; status 404 if the server has another model."""
         self._require_model(request.path_params["name"])
         return JSONResponse(self.about)
 
@@ -192,7 +201,7 @@ class CompletionApi:
             raise ApiError(f"model is {name!r}; this server has {self.name!r}", 404, "model")
 
     async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
-        """Answer a request of this kind: continue texts, or answer a conversation."""
+        """Answer a request for completions or for a chat. `kind`: the class that its body is parsed into."""
         content = bytearray()
         async for part in request.stream():
             content += part
@@ -207,10 +216,10 @@ class CompletionApi:
         return JSONResponse(await answer.whole(request))
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Give the texts of a request to the worker.
+        """Check a request, give a row for each requested text to the worker, and return the answer that collects them.
 
         Raises:
-            ApiError: the request cannot be answered."""
+            ApiError: the request is invalid, as its model, parameters or prompts show."""
         self._require_model(asked.model or self.name)
         try:
             settings = asked.settings(self.settings)
@@ -226,7 +235,7 @@ class CompletionApi:
         answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), sum(map(len, prompts)))
         for index in range(count):
             number, copy = divmod(index, asked.n)
-            # If the request has a seed, equal prompts get equal texts; otherwise all texts differ.
+            # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
             offset = index if asked.seed is None else copy
             answer.rows.append(BatchRow(prompts[number], settings, (seed + offset) % 2**63, answer.listener(index)))
         for row in answer.rows:
@@ -248,7 +257,7 @@ async def _no_such_route(request: HttpRequest, error: Exception) -> Response:
 def serve(
     api: CompletionApi, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
 ) -> None:
-    """Answer requests until the program is ended. `on_start` is called when the server listens."""
+    """Run the HTTP server until the process is stopped. `on_start`: callback for the moment when the server listens."""
     app = api.app(allowed_hosts)
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)
     listening = config.bind_socket()

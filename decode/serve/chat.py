@@ -1,4 +1,4 @@
-"""Chats: conversations with a backbone, and races of two texts whose speeds a reader can compare."""
+"""Conversations with a backbone, and races: plain decoding and a drafter write the same answer side by side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from medusa.records.record import Record, continuation_ids, prompt_ids
 
 @dataclass
 class Turn:
-    """A message with the prompt that it makes, and the answer."""
+    """One turn of a conversation: the user's message, the prompt that is decoded for it, and the answer."""
 
     message: str
     prompt: list[int]
@@ -33,7 +33,10 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A conversation: all turns so far. Without a chat template, messages and answers form one continued text."""
+    """A conversation with its turns so far. Without a chat template, messages and answers form one continued text.
+
+    Raises:
+        RequestError: a system message is given, but the tokenizer has no chat template."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
@@ -48,15 +51,15 @@ class Conversation:
         return self.tokenizer.chat_template is not None
 
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
-        """The turn for a message. `keep` adds the turn to the conversation when it is answered.
+        """Make the turn for a message. It joins the conversation when its answer is passed to `keep`.
 
-        Without a template, an empty message continues the text.
+        Without a chat template, an empty message continues the text.
 
         Args:
-            models: the models whose contexts must have room for the answer.
+            models: the models whose contexts must have room for the prompt and at least one token.
 
         Raises:
-            RequestError: the message is empty, the template refuses the message, or a context is full."""
+            RequestError: the message is empty, the chat template fails, or the context of a model is full."""
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
         prompt = self._templated(message) if self.has_template else self._continued(message)
@@ -67,12 +70,12 @@ class Conversation:
         return Turn(message, prompt)
 
     def keep(self, turn: Turn, result: Result, text: str) -> None:
-        """Add a turn with its finished (or stopped) answer."""
+        """Add a turn to the conversation, with its answer, which is finished or was stopped by the user."""
         turn.result, turn.text = result, text
         self.turns.append(turn)
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Remove all turns."""
         self.turns.clear()
 
     def _templated(self, message: str) -> list[int]:
@@ -96,7 +99,7 @@ Returned = TypeVar("Returned")
 
 
 class Side:
-    """One of the texts of a race while it is written."""
+    """One text of a race, while it is decoded: by plain decoding or with the drafter."""
 
     def __init__(self, run: DecodingRun, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream
@@ -105,7 +108,7 @@ class Side:
 
     @property
     def result(self) -> Result:
-        """The result so far, with its seconds so far."""
+        """The result of decoding so far, including the seconds."""
         self.run.results[0].seconds = self.run.seconds
         return self.run.results[0]
 
@@ -114,13 +117,13 @@ class Side:
         return joined(self.pieces)
 
     def step(self) -> None:
-        """Write one step."""
+        """Decode one step."""
         step = next(self.steps, None)
         self.pieces += self.stream.end() if step is None else self.stream.step(step.ids[0])
         self.finished = step is None
 
     def stop(self) -> None:
-        """End the text now."""
+        """Stop decoding before the text ends."""
         if not self.finished:
             self.run.stop()
             self.pieces += self.stream.end()
@@ -128,10 +131,10 @@ class Side:
 
 
 def race(sides: Sequence[Side]) -> Iterator[None]:
-    """Write several texts to their ends, always one step of the text that has taken the least time so far.
+    """Decode several texts until all are finished, one step at a time; yields after each step.
 
-    The texts never compute at the same time, so the time of each is its own, and a reader sees each grow at its own
-    pace.
+    The next step is always one of the text that has taken the least time so far. So only one text is decoded at a time,
+    and each still appears to grow at its own speed.
     """
     while unfinished := [side for side in sides if not side.finished]:
         min(unfinished, key=lambda side: side.run.seconds).step()
@@ -139,7 +142,7 @@ def race(sides: Sequence[Side]) -> Iterator[None]:
 
 
 class Snapshot(NamedTuple):
-    """The state of one side of a race at one moment."""
+    """The text and the figures of one side of a race at one moment."""
 
     pieces: list[TextPiece]
     tokens: int
@@ -150,7 +153,7 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def at(cls, side: Side) -> Snapshot:
-        """The side as it is now."""
+        """Copy the present state of a side."""
         result = side.result
         reason = result.finish_reason if side.finished else None
         return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)
@@ -161,7 +164,7 @@ class Snapshot(NamedTuple):
 
 
 def verdict(plain: Side, drafted: Side, settings: Settings) -> tuple[str, str]:
-    """The outcome of a race: how many times as fast drafting was, and whether the texts are the same."""
+    """Describe the outcome of a race in two texts: the drafter's speedup, and whether the two answers are equal."""
     faster = Snapshot.at(drafted).tokens_per_second / max(Snapshot.at(plain).tokens_per_second, 1e-9)
     return f"{faster:.2f}×", _texts_compared(plain.result, drafted.result, settings)
 
@@ -182,30 +185,32 @@ def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:
 
 
 class ChatWorker:
-    """One thread that writes the answers of all chat pages, in the order in which the pages ask."""
+    """A thread that decodes the answers for all open chat pages, one after the other in the order of the requests."""
 
     def __init__(self, generator: TextGenerator) -> None:
         self.generator = generator
         self.thread = ThreadPoolExecutor(1, "chat")
         self.turn = asyncio.Lock()
         self.waiting = 0
-        """Answers that are asked for and not finished."""
+        """Number of requested answers that are not finished."""
 
     def call(self, work: Callable[..., Returned], *args: object) -> Returned:
-        """Run a function in the thread, and wait for its result."""
+        """Run a function in the worker's thread, and wait for its result."""
         return self.thread.submit(work, *args).result()
 
     async def write(
         self, begin: Callable[[], list[Side]], show: Callable[[list[Snapshot]], None], stopped: threading.Event
     ) -> list[Side]:
-        """Write texts to their ends, or until `stopped`. The list is empty if `stopped` was set before their turn.
+        """Decode the texts of one race until all are finished, or until `stopped` is set, and return them.
+
+        The race waits for earlier races. If `stopped` is set before its turn, the returned list is empty.
 
         Args:
-            begin: starts the texts, in the thread.
-            show: receives snapshots while the texts grow, in the caller's thread.
+            begin: starts the texts; called in the worker's thread.
+            show: callback that receives snapshots of the growing texts, in the event loop's thread.
 
         Raises:
-            RequestError: as `begin`."""
+            RequestError: raised by `begin`."""
         loop = asyncio.get_running_loop()
 
         def work() -> list[Side]:

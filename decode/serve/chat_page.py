@@ -1,7 +1,7 @@
-"""The page of `medusa chat --web`: plain decoding and a drafter side by side, with accepted guesses marked.
+"""The web page of `medusa chat --web`, which shows plain decoding and a drafter side by side.
 
-NiceGUI serves the page with its scripts and fonts, so the page loads nothing from other servers. Every opened page has
-its own conversation. All pages share the model, and one thread writes their texts one after the other.
+NiceGUI serves the page with its scripts and fonts, so the page loads nothing from other servers. Every open page has
+its own conversation. All pages share one model and one thread, which decodes their texts one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from medusa.errors import RequestError
 STATIC = Path(__file__).parent / "static"
 ICON = (STATIC / "chat.svg").read_text(encoding="utf-8")
 ACCENT = "#128053"
-OPENINGS = {  # for backbones with a chat template, and without
+OPENINGS = {  # messages to start with; True: for backbones with a chat template
     True: ["Explain tree attention to a child.", "Write a short poem about the sea.", "List ten uses of a paper clip."],
     False: ["Once upon a time", "One sunny day, a girl named Mia", "The old boat"],
 }
@@ -43,7 +43,7 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PageConfig:
-    """The values that all pages share."""
+    """What all open chat pages share: the worker with the model, the default settings, and the names to show."""
 
     worker: ChatWorker
     settings: Settings
@@ -62,7 +62,7 @@ class PageConfig:
 def serve(
     config: PageConfig, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
 ) -> None:
-    """Serve pages until the program is ended. `on_start` is called when the server listens."""
+    """Serve the chat page until the process is stopped. `on_start`: callback for the moment when the server listens."""
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))
 
     async def announce() -> None:
@@ -86,7 +86,7 @@ def serve(
 
 
 def marked(pieces: Sequence[TextPiece]) -> str:
-    """Pieces as HTML: the accepted guesses of a step are one mark, without the spaces around them."""
+    """Convert pieces of text to HTML. Consecutive accepted guesses share one mark, without the spaces around them."""
     html = ""
     for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
         text = joined(list(group))
@@ -101,7 +101,7 @@ def _temperature_label(value: float) -> str:
 
 
 class Card:
-    """The part of the page that shows one side of a race."""
+    """A box on the page that shows one side of a race: its text, and its figures below the text."""
 
     def __init__(self, title: str, subtitle: str, kind: str) -> None:
         with ui.element("section").classes(f"card {kind}"):
@@ -121,7 +121,7 @@ class Card:
         return value
 
     def show(self, now: Snapshot) -> None:
-        """Show the text and its figures."""
+        """Show the text and the figures of a snapshot."""
         cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
         self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space
@@ -131,7 +131,7 @@ class Card:
 
 
 class ChatPage:
-    """The page of one reader, with its own conversation."""
+    """One open chat page with its conversation."""
 
     def __init__(self, config: PageConfig) -> None:
         self.config, self.generator = config, config.worker.generator
@@ -140,10 +140,10 @@ class ChatPage:
         self.settings = config.settings
         self.answers = 0
         self.stopped: threading.Event | None = None
-        """Set to end the answer that is being written; `None` if there is none."""
+        """The event that stops the current answer when it is set; `None` while no answer is written."""
 
     def build(self) -> None:
-        """Lay out the page."""
+        """Add all elements to the page."""
         ui.colors(primary=ACCENT)
         ui.add_css((STATIC / "chat.css").read_text(encoding="utf-8"))
         ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")
@@ -182,7 +182,7 @@ class ChatPage:
             length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
             length.props("dense outlined aria-label='Maximum of new tokens'")
         if self.settings.compile:
-            temperature.disable()  # the compiled steps are for this temperature
+            temperature.disable()  # steps were compiled for this temperature
         temperature.on("change", lambda: self._change(lambda now: replace(now, temperature=float(temperature.value))))
         length.on("change", lambda: self._change(lambda now: replace(now, max_new_tokens=int(length.value or 0))))
 
@@ -204,7 +204,7 @@ class ChatPage:
                     button.props("outline no-caps rounded")
 
     def _forget(self) -> None:
-        """Stop the answer and begin a new conversation."""
+        """Stop the current answer, and replace the conversation by an empty one."""
         if self.stopped is not None:
             self.stopped.set()
         self.conversation = Conversation(self.generator.tokenizer, self.config.system)
@@ -248,7 +248,7 @@ class ChatPage:
             self.button.props("icon=arrow_upward aria-label=Send")
 
     async def _write(self, turn: Turn, stopped: threading.Event) -> list[Side]:
-        """Show a message, and the answer as it grows. Plain decoding comes first if it takes part."""
+        """Decode the answer to a message, with the drafter and, if chosen, plainly, and show it while it grows."""
         settings, conversation, worker = self.settings, self.conversation, self.config.worker
         ways = [True, False] if self.both.value else [False]
         with self.log, ui.element("article"):
@@ -262,7 +262,7 @@ class ChatPage:
             result = ui.element("div").classes("verdict")
 
         def show(snapshots: list[Snapshot]) -> None:
-            if self.conversation is conversation:  # otherwise the reader has started again, or left
+            if self.conversation is conversation:  # otherwise the user has reset or closed the page
                 state.text = ""
                 for card, snapshot in zip(cards, snapshots, strict=True):
                     card.show(snapshot)

@@ -1,6 +1,6 @@
-"""Requests of the OpenAI API, read from JSON and checked (https://platform.openai.com/docs/api-reference).
+"""Reads and checks the JSON requests of the OpenAI API (https://platform.openai.com/docs/api-reference).
 
-A parameter that this server does not support is refused by name, unless its value requests nothing.
+A parameter that this server does not support is an error, unless its value leaves the feature off.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from decode.settings import Settings
 from medusa.records.record import Record, prompt_ids
 
-MAX_CHOICES = 128  # texts of one request
-UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values that request nothing
+MAX_CHOICES = 128  # largest number of texts in one request
+UNSUPPORTED: dict[str, object] = {  # unsupported parameters of the API, with the values that leave them off
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
@@ -31,45 +31,51 @@ UNSUPPORTED: dict[str, object] = {  # parameters of the API, with the values tha
     "functions": [],
     "response_format": {"type": "text"},
 }
-IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier"}  # no effect on the text
+IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "parallel_tool_calls",
+    "service_tier",
+}  # accepted parameters that have no effect on the text
 
 
 class ApiError(Exception):
-    """A refusal or a failure, as the API reports it."""
+    """An error that the API reports to the client: an invalid request, or a failure of the server."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
-        """`param`: the parameter that is wrong."""
+        """Make an error. `status`: the HTTP status; `param`: the name of the wrong parameter."""
         super().__init__(message)
         self.status, self.param = status, param
 
     def to_json(self) -> dict[str, object]:
-        """The error object of the API."""
+        """Return the error object of the OpenAI API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
 
 
 class StrictModel(BaseModel):
-    """A model that converts no types: a string is not accepted for a number."""
+    """Base of all parts of a request. Types are not converted: a number given as a string is an error."""
 
     model_config = ConfigDict(strict=True)
 
 
 class StreamOptions(StrictModel):
-    """The object `stream_options`."""
+    """The object `stream_options` of a request."""
 
     include_usage: bool | None = None
-    """Whether a stream ends with the usage."""
+    """Whether the stream ends with the token counts."""
 
 
 class TextPart(StrictModel):
-    """A part of the content of a message."""
+    """A text in the `content` of a message that is a list of parts."""
 
     type: Literal["text"]
     text: str = ""
 
 
 class Message(StrictModel):
-    """One message of a chat."""
+    """One message of a chat request."""
 
     role: str
     content: str | list[TextPart]
@@ -84,7 +90,7 @@ Number = Annotated[float | None, Field(allow_inf_nan=False, description="a numbe
 
 
 def _require_temperature(value: float | None) -> float | None:
-    if value is not None and 0 < value < 1e-3:  # scores would overflow, and break later batches on a GPU
+    if value is not None and 0 < value < 1e-3:  # scores would overflow, which breaks later batches on a GPU
         raise ValueError("too small")
     return value
 
@@ -94,9 +100,9 @@ def _as_strings(stop: object) -> object:
 
 
 class GenerationRequest(StrictModel):
-    """The parameters that completions and chats share; null means the server's default.
+    """The parameters that completion requests and chat requests share. Null means the server's default.
 
-    Error messages quote the field's description. `Settings` checks the ranges.
+    Error messages quote the description of the wrong field. Ranges without `ge` or `le` are checked by `Settings`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -117,29 +123,31 @@ class GenerationRequest(StrictModel):
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
-    """Texts for each prompt."""
+    """Number of texts for each prompt."""
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions = Field(StreamOptions(), description='an object such as {"include_usage": true}')
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
-        """Drop null values, and unsupported parameters whose values request nothing.
+        """Remove null values, ignored parameters, and unsupported parameters that are switched off.
 
         Raises:
-            ApiError: the value of an unsupported parameter requests something."""
+            ApiError: an unsupported parameter is switched on."""
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         for name in filter(given.__contains__, UNSUPPORTED):
             value, neutral = given.pop(name), UNSUPPORTED[name]
-            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):  # 0 == False, but requests 0
+            if value != neutral or isinstance(value, bool) != isinstance(
+                neutral, bool
+            ):  # 0 == False in Python, but `logprobs: 0` is a request
                 raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
         return given
 
     def settings(self, defaults: Settings) -> Settings:
-        """The generation settings of the request; `defaults` are the server's.
+        """Return the decoding settings for the request. `defaults`: the settings of parameters that it leaves out.
 
         Raises:
-            RequestError: a value is out of range, or values cannot be combined."""
+            RequestError: a value is out of range, or two parameters cannot be combined."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
         for limit in (self.max_tokens, self.max_completion_tokens):
@@ -149,23 +157,23 @@ class GenerationRequest(StrictModel):
 
 
 def _as_list(prompt: object) -> object:
-    """One prompt, or several, as a list of prompts."""
+    """Put a single prompt, a text or a list of token ids, into a list. A list of prompts is returned unchanged."""
     several = isinstance(prompt, list) and not all(type(part) is int for part in prompt)
     return prompt if several else [prompt]
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of /v1/completions."""
+    """The body of a request to /v1/completions."""
 
     prompt: Annotated[list[str | Annotated[list[int], Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
         description="a text or a list of ids, or a list of these, and not empty"
     )
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """The ids of all prompts.
+        """Return the token ids of each prompt.
 
         Raises:
-            RequestError: a text is empty."""
+            RequestError: the text of a prompt is empty."""
         return [
             prompt_ids(Record("prompt", text=part, is_prompt=True), tokenizer) if isinstance(part, str) else part
             for part in self.prompt
@@ -173,18 +181,18 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
-    """The body of /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: list[Message] = Field(
         min_length=1, description='a list of {"role": a word, "content": a text}, and not empty'
     )
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """The ids of the conversation, as the chat template writes them.
+        """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
         Raises:
-            ApiError: there is no chat template, or the last message is the assistant's.
-            RequestError: the template refuses the messages."""
+            ApiError: the tokenizer has no chat template, or the last message is the assistant's.
+            RequestError: the chat template raises an error."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":
@@ -197,7 +205,7 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Read and check the body of a request.
+    """Parse and check the body of a request. `kind`: the class of the returned request.
 
     Raises:
         ApiError: the body is not a JSON object, a parameter is unknown or unsupported, or a value has a wrong type."""
@@ -218,7 +226,7 @@ def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
 
 
 def _refusal(kind: type[GenerationRequest], body: dict[str, object], error: ValidationError) -> ApiError:
-    """The first error in one line. Unknown parameters come before all other errors."""
+    """Describe the first validation error in one line. Errors about unknown parameters come first."""
     names = {found["type"]: str(found["loc"][0]) for found in reversed(error.errors())}
     if unknown := names.get("extra_forbidden"):
         known = ", ".join(sorted({*kind.model_fields, *UNSUPPORTED, *IGNORED}))

@@ -1,4 +1,4 @@
-"""Texts while they are written: generators start them, and streams turn their token ids into pieces of text."""
+"""Starts the decoding of texts, and converts their token ids to pieces of text while they are decoded."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from decode.tree_check import require_tree_forward
 
 WARM_UP_STEPS = 5
 INCOMPLETE = "\ufffd"
-"""The character that a tokenizer writes for bytes that are not (yet) a character."""
-KEPT_BEFORE = 8  # ids of the text before that the first new ids are decoded with
+"""The replacement character, which tokenizers return for an incomplete or invalid UTF-8 character."""
+KEPT_BEFORE = 8  # ids of the earlier text with which new ids are decoded, since a token's text may depend on them
 
 
 @dataclass
 class TextGenerator:
-    """A backbone with its tokenizer, and a drafter if there is one."""
+    """A backbone with its tokenizer and, if given, a drafter. It starts the decoding of texts."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -32,24 +32,24 @@ class TextGenerator:
 
     def __post_init__(self) -> None:
         if self.source is not None:
-            require_tree_forward(self.model)  # checked once per model, and here so that the first answer does not wait
+            require_tree_forward(self.model)  # a check once per model, done now so that the first answer is fast
 
     def models(self, settings: Settings) -> list[PreTrainedModel]:
-        """The models whose contexts a text must fit into."""
+        """List the models whose contexts must hold the text: the backbone, and the amateur of contrastive decoding."""
         return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
 
     def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
-        """Begin to write after `prompt`; `plain`: without the drafter.
+        """Start decoding after the token ids `prompt`. `plain`: whether to decode without the drafter.
 
         Raises:
-            RequestError: as `decode.request.prepare`."""
+            RequestError: the request is invalid (`decode.request.prepare`)."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
         begun = decoding(self.model, None if plain else self.source, requests, settings)
         return DecodingRun(begun, perf_counter() - start)
 
     def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:
-        """Write a few tokens with the drafter and without, so that the first answer is as fast as later ones."""
+        """Decode a few tokens, with and without the drafter, so that the first answer is as fast as later answers."""
         for plain in [True] if self.source is None else [True, False]:
             for count, _ in enumerate(self.run(prompt, settings, plain=plain), 1):
                 if count == WARM_UP_STEPS:
@@ -57,38 +57,40 @@ class TextGenerator:
 
 
 class TextPiece(NamedTuple):
-    """Some characters of a text."""
+    """A piece of decoded text."""
 
     text: str
     drafted: bool
-    """Whether the characters were drafted and accepted; otherwise they are a root, decided by the backbone."""
+    """Whether the text comes from accepted guesses; otherwise it is a root, which the backbone itself predicted."""
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
-    """The text of some pieces."""
+    """Join pieces of text to a string."""
     return "".join(piece.text for piece in pieces)
 
 
 class TextStream:
-    """The text of one row, in pieces that never change again. Joined, they are `decode.results.text_of` all ids.
+    """Converts the token ids of one text to pieces of text, step by step. A piece never changes after its return.
 
-    A token that ends within a character waits for the rest of the character. Text that may be the beginning of a stop
-    string waits until later text decides.
+    A token that ends inside a character waits for the rest of the character. Text that may be the beginning of a stop
+    string waits until more text shows whether it is. All pieces joined equal `decode.results.text_of` of all ids.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        """`before`: ids of a text that is continued; they decide whether the new text begins with a space."""
+        """Make an empty stream.
+
+        `before`: ids of the text before the new ids. They decide whether the new text begins with a space."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.ids = list(before[-KEPT_BEFORE:])
-        self.start, self.done = 0, len(self.ids)  # ids[start:done] are decoded text, with which new ids are decoded
+        self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
         self.waiting: list[TextPiece] = []
         self.ended = False
-        """Whether a stop string was found."""
+        """Whether the text contains a stop string, which ends it."""
 
     def step(self, ids: Sequence[int]) -> list[TextPiece]:
-        """The pieces that become certain with the ids of a step: the root, then the accepted guesses."""
+        """Add the ids of a decoding step, root first, and return the pieces of text that are certain now."""
         for place, token in enumerate(ids):
             self.ids.append(token)
             text = self._new_text()
@@ -97,13 +99,13 @@ class TextStream:
         return self._release(self._possible_stop())
 
     def end(self) -> list[TextPiece]:
-        """The pieces that are left when no more ids come."""
+        """Return the remaining pieces after the last ids."""
         if text := self._new_text():
             self._take(text, drafted=False)
         return self._release(0)
 
     def _new_text(self) -> str:
-        """The text of the ids after `done`. Earlier ids are decoded too, since the first token of a text may differ."""
+        """Return the text of the ids after `done`. Earlier ids are decoded as context, and their text is removed."""
         known = self._decode(self.ids[self.start : self.done])
         return self._decode(self.ids[self.start :])[len(known) :]
 
@@ -121,7 +123,7 @@ class TextStream:
             self.waiting, _ = _split(self.waiting, min(cuts))
 
     def _possible_stop(self) -> int:
-        """How many of the waiting characters may be the beginning of a stop string."""
+        """Count the characters at the end of the waiting text that may be the beginning of a stop string."""
         if self.ended or not self.stop:
             return 0
         waiting, longest = joined(self.waiting), max(map(len, self.stop)) - 1
@@ -129,13 +131,13 @@ class TextStream:
         return next((n for n in lengths if any(string.startswith(waiting[-n:]) for string in self.stop)), 0)
 
     def _release(self, kept: int) -> list[TextPiece]:
-        """All waiting characters except the last `kept`."""
+        """Return the waiting pieces, and keep only their last `kept` characters waiting."""
         given, self.waiting = _split(self.waiting, len(joined(self.waiting)) - kept)
         return given
 
 
 def _split(pieces: Sequence[TextPiece], count: int) -> tuple[list[TextPiece], list[TextPiece]]:
-    """The first `count` characters, and the others."""
+    """Split pieces of text after the first `count` characters."""
     first, rest = [], []
     for piece in pieces:
         first.append(piece._replace(text=piece.text[:count]))

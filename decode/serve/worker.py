@@ -1,7 +1,7 @@
-"""The thread that decodes for the server: waiting texts are put into batches, and each batch is decoded to its end.
+"""The worker thread of the server. It groups the requested texts into batches, and decodes one batch after the other.
 
-The text that has waited longest goes into the next batch, together with texts that are sampled in the same way and have
-prompts of similar length. Rows that have ended, or whose reader has left, leave the batch.
+The text that has waited longest goes into the next batch, together with texts that have the same sampling options and
+prompts of similar length. A row leaves the batch when its text ends, or when its client has disconnected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from medusa.backbone import Backbone
 
 
 class RowEvent(NamedTuple):
-    """New text of a row, its end, or an error."""
+    """A message from the worker about one row: new text, the end of the text, or an error."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -34,40 +34,40 @@ class RowEvent(NamedTuple):
 
 @dataclass
 class BatchRow:
-    """One requested text, from its prompt to the function that informs its reader."""
+    """One requested text: its prompt and settings, and the callback that receives the text while it is decoded."""
 
     prompt: list[int]
     settings: Settings
     seed: int
     tell: Callable[[RowEvent], object]
-    """Called by the thread that decodes."""
+    """Callback that the worker thread calls with each event."""
     left: threading.Event = field(default_factory=threading.Event)
-    """Set when the reader has left."""
+    """Set to end the text early, because the client has disconnected or the server stops."""
     new_tokens: int = 0
 
     @property
     def batch_key(self) -> Settings:
-        """Rows with equal keys can share a batch: their lengths and stops may differ, other settings may not."""
+        """Settings that all rows of a batch must share: all except maximum length, stop strings and `ignore_eos`."""
         return replace(self.settings, max_new_tokens=1, stop=(), ignore_eos=False)
 
     def request(self, generator: TextGenerator) -> Request:
-        """Prepare the row for decoding.
+        """Prepare the decoding of the row.
 
         Raises:
-            RequestError: as `decode.request.prepare`."""
+            RequestError: the request is invalid (`decode.request.prepare`)."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
         return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
 
 
 class RowEnd(StoppingCriteria):
-    """Ends a row whose reader has left, or whose new text contains a stop string.
+    """A stopping criterion: ends a row whose client has disconnected, or whose new text contains a stop string.
 
     As in OpenAI's API, stop strings in the prompt do not count."""
 
     def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
         self.row, self.tokenizer = row, tokenizer
-        # A token may end inside the character that completes a string, and a character may take several tokens.
+        # A character may take several tokens, and the character that completes a stop string may be incomplete.
         self.window = 4 * max(map(len, row.settings.stop), default=0) + 4
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
@@ -81,7 +81,7 @@ class RowEnd(StoppingCriteria):
 
 
 class BatchWorker:
-    """One thread that decodes waiting rows, batch after batch."""
+    """A thread that decodes the requested rows, one batch after the other."""
 
     def __init__(self, generator: TextGenerator, batch_size: int) -> None:
         alone = Backbone(generator.model).rope_boundary is not None  # longrope: a long row would change short ones
@@ -99,13 +99,13 @@ class BatchWorker:
         """Start the thread, and wait until it has called `warm_up`.
 
         Raises:
-            Exception: any error of `warm_up`."""
+            Exception: any error that `warm_up` raised in the thread."""
         ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 warm_up()
-            except Exception as error:  # raised again in the thread that called `start`
+            except Exception as error:  # raised in the thread that called `start`
                 ready.put(error)
                 return
             ready.put(None)
@@ -120,11 +120,11 @@ class BatchWorker:
             raise error
 
     def add(self, row: BatchRow) -> None:
-        """Let a row wait for its batch."""
+        """Add a row to the queue of rows that wait for a batch."""
         self.arrivals.put(row)
 
     def stop(self) -> None:
-        """End the thread after the current step."""
+        """Stop decoding after the current step, and end the thread."""
         for row in (*self.waiting, *self.running):
             row.left.set()
         self.arrivals.put(None)
@@ -132,9 +132,9 @@ class BatchWorker:
             self.thread.join(timeout=10)
 
     def next_batch(self) -> list[BatchRow] | None:
-        """The row that has waited longest, and the rows with its key whose prompts are nearest in length.
+        """Choose the row that has waited longest, and rows with the same settings and prompts of similar length.
 
-        Waits for rows if there are none. `None`: the worker has been stopped."""
+        If no row is waiting, the call blocks until one arrives. `None` means that the worker was stopped."""
         arrived = [] if self.waiting else [self.arrivals.get()]
         while not self.arrivals.empty():
             arrived.append(self.arrivals.get())
@@ -145,13 +145,15 @@ class BatchWorker:
             return []
         first = self.waiting[0]
         alike = [row for row in self.waiting if row.batch_key == first.batch_key]
-        alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # stable: `first`, then by arrival
+        alike.sort(
+            key=lambda row: abs(len(row.prompt) - len(first.prompt))
+        )  # `first` stays first; equal lengths keep the order of arrival
         batch = alike[: self.batch_size]
         self.waiting = [row for row in self.waiting if not any(row is taken for taken in batch)]
         return batch
 
     def decode(self, asked: list[BatchRow]) -> None:
-        """Decode a batch to its end. An error goes to the readers of the row or batch that failed."""
+        """Decode a batch until all its rows have ended. An error is reported to the rows that it concerns."""
         rows, requests = [], []
         for row in asked:
             try:
@@ -180,5 +182,5 @@ class BatchWorker:
                     rows[index].tell(RowEvent(text, "length" if reason == "length" else "stop"))
                 elif text:
                     rows[index].tell(RowEvent(text))
-        for index in set(range(len(rows))) - ended:  # the context had no room for a single token
+        for index in set(range(len(rows))) - ended:  # the context had no room for a new token
             rows[index].tell(RowEvent("", "length"))

@@ -1,1 +1,1 @@
-"""Calibration: the tree that decodes fastest with given heads on this machine, measured and kept (docs/trees.md)."""
+"""Calibration: finds and stores the tree that decodes fastest with given heads on this machine (docs/trees.md)."""

@@ -1,10 +1,10 @@
-"""Finds the tree that writes the most tokens per second with given heads on this machine.
+"""Calibrates heads: finds the tree with which they decode the most tokens per second on this machine.
 
-    speed(tree) = tau(tree) / T(tree)
+    tokens per second = tau(tree) / T(tree)
 
-tau is predicted by replaying recorded texts of the backbone, and T, the time of a step, is measured in the
-decoding loop. Dynamic trees (`decode.drafters.layouts`) are tried as well as static ones. They accept more with
-the same number of nodes, but choosing the nodes takes time.
+tau is the mean number of tokens per step. It is predicted from recorded texts of the backbone. T is the time of a step,
+which is measured in the decoding loop. Both static and dynamic trees are tried (`decode.drafters.layouts`). Dynamic
+trees accept more guesses with the same number of nodes, but choosing the nodes takes time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout, Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
-"""Sizes of the trees to try, in nodes; 1 is plain decoding."""
+"""Numbers of nodes of the trees to try. A tree of 1 node is plain decoding."""
 WORTHWHILE = 1.02
-"""The predicted speed over plain decoding that a tree needs to be chosen: timing errs by about as much."""
-WARM_UP = 2  # steps of each timing that do not count
+"""Predicted speedup over plain decoding that a tree needs to be chosen. Errors of timing are about as large."""
+WARM_UP = 2  # steps at the beginning of each timing that do not count
 
 
 def calibrate(
@@ -48,17 +48,18 @@ def calibrate(
     rounds: int = 3,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> Calibration:
-    """Find the best tree from texts that the backbone wrote under `settings`.
+    """Predict the speed of trees from texts that the backbone wrote, and choose the fastest tree.
 
     Args:
-        sizes: of the trees, in nodes; by default those that may pay off on this device at this batch size.
-        rounds: of timing.
-        on_progress: receives the name of each stage.
+        texts: prompts with their continuations, decoded by the backbone with `settings`.
+        sizes: numbers of nodes of the trees to try; by default `sizes_for` the device and the batch size.
+        rounds: number of times that each tree is timed.
+        on_progress: callback that receives the name of each stage when it begins.
 
     Raises:
-        RequestError: all continuations are too short for the heads.
+        RequestError: no continuation has more tokens than there are heads.
     """
-    # Steps are also timed and counted after the texts have ended, eagerly and with all nodes of their trees.
+    # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
     on_progress("recording")
@@ -71,7 +72,7 @@ def calibrate(
         )
     temperatures = recording.fit_temperatures()
     sizes = sizes or sizes_for(backbone.device, batch_size)
-    # Drawn drafts exclude dynamic trees: which nodes are chosen must not depend on the tokens drawn.
+    # With drawn drafts, the choice of nodes must not depend on the drawn tokens, so dynamic trees are excluded.
     dynamic = settings.draft == "topk" and backbone.vocab_size > TOP
     trees = _trees(recording, sizes, temperatures if dynamic else (), on_progress)
     on_progress("timing")
@@ -93,10 +94,11 @@ def calibrate(
 
 
 def sizes_for(device: torch.device, batch_size: int) -> list[int]:
-    """The sizes that may pay off. A CPU computes nodes one by one, so large batches get small trees.
+    """List the numbers of nodes for which a tree may be faster than plain decoding.
 
-    With a single row, trees of 2 or 3 nodes never pay off: the step from a matrix-vector product to a matrix-matrix
-    product costs more than they gain.
+    On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. In a
+    batch of one text, trees of 2 or 3 nodes are never faster: they turn matrix-vector products into matrix-matrix
+    products, which costs more than they gain.
     """
     most = max(256 // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
@@ -105,7 +107,9 @@ def sizes_for(device: torch.device, batch_size: int) -> list[int]:
 def _trees(
     recording: Recording, sizes: Sequence[int], temperatures: tuple[float, ...], on_progress: Callable[[str], object]
 ) -> list[Layout]:
-    """The trees to try: plain decoding, a grown tree per size and, with `temperatures`, a dynamic tree per size."""
+    """Make the trees to try: one node for plain decoding, and a static and a dynamic tree of each size.
+
+    `temperatures`: the heads' temperatures for dynamic trees; if empty, there are no dynamic trees."""
     grown: dict[int, Tree] = {1: Tree.chain(0)}
     for nodes in sizes:
         if nodes > 1:
@@ -121,12 +125,12 @@ def _trees(
 def _expected_tau(
     tree: Layout, recording: Recording, heads: MedusaHeads, method: Callable[..., Method], prompts: list[list[int]]
 ) -> float:
-    """The tau of a tree on texts like those recorded. `method`: makes a decoding method for a tree."""
+    """Predict tau of a tree on texts like the recorded ones. `method`: makes the decoding method for a given tree."""
     if isinstance(tree, Tree):
         return predicted_tau_held_out(tree.num_nodes, recording)
     if not heads.follows_path:
         return predicted_tau(tree, recording)  # one temperature per head cannot overfit the texts
-    # The recording does not show guesses that depend on the path, so the prompts are decoded again.
+    # These heads guess differently on each path, which the recording cannot show, so the prompts are decoded again.
     return measured_tau(method(tree=tree), prompts, range(len(prompts)))
 
 
@@ -140,10 +144,13 @@ def time_steps(
     rounds: int = 3,
     steps: int = 24,
 ) -> list[float]:
-    """Seconds of a step with each tree. The trees take turns; a tree of one node is timed as plain decoding.
+    """Measure the seconds of a decoding step with each tree. The trees take turns in each round.
 
-    The result is the lower quartile, because other work on the machine only makes steps longer. The batch holds the
-    first prompts, repeated if there are too few. Each turn times up to `steps` steps.
+    The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
+    The batch holds the first `batch_size` prompts, repeated if there are fewer.
+
+    Args:
+        steps: number of steps that are timed for each tree in each round.
     """
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
@@ -169,11 +176,11 @@ def time_steps(
 
 
 def measured_tau(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> float:
-    """tau of decoding `prompts` one by one, with a seed for each."""
+    """Measure tau by decoding the prompts one by one, each with its seed."""
     return tau(one_by_one(method, prompts, seeds))
 
 
 def best_of(points: Sequence[CalibrationPoint]) -> int:
-    """Index of the fastest point; 0 (plain decoding) unless another is faster by `WORTHWHILE`."""
+    """Return the index of the fastest point; 0 (plain decoding) unless another is `WORTHWHILE` times as fast."""
     best = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     return best if points[best].tokens_per_second >= WORTHWHILE * points[0].tokens_per_second else 0

@@ -1,7 +1,9 @@
-"""Texts of the backbone with the ranks of their tokens among the heads' guesses, and what their replay tells of trees.
+"""Records the heads' guesses in texts of the backbone, and predicts from this recording how trees perform.
 
-A step starts where the previous one ended, which is just after a wrong guess. Averages over all positions are therefore
-too high (by 5 to 22 % on stories260K), so tau is counted only at positions where steps start.
+Because the correct tokens are known, decoding with any tree can be replayed without a forward: the ranks of the correct
+tokens among the guesses show how many tokens each step accepts. A step starts just after a wrong guess of the previous
+step. Averages over all positions are therefore too high (by 5 to 22 % on stories260K), so tau is counted only at
+positions where steps start.
 
 Shapes: P positions of a text, K heads, V vocabulary, G temperatures.
 """
@@ -27,12 +29,12 @@ from medusa.tree import Layout, RankPath, Tree
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
 Text = tuple[list[int], list[int]]
-"""The ids of a prompt, and those of its continuation."""
-OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # number and lengths of the texts of `own_texts`
-BATCH_SIZE = 16  # prompts that are continued together
+"""The token ids of a prompt, and the token ids of its continuation."""
+OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # number of texts in `own_texts`, and their lengths in tokens
+BATCH_SIZE = 16  # prompts that are decoded together
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
-"""The G temperatures that a head can get."""
-AT_ONCE = 64  # positions whose logits are held
+"""The G temperatures that `fit_temperatures` chooses from."""
+AT_ONCE = 64  # positions whose logits are in memory at the same time
 
 
 def continued_texts(
@@ -42,7 +44,7 @@ def continued_texts(
     settings: Settings,
     seed: int,
 ) -> list[Text]:
-    """Let the backbone continue prompts under `settings`."""
+    """Continue prompts by plain decoding with `settings`. `seed`: from which each prompt's own seed is derived."""
     method, seeds, texts = plain_method(model, settings, tokenizer), prompt_seeds(seed, range(len(prompts))), []
     for start in range(0, len(prompts), BATCH_SIZE):
         batch = slice(start, start + BATCH_SIZE)
@@ -51,10 +53,10 @@ def continued_texts(
 
 
 def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
-    """Let the backbone write texts without prompts. Every call gives the same texts.
+    """Generate texts with the backbone, without given prompts. Every call returns the same texts.
 
-    Openings are sampled after the BOS token, or after random tokens if `bos` is `None`. Continuations are written under
-    `settings`.
+    The prompts are sampled at temperature 1 after the BOS token, or after a random token if `bos` is `None`. The
+    continuations are decoded with `settings`.
     """
     backbone = Backbone(model)
     random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
@@ -69,44 +71,44 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
 
 @dataclass
 class Recording:
-    """The guesses of the heads in recorded texts.
+    """The guesses of the heads at every position of some texts, compared with the correct tokens.
 
-    Each list has one entry per text, with one line for every position where a root can be.
+    Each list has one tensor per text. Row p of a tensor belongs to a step whose root is new token p of the text.
     """
 
     ranks: list[Tensor]
-    """[P, K] the rank of the correct token among the guesses of head k, made from the hidden state before the root.
-    MISSED if the token is not among the TOP best guesses, or if the text has ended."""
+    """[P, K] rank of the correct token among the guesses of each head; 0 is the best guess. MISSED if the token is
+    not among the TOP best guesses, or if the text has ended before the token."""
     best: list[Tensor] = field(default_factory=list)
-    """[P, K, TOP] the logits of the best guesses of each head."""
+    """[P, K, TOP] logits of the best guesses of each head."""
     log_z: list[Tensor] = field(default_factory=list)
-    """[P, K, G] the log-sum-exp of all logits at each of TEMPERATURES."""
+    """[P, K, G] log-sum-exp of each head's logits, divided by each of TEMPERATURES."""
     right: list[Tensor] = field(default_factory=list)
-    """[P, K] the logit of the correct token; NaN if the text has ended, or if the heads' vocabulary lacks the token."""
+    """[P, K] logit of the correct token; NaN if the text has ended or the heads' vocabulary lacks the token."""
 
     @property
     def tokens(self) -> int:
-        """Positions of all texts."""
+        """Number of positions in all texts."""
         return sum(len(ranks) for ranks in self.ranks)
 
     @property
     def has_steps(self) -> bool:
-        """Whether some text is longer than the reach of the heads, so that steps can be replayed on it."""
+        """Whether some text has more new tokens than there are heads, so that decoding can be replayed on it."""
         return any(len(ranks) > ranks.shape[1] for ranks in self.ranks)
 
     def part(self, texts: Sequence[int]) -> Recording:
-        """The recording of some of the texts, given by index."""
+        """Select the recording of the texts with these indices."""
         columns = (self.ranks, self.best, self.log_z, self.right)
         return Recording(*([column[text] for text in texts] if column else [] for column in columns))
 
     def fit_temperatures(self) -> tuple[float, ...]:
-        """The temperature for each head that makes the correct tokens most probable (Guo et al. 2017)."""
+        """Fit one temperature per head, which makes the correct tokens most probable (Guo et al. 2017)."""
         right, log_z = torch.cat(self.right), torch.cat(self.log_z)  # [P, K], [P, K, G]
         loss = (log_z - right[:, :, None] / torch.tensor(TEMPERATURES)).nanmean(0)  # [K, G]
         return tuple(TEMPERATURES[index] for index in loss.argmin(-1).tolist())
 
     def accepted(self, tree: Layout, text: int) -> Tensor:
-        """How many drafted tokens a step from each position of a text would accept [P]."""
+        """Compute how many drafted tokens a step with `tree` accepts at each position, [P]. `text`: a text's index."""
         if not isinstance(tree, DynamicTree):
             return accepted(tree.candidates, self.ranks[text])
         depth, scale = tree.max_depth, tree.temperatures[: tree.max_depth]
@@ -118,25 +120,29 @@ class Recording:
 
 @torch.no_grad()
 def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Recording:
-    """Record texts, with one forward of the backbone for each."""
+    """Record the heads' guesses in some texts, with one forward of the backbone per text."""
     recording = Recording([])
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
         states = backbone.hidden_states(ids[:, :-1], use_cache=False)
-        before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the position before each token
+        before = torch.arange(
+            len(prompt) - 1, states.shape[1], device=states.device
+        )  # the position before each new token
         _record(recording, heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), new)
     return recording
 
 
 def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> None:
-    """Record the guesses made at P positions, one before each of the P tokens `new`.
+    """Add the guesses for one text to `recording`. `inputs`: of the P positions before each of the P tokens `new`.
 
-    Head k guesses the token k + 1 positions after the root.
+    At a position, the next token is the root. Head k (from 0) guesses the token k + 1 positions after the root.
     """
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
-    targets = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; wrapped tokens are masked below
+    targets = torch.stack(
+        [ahead.roll(-k) for k in range(1, num_heads + 1)]
+    )  # [K, P]; tokens that wrap around are masked below
     features, parts, lm_head = heads.features(inputs), [], lm_head_for(heads, backbone)
-    # In parts, because logits [K, P, V] of a long text would not fit into memory.
+    # The logits [K, P, V] of a long text would not fit into memory, so they are computed in parts.
     for part, target in zip(features.split(AT_ONCE, dim=1), targets.split(AT_ONCE, dim=1), strict=True):
         logits = heads.logits(part, lm_head).float()
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
@@ -155,11 +161,13 @@ def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs
         getattr(recording, name).append(found)
 
 
-MAX_ROUNDS = 8  # of growing and replaying; three are usual
+MAX_ROUNDS = 8  # repetitions of counting and growing in `grow`; three are usual
 
 
 def starts(lengths: Tensor, num_heads: int) -> list[int]:
-    """Accepted lengths [P] -> the positions where steps start, without those that might pass the end of the text."""
+    """List the positions where steps start when a text is decoded, without steps that might pass the end of the text.
+
+    `lengths` [P]: number of drafted tokens that a step accepts at each position."""
     numbers, at, found = lengths.tolist(), 0, []
     while at < len(numbers) - num_heads:
         found.append(at)
@@ -168,7 +176,7 @@ def starts(lengths: Tensor, num_heads: int) -> list[int]:
 
 
 def predicted_tau(tree: Layout, recording: Recording) -> float:
-    """Mean tokens per step, the root included, when the recorded texts are decoded with `tree`."""
+    """Predict tau, the mean number of tokens per step with the root, if the recorded texts are decoded with `tree`."""
     steps = tokens = 0
     for text, ranks in enumerate(recording.ranks):
         lengths = recording.accepted(tree, text)
@@ -178,9 +186,10 @@ def predicted_tau(tree: Layout, recording: Recording) -> float:
 
 
 def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
-    """tau of a grown tree of `nodes` nodes on held-out texts: each half of the texts with the tree of the other half.
+    """Predict tau of a grown tree of `nodes` nodes on new texts, by two-fold cross-validation.
 
-    On the texts that a tree was grown from, tau is too high, most of all for few texts and many nodes.
+    A tree is grown from each half of the texts, and replayed on the other half. On the texts that it was grown from,
+    tau would be too high, above all for few texts and many nodes.
     """
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
     if not all(half.has_steps for half in halves):
@@ -193,12 +202,13 @@ def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
 
 
 def grow(recording: Recording, nodes: int) -> Tree:
-    """The best tree of `nodes` nodes, the root included. If fewer paths are ever correct, the tree is smaller.
+    """Grow the tree of `nodes` nodes, root included, with the highest predicted tau on the recorded texts.
 
-    The value of a node is the number of positions where its whole path holds the correct tokens. A path is never
-    correct more often than its beginning, so the most frequent paths form a tree. They are counted where the steps of
-    the tree start. Since these positions depend on the tree, counting and growing are repeated, at first with all
-    positions, until a tree recurs. The tree with the highest predicted tau on the way is returned.
+    The value of a node is the number of positions where all tokens on its path are correct. A path is never correct
+    more often than its beginning, so the paths with the highest values form a tree. Positions count only if a step
+    starts there, which depends on the tree. So counting and growing are repeated until a tree recurs; the first count
+    uses all positions. The best tree of all repetitions is returned. It is smaller than `nodes` if too few paths are
+    ever correct.
     """
     best, best_tau, seen, tree = Tree.chain(0), 0.0, set(), None
     for _ in range(MAX_ROUNDS):
@@ -215,7 +225,9 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
 
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
-    """How often each path of ranks holds the correct tokens, where the steps of `tree` start or at all positions."""
+    """Count the positions at which each path of ranks consists of correct tokens.
+
+    `tree`: only positions where steps with this tree start are counted; with `None`, all positions."""
     counts: Counter[RankPath] = Counter()
     for ranks in recording.ranks:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]

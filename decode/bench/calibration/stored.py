@@ -1,4 +1,7 @@
-"""Calibrations and the files that keep them, one calibration for each situation of each set of heads."""
+"""Calibrations of heads, and the JSON files that store them.
+
+A file holds one calibration for each situation: the combination of machine, models and settings (`situation`).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ FILE = "calibration.json"
 
 @dataclass
 class CalibrationPoint:
-    """One tree that was tried, with its predicted tau and the time of its step in milliseconds."""
+    """A tree that a calibration tried, with its predicted tau and the time of a decoding step in milliseconds."""
 
     nodes: int
     paths: list[list[int]]
-    """Empty for a dynamic tree."""
+    """The paths of a static tree; empty for a dynamic tree."""
     tau: float
     step_ms: float
     dynamic: bool = False
@@ -40,26 +43,26 @@ class CalibrationPoint:
 
 @dataclass
 class RecordedTexts:
-    """The texts that a calibration was made from."""
+    """The number, size and origin of the texts that a calibration was made from."""
 
     texts: int
     tokens: int = 0
-    """Tokens of the continuations."""
+    """Number of tokens in the continuations."""
     prompt_tokens: int = 0
     source: str = "the backbone's own"
 
 
 @dataclass
 class Calibration:
-    """The trees that were tried, and the best of them."""
+    """The result of calibrating heads: the trees that were tried, and the choice of the best tree."""
 
     points: list[CalibrationPoint]
     chosen: int
-    """Index of the best point."""
+    """Index of the best tree in `points`."""
     temperatures: list[float]
-    """One for each head, for the confidences of dynamic trees."""
+    """One temperature per head, at which dynamic trees compute the probabilities of its guesses."""
     holds_for: dict[str, object]
-    """The situation that the calibration was made in (`situation`)."""
+    """The machine, models and settings that the calibration is valid for (`situation`)."""
     texts: RecordedTexts
 
     @property
@@ -74,17 +77,17 @@ class Calibration:
         return Tree.from_paths(self.best.paths)
 
     def to_json(self) -> dict[str, object]:
-        """The entry of the calibration in a file."""
+        """Return the entry of the calibration in a JSON file."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> Calibration:
-        """Read an entry of a file."""
+        """Make a calibration from its entry in a JSON file."""
         return TypeAdapter(cls).validate_python(content)
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
-    """Everything that a calibration depends on: machine, backbone, heads, dtype, batch size and sampling."""
+    """Describe what a calibration depends on: machine, backbone, heads, dtype, batch size and sampling options."""
     here = machine()
     return {
         **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
@@ -101,33 +104,33 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
 
 
 def files_for(heads_folder: Path | None) -> list[Path]:
-    """The files for calibrations of heads: first in their folder, if the user owns one, then in the user's cache."""
+    """List the files that may store calibrations of heads: in the heads' folder, if given, and in the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-heads" / FILE
     return [cache] if heads_folder is None else [heads_folder / FILE, cache]
 
 
 def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
-    """The calibration for exactly the situation `wanted`, from the first of these files that has it."""
+    """Load the calibration for the situation `wanted` from the first file that has it; `None` if no file has it."""
     return next((Calibration.from_json(entry) for entry in _entries(places) if entry["holds_for"] == wanted), None)
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """The temperatures that were fitted for these heads, in any situation."""
+    """Load the heads' temperatures from a calibration in any situation; `None` if there is none."""
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)
 
 
 def _entries(places: Sequence[Path]) -> Iterator[Any]:
-    """Entries as they are in the files: those of early versions lack some names."""
+    """Yield the calibrations in these files as parsed JSON. Entries of early versions lack some fields."""
     for place in filter(Path.is_file, places):
         yield from read_json(place)
 
 
 def store(places: Sequence[Path], calibration: Calibration) -> Path:
-    """Add a calibration to the first of these files that can be written, and return that file.
+    """Add a calibration to the first file in `places` that can be written, and return the path of this file.
 
-    An earlier calibration of the same situation is replaced.
+    In this file, the calibration replaces an earlier one of the same situation.
 
     Raises:
         OSError: no file can be written.

@@ -1,1 +1,1 @@
-"""Evidence that decoding with a drafter changes nothing: the experiments of `medusa verify` (docs/exactness.md)."""
+"""Experiments that test whether a drafter changes the decoded text: `medusa verify` (docs/exactness.md)."""

@@ -1,6 +1,6 @@
-"""Chi-square tests of samples, the cases of a sampling experiment, and their verdict together.
+"""Chi-square tests of sampled tokens, and the cases of a sampling experiment with their common verdict.
 
-Shapes: V outcomes (tokens of the vocabulary).
+Shapes: V outcomes, which are the tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ from torch import Tensor
 
 from decode.drafters.base import DrafterFactory
 
-# Expected draws in a cell; smaller cells are pooled. The usual 5 is for p-values of a few percent. At 1e-6 the
-# chi-square law is then too optimistic by a factor of 6 to 20, with 20 by 2 to 4 (simulated, 3 to 40 cells).
+# Cells with fewer expected draws are pooled. The usual limit of 5 suits p-values of a few percent. In simulations with
+# 3 to 40 cells, p-values near 1e-6 were 6 to 20 times too frequent with a limit of 5, and 2 to 4 times with 20.
 MIN_EXPECTED = 20.0
 
 
 class GoodnessOfFit(NamedTuple):
-    """How far counts are from probabilities."""
+    """The result of a chi-square test of drawn outcomes against their expected probabilities."""
 
     draws: int
     total_variation: float
-    """Half the sum of |frequency - p|."""
+    """Total variation distance: half the sum of |frequency - probability| over all outcomes."""
     expected_total_variation: float
-    """The mean total variation of a true sample of this size, with each frequency taken as normal."""
+    """Mean of `total_variation` over correct samples of this size, if frequencies are normally distributed."""
     std_of_difference: float
-    """Root of the mean square of frequency - p over all outcomes."""
+    """Root mean square of frequency - probability over all outcomes."""
     expected_std: float
-    """The same for a true sample of this size: the root of mean(p (1 - p)) / n."""
+    """Expected `std_of_difference` of correct samples: the root of mean(p (1 - p)) / n, for n draws."""
     chi2: float
     degrees_of_freedom: int
     p_value: float
-    """Probability that a true sample looks worse; 0 if an outcome of probability 0 was drawn."""
+    """Probability that a correct sample deviates even more; 0 if an outcome of probability 0 was drawn."""
     impossible: int
-    """Draws of outcomes of probability 0."""
+    """Number of draws whose outcome has probability 0."""
+
+
+DISTANCES = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
 
 
 def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
-    """Compare counts [V] with probabilities [V] that sum to 1, by Pearson's chi-square test."""
+    """Test the counts of drawn outcomes [V] against probabilities p [V], by Pearson's chi-square test."""
     counts, p = counts.flatten().double(), p.flatten().double()
     n = float(counts.sum())
     if n == 0:
@@ -62,11 +65,11 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
 
 
 def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom, with all cells below MIN_EXPECTED pooled into one."""
+    """Compute Pearson's statistic and its degrees of freedom. Cells below MIN_EXPECTED are pooled into one."""
     large = expected >= MIN_EXPECTED
     seen = torch.cat([observed[large], observed[~large].sum()[None]])
     wanted = torch.cat([expected[large], expected[~large].sum()[None]])
-    if len(wanted) > 1 and wanted[-1] < MIN_EXPECTED:  # the pool is too small itself: it joins the smallest other cell
+    if len(wanted) > 1 and wanted[-1] < MIN_EXPECTED:  # the pool is still too small: add it to the smallest cell
         smallest = int(wanted[:-1].argmin())
         seen[smallest] += seen[-1]
         wanted[smallest] += wanted[-1]
@@ -76,16 +79,18 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
 
 
 def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
-    """Independent tests as one: their statistics add up, and distances become means weighted by draws."""
+    """Combine independent tests: add their statistics, and average their distances weighted by the number of draws."""
     draws = sum(part.draws for part in parts)
     statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
     impossible = sum(part.impossible for part in parts)
-    distances = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
-    means = (sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in distances)
-    variation, expected_variation, std, expected_std = means
-    p_value = _p_value(statistic, degrees, impossible)
+    means = {name: sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in DISTANCES}
     return GoodnessOfFit(
-        draws, variation, expected_variation, std, expected_std, statistic, degrees, p_value, impossible
+        draws=draws,
+        **means,
+        chi2=statistic,
+        degrees_of_freedom=degrees,
+        p_value=_p_value(statistic, degrees, impossible),
+        impossible=impossible,
     )
 
 
@@ -99,22 +104,23 @@ def _p_value(statistic: float, degrees: int, impossible: int) -> float:
 
 
 FALSE_ALARM = 1e-4
-"""Probability that the draws of one `medusa verify` fail although nothing is wrong, over all of its tests together and
-within the accuracy of the chi-square law (docs/exactness.md)."""
-CAUTION = 4.0  # so small a p-value comes at most this many times more often than it says (`MIN_EXPECTED`)
+"""Probability that `medusa verify` reports a difference although the decoder is correct, over all tests of one run.
+
+The probability is as accurate as the chi-square approximation (docs/exactness.md)."""
+CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`MIN_EXPECTED`)
 
 
 class Rule(NamedTuple):
-    """A way to draft and to accept."""
+    """A kind of draft and an acceptance rule that are tested together."""
 
     acceptance: str
     draft: str
     against: str = "target"
-    """`target`, or `truncated target`: the distribution that samples of `typical-sampled` follow."""
+    """The distribution to test against: `target`, or `truncated target`, which `typical-sampled` samples from."""
 
     @property
     def is_judged(self) -> bool:
-        """Whether samples must follow the distribution `against`. The other rules are lossy and expected to differ."""
+        """Whether samples must follow `against`, so that a failed test is an error. The other rules are lossy."""
         return self.acceptance == "rejection" or self.against == "truncated target"
 
 
@@ -128,41 +134,40 @@ RULES = (
 
 
 def rules_for(source: DrafterFactory) -> list[Rule]:
-    """The rules that can use this drafter."""
+    """List the rules that can be tested with this drafter. Some need a drafter that can draw its guesses."""
     return [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
 
 
 @dataclass
 class Case:
-    """One prompt, one target and one rule: tests of the first drafted token and of the second token after it."""
+    """The tests of one rule on one prompt, at one temperature and top-p: of the first and the second drafted token."""
 
     prompt: int
     temperature: float
     top_p: float
     rule: Rule
     first: GoodnessOfFit
-    """Of the first drafted token, the one after the root."""
+    """Test of the first drafted token, which is the token after the root."""
     second: GoodnessOfFit
-    """Of the second token given the first, in the steps that decided on both."""
+    """Test of the second drafted token given the first, on the steps that decided on both."""
     joint: GoodnessOfFit
-    """Of both tokens together."""
+    """The tests `first` and `second` combined."""
     frequencies: Tensor
-    """[V] of the first drafted token."""
+    """[V] the observed frequencies of the first drafted token."""
     target: Tensor
-    """[V] the probabilities that the frequencies are compared with."""
+    """[V] the expected probabilities of the first drafted token."""
     draft: Tensor | None
-    """[V] the distribution of the first head, if heads draft."""
+    """[V] the probabilities of the first head; `None` for a drafter without heads."""
     mean_accepted: float
-    """Drafted tokens accepted per step from this context, with the user's tree cut to two levels, and to two children
-    per node for drawn drafts."""
+    """Mean number of drafted tokens that a step accepted. The experiment cuts the user's tree to two levels, and for
+    drawn drafts to two children per node."""
 
     def tests(self) -> Iterator[tuple[int, GoodnessOfFit]]:
-        """The tests, each with the number of tokens that it covers."""
+        """Yield (number of tokens that the test covers, test) for each reported test of the case."""
         yield from ((1, self.first), (2, self.joint))
 
     def to_json(self) -> list[dict[str, object]]:
-        """The entries of the case in `medusa verify --json`, one for each test."""
-        distances = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
+        """Return the entries of the case in `medusa verify --json`, one per test."""
         return [
             {
                 "prompt": self.prompt,
@@ -171,7 +176,7 @@ class Case:
                 "tokens": tokens,
                 **self.rule._asdict(),
                 "judged": self.rule.is_judged,
-                **{name: getattr(found, name) for name in (*distances, "chi2", "degrees_of_freedom")},
+                **{name: getattr(found, name) for name in (*DISTANCES, "chi2", "degrees_of_freedom")},
                 "chi2_p_value": found.p_value,
                 "impossible_draws": found.impossible,
                 "mean_accepted": self.mean_accepted,
@@ -181,22 +186,22 @@ class Case:
 
 
 def passes(cases: Sequence[Case]) -> bool:
-    """Whether every judged test has at least the p-value `threshold`."""
+    """Whether every judged test (`Rule.is_judged`) has at least the p-value `threshold(cases)`."""
     return all(value >= threshold(cases) for value in p_values(cases))
 
 
 def threshold(cases: Sequence[Case]) -> float:
-    """The smallest p-value that passes: FALSE_ALARM shared evenly among the tests (Bonferroni), with CAUTION."""
+    """Smallest p-value that passes: FALSE_ALARM / CAUTION, divided by the number of judged tests (Bonferroni)."""
     return FALSE_ALARM / CAUTION / max(len(p_values(cases)), 1)
 
 
 def p_values(cases: Sequence[Case]) -> list[float]:
-    """The p-values of all judged tests."""
+    """List the p-values of all tests that are judged (`Rule.is_judged`)."""
     return [found.p_value for case in cases if case.rule.is_judged for _, found in case.tests()]
 
 
 def figures_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
-    """The column names and the rows of all tests."""
+    """Format all tests as a table: the column names, and one row of texts per test."""
     head = ["rule", "draft", "prompt", "T", "top-p", "tokens", "variation", "expected", "std of difference"]
     head += ["expected", "p-value", "verdict", "accepted"]
     smallest, rows = threshold(cases), []

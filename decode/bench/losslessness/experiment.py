@@ -1,10 +1,11 @@
-"""Takes very many draws from one fixed context with the production acceptance code, and tests them against the target.
+"""Samples many decoding steps from one fixed context with the production code, and tests their tokens.
 
-In Medusa the root comes from the backbone's own logits, so drafts could only change the tokens after the root. All
-draws use production code: prefill, drafter, verification of the tree, processors, acceptance. Only the loop is not that
-of production, because R rows share one forward.
+A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
+root is fixed, and the experiment samples the tokens after it. They must follow the target, which is the backbone's
+distribution after temperature, top-k, top-p and penalties. Prefill, drafter, verification of the tree, processors and
+acceptance are the production code. Only the decoding loop is replaced, because R draws share one forward.
 
-Shapes: V vocabulary, N nodes, R draws, F first tokens or texts, T length of a text.
+Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from medusa.heads.independent import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all
 
-PATIENCE = 4  # an unready drafter is used after this many times the steps that it asks for
-STAR = 256  # nodes of a forward over many continuations of the root
-TEXTS = 8  # texts of a plain forward
-FIRST_TOKENS = 32  # first tokens, the most probable ones, after which the second token is tested
-MAX_ROWS = 50_000  # draws that walk at a time, fewer for a large vocabulary
+PATIENCE = 4  # a drafter that drafts nothing after this many times its `warm_up` steps is used as it is
+STAR = 256  # nodes of a tree that tries many tokens after the root
+TEXTS = 8  # texts of a forward without a tree
+FIRST_TOKENS = 32  # the second token is tested after each of so many first tokens
+MAX_ROWS = 50_000  # draws that are taken together; fewer for a large vocabulary
 MAX_CHILDREN = 2  # children per node in a drawn tree: each further child multiplies the distributions to compute
-MAX_SCORES = 2**28  # scores that are kept, 1 GiB of float32
+MAX_SCORES = 2**28  # scores that are cached, 1 GiB of float32
 
 Take = Callable[[int], tuple[Draft, Acceptance]]
-"""Draws a number of rows: their drafts and what was accepted of them."""
+"""A function that samples a number of steps, one per row, and returns their drafts and the accepted nodes."""
 OnDraws = Callable[[int], object]
-"""Receives the number of draws just taken."""
+"""A callback that receives the number of draws that have just been taken."""
 
 
 def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: PreTrainedModel) -> None:
-    """Check that each prompt leaves room for a root and for one token, after which the second token is drawn.
+    """Check that each prompt leaves room in the context for two tokens: the root and the first drafted token.
 
     Raises:
-        RequestError: a prompt is too long for the context of the backbone, or of the amateur."""
+        RequestError: a prompt is too long for the backbone, or for the amateur of contrastive decoding."""
     models = {"backbone": model} | ({} if settings.amateur is None else {"amateur": settings.amateur.model})
     longest = max(map(len, prompts))
     for name, some in models.items():
@@ -65,16 +66,17 @@ def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: Pr
 
 
 class FixedContext:
-    """A prompt and a fixed root, the backbone's most probable token, with the target's distributions after them.
+    """The text that all draws of an experiment continue: a prompt and a fixed root, with the session that holds them.
 
-    A drafter that learns from steps (such as n-grams) first decodes some steps greedily, until it drafts.
+    The root is the backbone's most probable token. For a drafter that learns from earlier steps, such as n-grams, some
+    greedy steps precede the root, until the drafter drafts.
     """
 
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
-        """`settings`: temperature, top-k and the like.
+        """Prefill the prompt, warm up the drafter and fix the root. `settings`: temperature, top-k and the like.
 
         Raises:
-            RequestError: as `require_room`."""
+            RequestError: the prompt is too long for the context (`require_room`)."""
         require_room([prompt], settings, model)
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
         self.model, self.source, self.amateur = model, source, settings.amateur
@@ -91,12 +93,10 @@ class FixedContext:
         self.text = self.session.sequences.tail(0, 0)
 
     def _warm_up(self, steps: int) -> None:
-        """Take at least `steps` greedy steps without accepting guesses, until the drafter drafts."""
+        """Take at least `steps` greedy steps, and more until the drafter drafts. No guesses are accepted."""
         session, sequences = self.session, self.session.sequences
-        stepper, room = (
-            TreeStepper(session, self.drafter, Acceptor("greedy")),
-            (session.backbone.context or 1 << 30) - 2,
-        )
+        stepper = TreeStepper(session, self.drafter, Acceptor("greedy"))
+        room = (session.backbone.context or 1 << 30) - 2
         for step in range(steps * PATIENCE):
             draft = self.drafter.propose(self.frontier)
             ready = step >= steps and draft.topology.num_nodes > 1
@@ -109,7 +109,7 @@ class FixedContext:
             sequences.extend(0, self.frontier.root.tolist())
 
     def first_head(self) -> Tensor | None:
-        """The distribution of the first head [V], if heads draft."""
+        """Compute the first head's distribution after the root, [V]; `None` for a drafter without heads."""
         heads, backbone, frontier = self.source.heads, self.session.backbone, self.frontier
         if heads is None:
             return None
@@ -120,7 +120,9 @@ class FixedContext:
         return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
-        """The target's scores [F, V] after texts of one length, by plain forwards and transformers' processors."""
+        """Compute the target's scores after each text, [number of texts, V], by forwards without a tree.
+
+        `texts`: token ids of texts that have the same length."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
         found = []
         for part in ids.split(TEXTS):
@@ -133,9 +135,10 @@ class FixedContext:
         return torch.cat(found)
 
     def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
-        """The target's scores [F, V] after the root and each of F tokens, by tree forwards.
+        """Compute the target's scores by forwards over trees, as decoding does.
 
-        Without `tokens`: the scores [1, V] after the root."""
+        With `tokens`: [number of tokens, V], after the root followed by each of these tokens. Without: [1, V], after
+        the root."""
         device, found = self.session.backbone.device, []
         for start in range(0, len(tokens or [0]), STAR - 1):
             part = list(tokens or ())[start : start + STAR - 1]
@@ -145,7 +148,7 @@ class FixedContext:
         return torch.cat(found)
 
     def scores_of_nodes(self, draft: Draft) -> Tensor:
-        """The target's scores [N, V] after every node of a draft of one row. The cache drops the draft again."""
+        """Compute the target's scores after each node of a one-row draft, [N, V]. The cache does not keep the draft."""
         session = self.session
         logits = session.verifier(draft).logits[0]
         session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
@@ -155,7 +158,7 @@ class FixedContext:
 
 
 class Experiment:
-    """Draws many steps from one context by any rule, and tests their tokens."""
+    """Samples many decoding steps from one fixed context, and tests their tokens against the target."""
 
     @torch.inference_mode()
     def __init__(
@@ -166,17 +169,21 @@ class Experiment:
         settings: Settings,
         generator: torch.Generator,
     ) -> None:
-        """`settings`: temperature, top-k and the like; `generator`: of all draws, on the backbone's device.
+        """Prefill `prompt`, and compute the target after the root and after each first token.
+
+        Args:
+            settings: temperature, top-k and the like.
+            generator: source of all random numbers, on the backbone's device.
 
         Raises:
-            RequestError: as `require_room`."""
+            RequestError: the prompt is too long for the context (`require_room`)."""
         self.settings, self.draws = settings, SharedDraws(generator)
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)
         self.vocab = context.session.backbone.vocab_size
         self.head = context.first_head()
-        # Below float32, plain forwards differ from those of the tree by more than a million draws can overlook, and so
-        # do two trees of different sizes. There the target is measured by the forwards that are drawn from.
+        # Below float32, rounding in forwards without a tree differs so much from that in tree forwards that a million
+        # draws show it. The size of the tree matters as well. So the target then comes from the forwards of the draws.
         self.is_independent = model.dtype in (torch.float32, torch.float64)
         self.after_root = context.expected([context.text])[0] if self.is_independent else context.verified()[0]
         self.firsts = self.after_root.softmax(-1).topk(min(FIRST_TOKENS, self.vocab)).indices.tolist()
@@ -184,11 +191,11 @@ class Experiment:
         self.after_firsts = context.expected(texts) if self.is_independent else context.verified(self.firsts)
         known = [] if self.is_independent else zip(self.firsts, self.after_firsts, strict=True)
         self.known: dict[int, Tensor] = dict(known)
-        """Scores [V] after the root and a token, by tree forwards."""
+        """Cache of the target's scores [V] after the root and a token, by token; computed by tree forwards."""
 
     @torch.inference_mode()
     def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda draws: None) -> Case:
-        """Take `draws` steps by `rule` and test their tokens against the target. `number`: of the prompt."""
+        """Sample `draws` steps with `rule`, and test their tokens. `number`: the prompt's index, for the result."""
         truncation = Truncation(self.settings.epsilon, self.settings.delta)
         truncate = truncation if rule.acceptance == "typical-sampled" else None
         after_root, after_firsts = self.after_root, self.after_firsts
@@ -221,9 +228,11 @@ class Experiment:
         )
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
-        """Counts of the first drafted tokens [V] and of the second token after each [F, V], and all accepted tokens.
+        """Sample `draws` steps with `take`, and count their tokens. `same`: all draws are equal, so only one is taken.
 
-        `same`: all draws have the same outcome, so one draw counts for all."""
+        Returns:
+            counts of the token after the root [V], counts of the token after each first token [F, V], and the number
+            of drafted tokens that were accepted."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
@@ -244,7 +253,9 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Scores [N, V] of the nodes of a draft -> [F, V] after the first tokens; other nodes are not counted."""
+        """Return the target's scores after the first tokens, [F, V].
+
+        They are the scores [N, V] of the draft's nodes, or those of another forward if the draft lacks the token."""
         found = self.after_firsts.clone()
         for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])
@@ -253,7 +264,7 @@ class Experiment:
         return found
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
-        """Draws with `draft topk`: one draft, one forward, and rows that walk over its scores [N, V]."""
+        """Make the function that samples steps of `--draft topk`: all rows share one draft and its scores [N, V]."""
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
             return scores, nodes
@@ -272,7 +283,7 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Take:
-        """Draws with `draft sample`: every row draws its own tree from the drafter's distributions."""
+        """Make the function that samples steps of `--draft sample`: each row draws a tree from the drafter."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
         source = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))
@@ -287,14 +298,14 @@ class Experiment:
                 if int(draft.topology.depth[0, nodes[0]]) == 1:  # all rows that walk have the same depth
                     tokens, index = draft.ids[walking, nodes].unique(return_inverse=True)
                     return _truncated(self._after(tokens.tolist()), truncate), index
-                return root_scores, torch.zeros_like(walking)  # the root's; a third token is drawn but not counted
+                return root_scores, torch.zeros_like(walking)  # after the root; third tokens are not counted
 
             return draft, accept_sampled(draft, after, self.draws)
 
         return take
 
     def _after(self, tokens: list[int]) -> Tensor:
-        """Scores [len(tokens), V] after the root and each token, kept for later draws while memory allows."""
+        """Return the target's scores after the root and each of `tokens`, [number of tokens, V], using a cache."""
         missing = [token for token in tokens if token not in self.known]
         fresh = dict(zip(missing, self.context.verified(missing), strict=True)) if missing else {}
         found = self.known | fresh
@@ -304,7 +315,7 @@ class Experiment:
 
 
 def narrowed(tree: Tree, num_children: int) -> Tree:
-    """The nodes of `tree` that are among the first `num_children` children, as are all their ancestors."""
+    """Cut a tree so that each node keeps only its first `num_children` children, with their subtrees."""
     kept = [bool((tree.order[[n for n in line if n >= 0]] < num_children).all()) for line in tree.paths.tolist()]
     return Tree.from_paths([path for path, keep in zip(tree.rank_paths, kept[1:], strict=True) if keep])
 

@@ -1,6 +1,6 @@
-"""One verification: greedy texts with and without the drafter are compared, and draws of the first prompts are tested.
+"""Runs a verification: compares greedy texts with and without the drafter, and tests samples for the first prompts.
 
-Where two greedy texts diverge, the gap between the logits of their tokens tells a rounded tie from an error.
+Where two greedy texts diverge, the gap between the logits of the two tokens shows whether rounding explains it.
 
 Shapes: V vocabulary.
 """
@@ -23,21 +23,21 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 
 TIE = 1e-5
-"""In float32, the gap between two logits below which rounding may decide their order."""
+"""Largest gap between two float32 logits whose order rounding may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Job):
-    """What to verify, and how much of it. The settings are those of greedy decoding.
+    """What a verification tests: a drafter with its models, prompts and greedy settings, and the number of samples.
 
     Raises:
-        RequestError: the drafter drafts nothing, or a prompt leaves no room to draw."""
+        RequestError: the drafter drafts nothing, or a prompt is too long to sample tokens after it."""
 
     draws: int = 1_000_000
     sampled_prompts: int = 4
-    """Number of prompts to draw from, the first ones."""
+    """Number of prompts for which samples are tested: the first ones."""
     full: bool = False
-    """Draw at three temperatures, with and without top-p, instead of at temperature 1 alone."""
+    """Whether to sample at three temperatures, with and without top-p, instead of at temperature 1 only."""
 
     def __post_init__(self) -> None:
         if self.source.num_nodes == 1:
@@ -47,21 +47,22 @@ class Verification(Job):
 
 @dataclass
 class Divergence:
-    """The first difference between the text with a drafter and the plain one."""
+    """The first difference between the greedy texts of one prompt, with the drafter and by plain decoding."""
 
     prompt: int
+    """Index of the prompt."""
     position: int
     """Index of the first new token that differs."""
     plain_token: int | None
-    """`None` if the plain text has ended before."""
+    """The token of plain decoding at `position`; `None` if this text is shorter."""
     medusa_token: int | None
-    """`None` if the text with the drafter has ended before."""
+    """The token of decoding with the drafter at `position`; `None` if this text is shorter."""
     gap: float | None
-    """Logit of the plain token minus that of the other, by a plain forward over the text before both."""
+    """Logit of `plain_token` minus logit of `medusa_token`, from a forward without a tree; `None` if a token is."""
     top2_gap: float
-    """Logit of the most probable token minus that of the second most probable one."""
+    """Logit of the most probable token minus logit of the second most probable token."""
     bound: float
-    """The largest gap that rounding explains (`tie_bound`)."""
+    """Largest gap that rounding explains (`tie_bound`)."""
 
     @property
     def is_rounding(self) -> bool:
@@ -70,10 +71,10 @@ class Divergence:
 
 
 def tie_bound(dtype: torch.dtype, top: float) -> float:
-    """The largest gap of logits that rounding explains, if the largest logit is `top`.
+    """Compute the largest gap between two logits that rounding explains. `top`: the largest logit.
 
-    float64 allows none, float32 1e-5. Lower precision allows four units in the last place of the largest logit: each of
-    the two logits may differ by two units if it is computed in another order.
+    The bound is 0 in float64, and 1e-5 in float32. In lower precision it is four units in the last place of `top`: each
+    of the two logits may change by two units if its sum is computed in another order.
     """
     if dtype == torch.float64:
         return 0.0
@@ -82,7 +83,7 @@ def tie_bound(dtype: torch.dtype, top: float) -> float:
 
 @dataclass
 class GreedyOutcome:
-    """The comparison of the greedy texts of all prompts."""
+    """The result of comparing greedy texts with and without the drafter, for all prompts."""
 
     prompts: int
     equal: int
@@ -90,7 +91,7 @@ class GreedyOutcome:
 
     @property
     def ties(self) -> int:
-        """Number of texts whose divergence rounding explains."""
+        """Number of divergences that rounding explains."""
         return sum(divergence.is_rounding for divergence in self.divergences)
 
     @property
@@ -98,12 +99,12 @@ class GreedyOutcome:
         return self.ties == len(self.divergences)
 
     def to_json(self) -> dict[str, object]:
-        """The part `greedy` of `medusa verify --json`."""
+        """Return the entry `greedy` of `medusa verify --json`."""
         listed = [asdict(divergence) | {"is_rounding": divergence.is_rounding} for divergence in self.divergences]
         return {"prompts": self.prompts, "equal": self.equal, "rounding_ties": self.ties, "divergences": listed}
 
     def in_words(self, dtype: str) -> str:
-        """The outcome in one to three sentences."""
+        """Describe the outcome in one to three sentences. `dtype`: the name of the backbone's dtype."""
         line = f"{self.equal} of {self.prompts} texts are equal, token by token."
         if self.ties:
             line += f" {self.ties} diverge where the two best logits are so close that {dtype} rounding decides."
@@ -114,7 +115,7 @@ class GreedyOutcome:
 
 @dataclass
 class VerificationResult:
-    """The outcomes of both experiments of a verification."""
+    """The result of a verification: the comparison of greedy texts, and the tests of samples."""
 
     asked: Verification
     greedy: GreedyOutcome
@@ -125,7 +126,7 @@ class VerificationResult:
         return self.greedy.passed and passes(self.cases)
 
     def to_json(self) -> dict[str, object]:
-        """The content of `medusa verify --json`."""
+        """Return the content of `medusa verify --json`."""
         asked, settings = self.asked, self.asked.settings
         about = {
             "backbone": asked.loaded.name,
@@ -144,7 +145,9 @@ class VerificationResult:
 
 
 def verify(asked: Verification) -> VerificationResult:
-    """Run both experiments. Of all decoding, only greedy decoding with the drafter is compiled, if the settings ask."""
+    """Compare the greedy texts of all prompts, then test samples for the first prompts.
+
+    The option `compile` applies only to greedy decoding with the drafter; all other decoding is eager."""
     eager, model = replace(asked.settings, compile=False), asked.loaded.model
     advance = asked.start_progress("greedy", len(asked.prompts))
     methods, amateur = (asked.plain(eager), asked.drafted(asked.settings)), asked.settings.amateur
@@ -170,9 +173,9 @@ def compare_greedy(
     on_progress: Callable[[], object] = lambda: None,
     amateur: Amateur | None = None,
 ) -> GreedyOutcome:
-    """Decode `prompts` one by one with `plain`, and in batches of `batch_size` with `medusa`.
+    """Decode all prompts with `plain` one by one and with `medusa` in batches, and compare the texts.
 
-    `amateur`: the model that both methods contrast the backbone with."""
+    `amateur`: the small model of contrastive decoding, if both methods decode contrastively."""
     divergences = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -188,6 +191,7 @@ def compare_greedy(
 def _divergence(
     model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int], amateur: Amateur | None
 ) -> Divergence:
+    """Find where the new tokens of two texts first differ, and measure the gaps between logits there."""
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
     ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
@@ -207,10 +211,12 @@ def _divergence(
 def _contrast_gaps(
     contrast: Contrast, expert: Tensor, amateur: Tensor, token: int | None, other: int | None
 ) -> tuple[float | None, float]:
-    """Logits [V] of both models -> the gap of contrastive scores between two tokens, and between the two best tokens.
+    """Compute the gap of contrastive scores between two tokens, and the gap between the two best tokens.
 
-    Rounding can also move a token across the edge of plausibility, where scores jump. So a gap is never larger than the
-    distance of the nearer token from that edge."""
+    Rounding can also make a token plausible or implausible, which changes its score by a jump. So a gap is at most the
+    distance between the plausibility threshold and the token that is nearest to it.
+
+    `expert`, `amateur`: logits [V] of the backbone and of the small model."""
     scores, edge = contrast(expert, amateur), contrast.margin(expert)
     known = [some for some in (token, other) if some is not None]
     nearest = min((float(edge[some].abs()) for some in known), default=float("inf"))

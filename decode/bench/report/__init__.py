@@ -1,1 +1,1 @@
-"""Reports of measurements as HTML pages, with plots."""
+"""Reports of measurements as tables on the terminal and as HTML pages with plots."""

@@ -1,6 +1,6 @@
-"""Reports as self-contained HTML pages: no script, no network, light and dark, for any width.
+"""Makes reports as self-contained HTML pages, in a light and a dark theme, without scripts or files from the network.
 
-A page is a Jinja template of the folder `templates`, with `report.css` and its pictures inside.
+A page is rendered from a Jinja template in the folder `templates`. It contains `report.css` and all pictures.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from decode.bench.report import plots
 from decode.settings import is_lossy
 from medusa.files import readable, write_text
 
-SHOWN_SHARE = 0.01  # of steps that accept a node: dynamic trees have many nodes that are hardly ever accepted
+SHOWN_SHARE = 0.01  # nodes that a smaller share of steps accepts are not drawn; dynamic trees have many of them
 
 
 class Picture(NamedTuple):
-    """A figure under the name that its PNG file and its ids in the page have."""
+    """A figure with its name, which its PNG file and the ids in its SVG start with."""
 
     name: str
     figure: Figure
 
     def svg(self, caption: str) -> Markup:
-        """The figure as inline SVG, for templates. Screen readers read the caption."""
+        """Render the figure as inline SVG for a template. Screen readers read `caption`."""
         return Markup(themed_svg(self.figure, re.sub(r"\W+", "-", self.name), caption))
 
 
 @dataclass
 class ReportPage:
-    """A page: what its template shows, and its pictures by name."""
+    """An HTML report: the name of its template, the values that the template shows, and the pictures by name."""
 
     template: str
     title: str
@@ -52,7 +52,7 @@ class ReportPage:
     figures: Mapping[str, Figure]
 
     def html(self) -> str:
-        """The whole page."""
+        """Render the whole page."""
         environment = Environment(
             loader=FileSystemLoader(plots.FOLDER / "templates"),
             autoescape=True,
@@ -70,29 +70,29 @@ class ReportPage:
         )
 
     def save(self, path: Path) -> None:
-        """Write the page."""
+        """Write the page to a file."""
         write_text(path, self.html())
 
     def save_pictures(self, folder: Path) -> None:
-        """Write every figure as a PNG on white."""
+        """Write each figure to `folder` as a PNG file with a white background."""
         for name, figure in self.figures.items():
             figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight", facecolor="white")
 
 
 def fixed(value: float, digits: int = 0) -> str:
-    """A number with `digits` decimal places, for templates."""
+    """Format a number with `digits` decimal places; a filter of the templates."""
     return f"{value:.{digits}f}"
 
 
 def themed_svg(figure: Figure, prefix: str, label: str) -> str:
-    """A figure as inline SVG: its text stays text, its colours follow the page's theme, its ids start with `prefix`."""
+    """Render a figure as inline SVG with the colours of the page's theme. Its ids start with `prefix`."""
     out = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    for side in ("width", "height"):  # the page decides; the view box keeps the shape
+    for side in ("width", "height"):  # the page sets the size; the view box keeps the aspect ratio
         svg = re.sub(rf'(<svg [^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'id="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\1{prefix}-", svg)
@@ -105,7 +105,7 @@ def themed_svg(figure: Figure, prefix: str, label: str) -> str:
 
 
 def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]) -> ReportPage:
-    """The page of a run, of comparisons, or of both. The JSON of the run holds every figure of the page."""
+    """Make the page of a benchmark run, of comparisons with earlier runs, or of both."""
     content: dict[str, object] = {"result": result, "comparisons": comparisons}
     title, figures = "Benchmarks compared", {}
     if result is not None:
@@ -121,7 +121,7 @@ def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]
 
 
 def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
-    """The pictures of a run by name."""
+    """Draw the pictures of a benchmark run, by name."""
     medusa, methods, alone = result.medusa, result.methods, plots.alone
     height = plots.height_of(len(methods))
     found = {
@@ -146,7 +146,7 @@ def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
 
 
 def verify_page(outcome: VerificationResult) -> ReportPage:
-    """The report of a verification."""
+    """Make the page of a verification."""
     asked, amateur = outcome.asked, outcome.asked.settings.amateur
     drafter = f"the heads {asked.heads}" if asked.heads else f"drafts by {asked.drafter}"
     groups: dict[str, list[Case]] = {}
@@ -170,7 +170,7 @@ def verify_page(outcome: VerificationResult) -> ReportPage:
 
 
 def token_name(tokenizer: PreTrainedTokenizerBase | None, token: int | None) -> str:
-    """A short name of a token, with visible spaces and line breaks; `None` is the end of a text."""
+    """Return a token's text with visible spaces and line breaks, or its id. `None` stands for the end of a text."""
     if token is None:
         return "the end"
     text = str(token) if tokenizer is None else str(tokenizer.decode([token]))

@@ -1,4 +1,4 @@
-"""The pictures of benchmarks, calibrations and verifications, drawn with matplotlib in the colours of the reports."""
+"""Draws the pictures of benchmarks, calibrations and verifications with matplotlib, in the colours of the reports."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from medusa.files import read_json
 
 FOLDER = Path(__file__).parent
 COLORS: dict[str, tuple[str, str]] = read_json(FOLDER / "colors.json")
-"""(light, dark) by name. Pages replace the light colour of a picture by a variable that follows the theme."""
+"""Colours by name, as (light theme, dark theme). HTML pages replace the light colours of pictures by CSS variables."""
 INK = {name: light for name, (light, _) in COLORS.items()}
-"""The colours to draw with, by name."""
-WIDTH = 5.2  # inches: two next to each other on a desktop, one on a phone, where 10 points can still be read
+"""The light colours by name, which pictures are drawn with."""
+WIDTH = 5.2  # inches: two pictures fit side by side on a desktop, and 10-point text stays readable on a phone
 STAGE_INK = ("medusa", "amber", "violet", "blue", "plain")
 CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
-"""The figures of a calibration, with their titles."""
+"""Titles of the figures that are drawn for each point of a calibration, by field name."""
 TOKENS_SHOWN = 24
 CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
 def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figure:
-    """A figure with a single picture, `height` inches high."""
+    """Make a figure with one plot. `draw`: draws `data` on the axes; `height`: of the figure, in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.subplots(), *data)
     return figure
 
 
 def height_of(bars: int) -> float:
-    """Inches for a number of horizontal bars."""
+    """Return the height in inches of a figure with this number of horizontal bars."""
     return 0.9 + 0.42 * bars
 
 
 def plain_frame(axes: Axes) -> None:
-    """Remove the lines at the top and at the right."""
+    """Remove the top and right lines of the frame."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def speedups(axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue") -> None:
-    """Speedup over `model.generate`, with its interval. `ink`: for methods without a named colour."""
+    """Draw the speedup of each method over `model.generate`, with its interval.
+
+    `ink`: name of the colour of methods that have no colour in `INK`."""
     spans = [figures.speedup_vs_generate_interval for figures in methods.values()]
     bars(axes, list(methods), [figures.speedup_vs_generate for figures in methods.values()], spans, "{:.2f} x", ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
@@ -53,13 +55,13 @@ def speedups(axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue"
 
 
 def categories(axes: Axes, by_category: Mapping[str, MethodFigures]) -> None:
-    """Speedup of the drafter over `model.generate`, by kind of prompt."""
+    """Draw the speedup of the drafter over `model.generate` for each category of prompts."""
     speedups(axes, by_category, "medusa")
     axes.set_title("drafter, times model.generate")
 
 
 def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
-    """Tokens per second: the median round, with the range from the slowest round to the fastest."""
+    """Draw tokens per second of each method: the median round, and the range from the slowest round to the fastest."""
     found = [figures.tokens_per_second for figures in methods.values()]
     bars(axes, list(methods), [rate.median for rate in found], [(rate.min, rate.max) for rate in found], "{:.0f}")
     axes.set_title("tokens per second")
@@ -73,7 +75,13 @@ def bars(
     form: str,
     ink: str = "blue",
 ) -> None:
-    """Horizontal bars, each with its interval and its value as text. `ink`: for names without a named colour."""
+    """Draw horizontal bars, each with its value as text.
+
+    Args:
+        spans: the interval around each value, if it has one.
+        form: format string of the values.
+        ink: name of the colour of bars that have no colour in `INK`.
+    """
     axes.barh(names, values, color=[INK.get(name, INK[ink]) for name in names], height=0.62)
     ends = [max([value, *(span or [])]) for value, span in zip(values, spans, strict=True)]
     for place, (value, span, end) in enumerate(zip(values, spans, ends, strict=True)):
@@ -87,7 +95,7 @@ def bars(
 
 
 def depths(axes: Axes, medusa: MethodFigures) -> None:
-    """Fraction of steps that accept guesses down to each depth."""
+    """Draw the fraction of steps that accept a guess at each depth of the tree."""
     shares = medusa.accepted_by_depth
     places = range(1, len(shares) + 1)
     axes.bar(places, shares, color=INK["medusa"], width=0.7)
@@ -100,7 +108,7 @@ def depths(axes: Axes, medusa: MethodFigures) -> None:
 
 
 def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
-    """Milliseconds of a step by stage, for each method; `times`: by method and stage."""
+    """Draw how many milliseconds a step spends in each stage. `times`: milliseconds by method, then by stage."""
     left = dict.fromkeys(times, 0.0)
     for stage, ink in zip(next(iter(times.values())), STAGE_INK, strict=True):
         values = [of_step[stage] for of_step in times.values()]
@@ -117,7 +125,7 @@ def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
-    """tau along the text."""
+    """Draw tau along the text, one point for each stretch of new tokens."""
     taus = [part.tau for part in stretches]
     axes.plot([part.start for part in stretches], taus, color=INK["medusa"], marker="o", ms=4)
     axes.set(title="tau along the text", xlabel="new tokens before the step", ylim=(0, 1.15 * max(taus)))
@@ -125,7 +133,9 @@ def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
 
 
 def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
-    """The nodes with the share of steps that accept each, from left to right by depth, labelled by rank."""
+    """Draw the tree from left to right. Wider lines lead to nodes that more steps accept.
+
+    The label of a node is the rank of its guess (from 1), and the fraction of steps that accept it."""
     heights: dict[tuple[int, ...], float] = {}
     nodes: dict[tuple[int, ...], float] = {(): 1.0} | {tuple(node.path): node.share for node in accepted}
     rows = iter(range(len(nodes)))
@@ -152,14 +162,14 @@ def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
 
 
 def tree_height(accepted: Sequence[AcceptedNode]) -> float:
-    """Inches for the leaves of a tree."""
+    """Return the height in inches of the drawing of a tree, which depends on its number of leaves."""
     inner = {tuple(node.path[:-1]) for node in accepted}
     leaves = sum(tuple(node.path) not in inner for node in accepted)
     return 1.2 + leaves * (0.36 if len(accepted) < 24 else 0.12)
 
 
 def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
-    """tau against temperature, with its interval."""
+    """Draw tau against temperature, with intervals."""
     at = [row.temperature for row in rows]
     for row in rows:
         if row.tau_interval:
@@ -171,7 +181,7 @@ def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
 
 
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
-    """One of the figures of `CALIBRATED` against the number of nodes."""
+    """Draw one figure of a calibration against the number of nodes. `figure`: a key of `CALIBRATED`."""
     points, best = calibration.points, calibration.best
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
         if mine := {point.nodes: getattr(point, figure) for point in points if point.dynamic == dynamic}:
@@ -189,7 +199,7 @@ def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
 
 
 def calibration_plot(calibration: Calibration) -> Figure:
-    """Predicted tau, time of a step and speed in one picture."""
+    """Draw a calibration in one picture: predicted tau, time of a step, and tokens per second."""
     figure = Figure(figsize=(11, 3), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), CALIBRATED, strict=True):
         by_nodes(axes, calibration, name)
@@ -197,7 +207,7 @@ def calibration_plot(calibration: Calibration) -> Figure:
 
 
 def changes(axes: Axes, comparison: Comparison) -> None:
-    """Later figures over earlier ones, with intervals. Points to the right of the line are figures that increased."""
+    """Draw the ratios of later figures to earlier ones, with intervals. Ratios above 1 lie to the right of the line."""
     names = [change.label for change in comparison.changes]
     for place, change in enumerate(comparison.changes):
         if change.ratio_interval:
@@ -210,9 +220,10 @@ def changes(axes: Axes, comparison: Comparison) -> None:
 
 
 def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
-    """The rejection cases of one prompt: probabilities, drafts and frequencies above, deviations below.
+    """Draw the tests of rejection sampling on one prompt, for the most probable tokens.
 
-    `name_of`: the name of a token id on the axis."""
+    The upper plot shows the probabilities of the backbone and of the draft, and the observed frequencies. The lower
+    plot shows the deviations of the frequencies in standard deviations. `name_of`: returns a token id's label."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
     shown = target.topk(min(TOKENS_SHOWN, int((target > 0).sum()))).indices
@@ -234,6 +245,6 @@ def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
     below.set(ylim=(-5, 5), ylabel="deviation")
     for axes in (above, below):
         plain_frame(axes)
-    texts = [name_of(int(token)).replace("$", "\\$") for token in shown]  # matplotlib would read a formula
+    texts = [name_of(int(token)).replace("$", "\\$") for token in shown]  # matplotlib would parse $ as a formula
     below.set_xticks(list(at), texts, rotation=60, ha="right", fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""Prints benchmarks, verifications and calibrations as tables on the terminal."""
+"""Prints benchmarks, comparisons, verifications and calibrations as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decode.settings import is_lossy
 
 
 def table_of(columns: Sequence[str], title: str | None = None, justify: Literal["left", "right"] = "right") -> Table:
-    """A table whose first column is text, and whose other columns are figures."""
+    """Make a table with a left-aligned first column. `justify`: alignment of the other columns."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     for index, name in enumerate(columns):
         table.add_column(name, justify=justify if index else "left", no_wrap=True, min_width=len(name) if index else 0)
@@ -65,10 +65,10 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print what changed between two runs."""
+    """Print the changes of figures and settings between two benchmark runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
     table = table_of(("", "earlier", "later", "ratio", "95 %"))
-    table.add_column("")  # the verdict, which wraps if the other columns are wide
+    table.add_column("")  # the verdict; it wraps if the other columns are wide
     for change in comparison.changes:
         figures = (f"{change.earlier:.2f}", f"{change.later:.2f}", f"{change.ratio:.3f}")
         table.add_row(change.label, *figures, interval_in_words(change.ratio_interval), change.verdict)
@@ -80,7 +80,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str) -> None:
-    """Print the outcome of `medusa verify`. `full`: the targets differ, so the table names them."""
+    """Print the outcome of `medusa verify`.
+
+    `full`: whether several temperatures were tested, so that the table shows them. `report`: path of the report."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
@@ -94,9 +96,9 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
-    """Print the trees that were tried.
+    """Print the trees that a calibration tried, with the chosen one.
 
-    `measured`: tau on held-out texts; `place`: the file that keeps the calibration."""
+    `measured`: tau of the chosen tree on held-out texts, if measured. `place`: the file that stores the calibration."""
     table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
