@@ -21,9 +21,9 @@ transformers.logging.set_verbosity_error()
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all that was imported from garbage collection: accelerate runs a full one in every training run.
+    """Exclude imported objects from garbage collection, as accelerate runs a full collection in every training run.
 
-    That took more than half of a short run's time (0.65 s).
+    The collection took more than half of a short run's time (0.65 s).
     """
     gc.collect()
     gc.freeze()
@@ -34,7 +34,7 @@ SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of models and data that lies beside the repository; tests that need it are skipped without it."""
+    """The folder ../shared with models and data; tests that need it are skipped without it."""
     if not SHARED.is_dir():
         pytest.skip("needs ../shared")
     return SHARED.resolve()
@@ -57,18 +57,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Paths for the caches of the tests, one a test; most tests make none, so the folders do not exist yet."""
+    """Paths for caches, one a test; the folders do not exist yet, as most tests need none."""
     folder = tmp_path_factory.mktemp("caches")
     return (folder / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, caches: Iterator[Path]) -> None:
-    """Give each test a cache of its own, so that no test reads the calibrations of another or of the user."""
+    """Give each test its own cache, so that no test reads calibrations of other tests or of the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Every test starts from the same random numbers, in whatever order they run."""
+    """Seed every test, so that results do not depend on the order of tests."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of the tests' own: it answers as it is told, and uses_context what it was asked."""
+"""A fake OpenAI-compatible server: it gives scripted answers and records its requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *args: Any) -> None:
-        """Clients that leave are no news."""
+        """Ignore clients that disconnect."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -221,7 +221,7 @@ def test_tau_by_position_groups_steps_by_their_start() -> None:
 
 
 def test_accepted_nodes_are_counted_at_starts_of_steps() -> None:
-    """Steps of 3, 1, 2 tokens, and a last root; ranks between the starts of steps do not count."""
+    """The steps have 3, 1 and 2 tokens, and a last root; ranks between starts of steps do not count."""
     ranks = torch.tensor([[0, 2], [0, 0], [0, 0], [7, 0], [1, 9], [0, 0], [0, 0]])
     results = [Result([1], uncut_lengths=[3, 1, 2, 1])]
     assert accepted_by_node([ranks], results) == [

@@ -74,7 +74,7 @@ def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
 
 @pytest.mark.parametrize("spec", ["chain", "topk:4,3,2", "topk:12"])
 def test_recorded_ranks_predict_every_step(decoded: Any, spec: str) -> None:
-    """Not only the mean: each step of real decoding starts and ends where the replay of the recording predicts."""
+    """Each step of real decoding, not only the mean, starts and ends where the replay of the recording predicts."""
     model, heads, texts = decoded
     tree = Tree.chain(3) if spec == "chain" else Tree.top_k([int(w) for w in spec[5:].split(",")])
     recording = record(Backbone(model), heads, texts)

@@ -1,4 +1,4 @@
-"""decode/bench/chi2.py against scipy and against samples whose law is known."""
+"""decode/bench/chi2.py against scipy and against samples with a known distribution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_impossible_draw_fails_at_once() -> None:
 
 
 def test_distances_of_true_samples_are_as_predicted() -> None:
-    """Means over 200 samples; 5 % is far beyond their own scatter, and far below the factor of a wrong formula."""
+    """Means over 200 samples: 5 % is far more than their scatter and far less than the factor of a wrong formula."""
     p = torch.randn(300, generator=torch.Generator().manual_seed(0)).mul(2).double().softmax(-1)
     found = [goodness_of_fit(sample(p, 50_000, seed), p) for seed in range(200)]
     mean = torch.tensor([[c.total_variation, c.std_of_difference**2] for c in found]).double().mean(0)
@@ -51,7 +51,7 @@ def test_distances_of_true_samples_are_as_predicted() -> None:
 
 
 def test_p_values_of_true_samples_are_uniform() -> None:
-    """Kolmogorov-Smirnov at 1e-4: no excess of small ones, of which the false-alarm rate is made."""
+    """Kolmogorov-Smirnov at 1e-4: an excess of small p-values would raise the false-alarm rate."""
     p = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.03, 0.02]).double()
     values = [goodness_of_fit(sample(p, 5_000, seed), p).p_value for seed in range(500)]
     assert stats.kstest(values, "uniform").pvalue > 1e-4

@@ -39,7 +39,7 @@ def test_a_run_and_itself_show_no_difference() -> None:
 
 
 def test_pairs_of_prompts_are_compared() -> None:
-    """Prompts differ by a factor of 9, the runs by 5 % on each: seen, since a resampling keeps the same prompts."""
+    """Prompts differ by a factor of 9 and runs by 5 % on each; resampling with the same prompts shows the 5 %."""
     times = [0.1, 0.3, 0.9]
     better = change(benchmark(times), benchmark([0.95 * time for time in times]))
     assert better.ratio == pytest.approx(1 / 0.95)

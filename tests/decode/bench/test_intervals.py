@@ -11,7 +11,7 @@ from decode.bench.figures import PromptFigures
 
 
 def test_the_interval_has_its_nominal_coverage() -> None:
-    """400 benchmarks of 30 prompts with a true speedup of 2: 95 % of intervals hold it, give or take five points.
+    """Of 400 benchmarks of 30 prompts with a true speedup of 2, 95 % (plus or minus 5) of the intervals contain 2.
 
     (A bootstrap of 30 prompts is a little too narrow: 93 % is usual.)"""
     generator = torch.Generator().manual_seed(0)

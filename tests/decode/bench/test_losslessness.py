@@ -129,7 +129,7 @@ def test_a_mask_that_hides_no_node_fails(model: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_prompts_up_to_the_longest_that_leaves_room(family: str) -> None:
-    """A root and a first token follow, the last of the context; GPT-2 has no embedding for more."""
+    """A root and a first token fill the context; GPT-2 has no embedding for more positions."""
     short = tiny_model(family, max_position_embeddings=32, initializer_range=0.15)
     tree, options = Tree.top_k([2, 2, 1]), Settings(temperature=1.0)
 

@@ -1,4 +1,4 @@
-"""The compiled step: the same shapes in every step, and the same texts as the eager loop.
+"""The compiled step: equal shapes in every step, and the texts of the eager loop.
 
 `as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
 `traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
@@ -107,7 +107,7 @@ def test_double_precision() -> None:
 def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts, too, so that what heads keep of the text is in step; across capacities, and rows that end early."""
+    """Drafts are compared, too, which checks the heads' own caches; across capacities, with rows that end early."""
     monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
     monkeypatch.setattr(CompiledStepper, "ahead", 4)
     heads = random_heads(llama, kind=kind, prefix_layers=prefix_layers)
@@ -218,7 +218,7 @@ def outcomes(tree: Tree, ids: Tensor, p: Tensor) -> dict[tuple[int, int], float]
 
 @pytest.mark.parametrize("truncation", [None, Truncation(0.05, 0.3)])
 def test_samples_follow_the_target(truncation: Truncation | None) -> None:
-    """End and next root of 200,000 walks over one tree against their exact probabilities."""
+    """The end and next root of 200,000 walks over one tree follow their exact probabilities."""
     tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
     ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
     logits = 1.2 * torch.randn(tree.num_nodes, 6)
@@ -263,7 +263,7 @@ TRACED += [("greedy", tree, kind) for kind in ("recurrent", "eagle") for tree in
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("rule", "tree", "kind"), TRACED)
 def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
-    """And with the same random numbers the captured step writes what the step as written does."""
+    """With the same random numbers the captured step also writes the text of the uncompiled step."""
     model = tiny_model("llama", num_hidden_layers=1)
     heads = random_heads(model, kind=kind, prefix_layers=int(kind == "eagle"))
     inputs = left_padded([random_ids(7), random_ids(4)])
@@ -292,7 +292,7 @@ def test_compiled_code_writes_the_same_text_and_is_cached() -> None:
 
 @pytest.mark.usefixtures("as_written")
 def test_sessions_take_turns() -> None:
-    """Two texts at once on one model: each has a region of its own, and both are kept."""
+    """Two texts at once on one model have two regions, and both regions are kept."""
     model = tiny_model("llama")
     heads, prompts = random_heads(model), [random_ids(6), random_ids(9, seed=1)]
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
@@ -352,7 +352,7 @@ def test_model_changes_are_checked_once_a_session(change: str) -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_a_hook_registered_later_is_detected() -> None:
-    """The graph of another session is not replayed, though nothing in it asks."""
+    """The graph of an earlier session is not replayed, though the graph itself has no guards."""
     model = tiny_model("llama")
     heads, prompt = random_heads(model), random_ids(6)
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
@@ -365,7 +365,7 @@ def test_a_hook_registered_later_is_detected() -> None:
 
 
 def test_sampling_options_that_look_alike() -> None:
-    """A tensor's repr has four digits."""
+    """The options differ beyond the four digits of a tensor's repr."""
     request = prepare(tiny_model("llama"), [random_ids(3)], max_new_tokens=3, do_sample=True)[0]
     keys = [
         FixedSampler.key(
@@ -378,7 +378,7 @@ def test_sampling_options_that_look_alike() -> None:
 
 @torch.inference_mode()
 def test_nothing_of_an_earlier_text_remains(llama: Any) -> None:
-    """Masked or not, what is no number would reach the next text: 0 x NaN."""
+    """A NaN left in the buffers would reach the next text even when masked: 0 x NaN."""
     session, _ = plain_decoding(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
     session.prefill()
     fixed, larger = FixedCache(session.verifier.cache, 16), FixedCache(session.verifier.cache, 32)

@@ -1,4 +1,4 @@
-"""Every drafter: greedy text and samples are those of `model.generate`, whatever it guesses; who is refused."""
+"""Every drafter: greedy text and samples equal `model.generate`, and unsupported requests are rejected."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ GUESSERS = {
 
 
 def repetitive(model: Any, prompt: list[int]) -> list[int]:
-    """A prompt that holds what the model goes on with, so that there is something to copy."""
+    """A prompt that contains the model's continuation, so that prompt lookup finds matches."""
     return prompt + plain(model, prompt, max_new_tokens=NEW) + prompt
 
 
 def draft_model(model: Any, scale: float = 0.2) -> Any:
-    """The same model with some noise: right about some of what it says."""
+    """The same model with some noise, so that some of its predictions are correct."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def draft_model(model: Any, scale: float = 0.2) -> Any:
 
 
 class Guesser:
-    """A drafter as it is typed; a draft model and a datastore are made from the model that they are to draft for."""
+    """A drafter's specification; draft models and datastores are made from the model that they draft for."""
 
     def __init__(self, spec: str, folder: Path) -> None:
         self.spec, self.needs_heads, self.folder = spec, spec.startswith(("heads", "blockwise")), folder
@@ -74,7 +74,7 @@ class Guesser:
         return DraftModel(draft_model(model), plan.tree, plan.topk, plan.confidence)
 
     def datastore(self, model: Any) -> Path:
-        """What the model writes after some of the prompts."""
+        """A datastore of the model's continuations of some prompts."""
         config = model.config.get_text_config(decoder=True)
         room = config.max_position_embeddings
         prompts = PROMPTS[1:] if room < 100 else [*PROMPTS[1:], repetitive(model, PROMPTS[0])]
@@ -97,7 +97,7 @@ def test_greedy_equals_plain_greedy(drafter: Guesser, llama: Any) -> None:
 @pytest.mark.parametrize("name", [*DRAFTERS, "model, tree"])
 @pytest.mark.parametrize("family", ["mistral, window", "gpt2", "gemma3_text", "llama4_text"])
 def test_greedy_is_plain_greedy_with_other_backbones(family: str, name: str, tmp_path: Path) -> None:
-    """Each drafter in one form: its other options change its guesses, and the backbone reads all guesses alike."""
+    """Each drafter with one set of options: other options only change guesses, which the backbone verifies alike."""
     write_as_plainly(shared_model(family), Guesser(GUESSERS[name], tmp_path / "datastore"))
 
 
@@ -141,7 +141,7 @@ def test_a_ragged_batch_equals_its_rows_alone(llama: Any, drafter: Guesser) -> N
     ids=lambda options: ", ".join(options),
 )
 def test_processors_and_samples(llama: Any, drafter: Guesser, options: dict) -> None:
-    """One draw a token, in order: the very sample of `model.generate`."""
+    """With one draw a token, in order, the sample equals that of `model.generate`."""
     options = {"do_sample": False, "max_new_tokens": NEW} | options
     heads = random_heads(llama)  # draws, too
     guesser = drafter(llama)

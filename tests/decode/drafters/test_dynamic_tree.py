@@ -1,5 +1,4 @@
-"""decode/drafters/layouts.py: the most probable candidates, against an obvious search; decoding with them is
-lossless."""
+"""decode/drafters/layouts.py: the most probable candidates, compared with a simple search, and lossless decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.helpers import left_padded, plain, random_heads, random_ids, random_t
 
 
 def slow_choice(tree: Tree, log_p: torch.Tensor, nodes: int) -> list[int]:
-    """One at a time: of all nodes whose parent is taken, the most probable one. log_p [K, R] of one row."""
+    """Add the most probable node whose parent is taken, one at a time; log_p [K, R] of one row."""
     table, parent = log_p.tolist(), tree.parent.tolist()
     worth = [sum(table[d][r] for d, r in enumerate(path)) for path in [(), *tree.rank_paths]]
     taken = [0]
@@ -35,7 +34,7 @@ def slow_choice(tree: Tree, log_p: torch.Tensor, nodes: int) -> list[int]:
 
 @pytest.mark.parametrize(("nodes", "widths"), [*((n, [12] * 3) for n in (2, 3, 7, 12)), (30, [16] * 2)])
 def test_the_most_probable_connected_nodes_are_chosen(nodes: int, widths: list[int]) -> None:
-    """Of all paths over so many guesses: no candidate that could win was left out."""
+    """Compared with all paths over these guesses, no candidate that could win is missing."""
     everything = Tree.top_k(widths)
     dynamic = DynamicTree.over_heads(nodes, len(widths))
     top = dynamic.candidates.max_rank + 1
@@ -49,7 +48,7 @@ def test_the_most_probable_connected_nodes_are_chosen(nodes: int, widths: list[i
 
 
 def test_tied_nodes_keep_their_parents() -> None:
-    """Confidences of exactly 1, and of 0: worths tie, or are minus infinity."""
+    """With confidences of exactly 1 and 0, scores tie or are minus infinity."""
     for nodes in (2, 3, 4, 9, 30):
         dynamic = DynamicTree.over_heads(nodes, 3)
         best = torch.full((1, 3, dynamic.candidates.max_rank + 1), -torch.inf)
@@ -70,7 +69,7 @@ def test_candidates_are_few() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_part_of_a_tree_is_the_tree_of_its_paths(seed: int) -> None:
-    """Built anew from the paths of the chosen nodes, everything must be as it was cut out."""
+    """A topology built from the paths of the chosen nodes must equal the selected part."""
     tree = random_tree(20, seed, max_rank=3)
     worth = torch.randn(4, tree.num_nodes, generator=torch.Generator().manual_seed(seed))
     for node in range(tree.num_nodes - 1, 0, -1):  # a parent is worth at least what its children are
@@ -94,7 +93,7 @@ def test_a_part_of_a_tree_is_the_tree_of_its_paths(seed: int) -> None:
 
 @pytest.mark.parametrize("acceptance", ["greedy", "typical", "rejection"])
 def test_text_equals_plain_decoding(llama: Any, acceptance: str) -> None:
-    """Batches with rows of different length, each with a tree of its own.
+    """Batches have rows of different length, each with its own tree.
 
     A sample at temperature 1e-3 is the most probable token, and nothing else is typical at these constants.
     """
@@ -127,11 +126,11 @@ def test_each_row_has_its_own_topology(llama: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent", "eagle"])
 def test_non_finite_heads_do_not_change_the_text(llama: Any, kind: str) -> None:
-    """What overflows is no number, and would win every comparison: a node is never taken without its parent."""
+    """NaN would win every comparison; still no node may be taken without its parent."""
     heads = random_heads(llama, 3, lm_head="shared", kind=kind)
     broken: dict[str, Callable[[Any], list[torch.Tensor]]] = {
         "medusa": lambda heads: [heads.blocks[0].bias[1]],
-        "eagle": lambda heads: list(heads.parameters()),  # so that all it uses_context is no number either
+        "eagle": lambda heads: list(heads.parameters()),  # so that everything it keeps is non-finite, too
     }
     with torch.no_grad():
         for parameter in broken.get(kind, lambda heads: list(heads.stacks[1].parameters()))(heads):
@@ -154,7 +153,7 @@ def test_wrong_names_are_refused(llama: Any, spec: str) -> None:
 
 
 def test_a_drawn_dynamic_tree_is_refused(llama: Any) -> None:
-    """The law of a drawn node would depend on whether it was likely enough to be kept."""
+    """The distribution of a drawn node would depend on whether the node was probable enough to be kept."""
     with pytest.raises(RequestError, match="draft topk"):
         generate(
             llama, random_heads(llama, 3), torch.tensor([[1, 2]]), tree="dynamic:8", draft="sample", do_sample=True

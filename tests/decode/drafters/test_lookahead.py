@@ -1,4 +1,4 @@
-"""decode/drafters/lookahead.py: the window as a tree, its answers against plain forwards, and that it is never text."""
+"""decode/drafters/lookahead.py: the window as a tree, its predictions compared with plain forwards, never accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAN = LookaheadConfig(window=4, n=4, guesses=3)
 
 
 def test_worked_example_of_a_window() -> None:
-    """Three columns, three levels: the picture of the module's docstring, in the order root a1 a2 b0 b1 b2 c0 c1 c2."""
+    """Three columns and three levels: the picture in the module's docstring, ordered root a1 a2 b0 b1 b2 c0 c1 c2."""
     window = window_topology(3, 3, CPU)
     assert window.parent.tolist() == [[0, 0, 1, 0, 1, 2, 3, 4, 5]]
     assert window.depth.tolist() == [[0, 1, 2, 1, 2, 3, 2, 3, 4]]
@@ -57,8 +57,8 @@ def test_worked_example_of_a_window() -> None:
 
 
 def test_worked_example_of_a_window_with_a_draft() -> None:
-    """Two guesses behind the root, g h and g i, and the text x y before them; the window (two columns, two levels) is
-    behind them in the slots, and neither sees the other."""
+    """The text x y, and two guesses after the root, g h and g i. The window (two columns, two levels) has the slots
+    after the guesses, and neither attends to the other."""
     trie = Trie(9)
     trie.add([5, 6])
     trie.add([5, 7])
@@ -89,7 +89,7 @@ def test_worked_example_of_a_window_with_a_draft() -> None:
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("n", [3, 4, 6])
 def test_a_column_attends_to_the_first_row_and_itself(window: int, n: int) -> None:
-    """From the definition: behind the first tokens of level 0 come those of the levels below, in the same column."""
+    """By definition, a column's tokens follow the first tokens of level 0, level by level."""
     topology = window_topology(window, n - 1, CPU)
     for level in range(n - 1):
         for column in range(window):
@@ -113,7 +113,7 @@ def test_a_pool_keeps_the_latest_ngrams() -> None:
 
 
 class Jacobi:
-    """The slow and obvious version: texts, a plain forward for every column, and a list of all n-grams ever made."""
+    """A slow, simple version: one plain forward for every column, and a list of all n-grams."""
 
     def __init__(self, model: Any, plan: LookaheadConfig, text: list[int]) -> None:
         self.model, self.plan = model, plan
@@ -139,7 +139,7 @@ class Jacobi:
 
 
 def told(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    """All beginnings of the guesses, without the root."""
+    """All prefixes of the guesses, without the root."""
     own = 0 if draft.topology.is_shared else row
     paths = draft.topology.paths[own].tolist()
     return {tuple(int(draft.ids[row, n]) for n in path[1:] if n >= 0) for path in paths[1:]}
@@ -147,7 +147,7 @@ def told(draft: Draft, row: int) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2"])
 def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
-    """In every step of a text, through cache, masks and positions; two rows, of which one is short."""
+    """Compare every step of a text, with cache, masks and positions, for two rows of different length."""
     model = tiny_model(family, dtype=torch.float64)
     prompts, plan, checked = [PROMPTS[0], [3, 1, 2]], PLAN, 0
     requests = prepare(model, prompts, max_new_tokens=NEW, do_sample=False)
@@ -185,7 +185,7 @@ def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
 
 @pytest.mark.parametrize("contrasted", [False, True])
 def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
-    """It holds the very text to come, and every step still writes the root alone; what it is told is the target's."""
+    """The window contains the coming text, yet every step writes only the root; its predictions are the target's."""
     amateur = Amateur(tiny_model("llama", seed=5, num_hidden_layers=1)) if contrasted else None
     text = plain_method(llama, Settings(max_new_tokens=NEW, amateur=amateur))([PROMPTS[0]])[0].new_ids
     assert (text == plain(llama, PROMPTS[0], max_new_tokens=NEW)) != contrasted
@@ -210,7 +210,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "rejection", "typical", "topk:2"])
 def test_windows_are_removed_before_acceptance(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reaches acceptance is as large as the draft, and ends where it does; the cache keeps nothing else."""
+    """Acceptance sees only the draft's nodes, and the cache keeps nothing else."""
     sizes = []
     inner = TreeStepper.accept
 
@@ -231,7 +231,7 @@ def test_windows_are_removed_before_acceptance(llama: Any, rule: str, monkeypatc
 
 
 def test_relabelled_vocabulary_gives_the_relabelled_text_in_the_same_steps() -> None:
-    """Windows begin with words of the text, so drafts mean nothing by their ids, either."""
+    """Windows begin with tokens of the text, so drafts do not depend on ids either."""
     model, other = tiny_model("llama", dtype=torch.float64), tiny_model("llama", dtype=torch.float64)
     new_of = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_relabelled_vocabulary_gives_the_relabelled_text_in_the_same_steps() -> 
 
 
 def test_a_window_across_the_boundary_of_longrope() -> None:
-    """Its deepest position must not turn the rope_angles of the forward; read again at 32 tokens, the text goes on."""
+    """Its deepest position must not change the forward's RoPE frequencies; the text is read again at 32 tokens."""
     model = tiny_model("phi3, longrope")
     for length in (9, 25):
         prompt = random_ids(length, seed=4)
@@ -259,7 +259,7 @@ def test_a_window_across_the_boundary_of_longrope() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["greedy", "penalty"])
 def test_a_mix_with_heads_and_prompt_lookup(llama: Any, options: dict) -> None:
-    """The window goes with the union; steps are fewer than by heads and prompt lookup alone."""
+    """The window is added to the union, and steps are fewer than with heads and prompt lookup alone."""
     heads, prompt = random_heads(llama), repetitive(llama, PROMPTS[2])
     asked = {"max_new_tokens": NEW, "do_sample": False} | options
     found = {}
@@ -303,7 +303,7 @@ def test_samples_have_the_targets_distribution(llama: Any) -> None:
 
 
 def test_a_draft_that_attends_to_the_window_is_detected(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the candidates' masks let them see what stands aside."""
+    """The planted fault: the candidates' masks show them the window."""
     inner = Draft.whole.fget  # type: ignore[attr-defined]
 
     def leaking(self: Draft) -> Draft:
@@ -317,7 +317,7 @@ def test_a_draft_that_attends_to_the_window_is_detected(llama: Any, monkeypatch:
 
 
 def test_the_window_is_dropped_at_the_end_of_the_text() -> None:
-    """With room for the root and two tokens one more step can be drafted; with less nobody will ask for n-grams."""
+    """With room for the root and two tokens another step can be drafted; with less, n-grams are not needed."""
     for room, there in ((4, True), (3, False)):
         sequences = Sequences([Request([1, 2, 3], room)], None, CPU)  # type: ignore[list-item]
         sequences.extend(0, [4])

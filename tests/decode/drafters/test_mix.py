@@ -1,4 +1,4 @@
-"""decode/drafters/mix.py: the union of trees against one that is plain to see, whoever drafts; samples stay samples."""
+"""decode/drafters/mix.py: the union of trees equals a simple version, for all drafters; samples follow the target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Path = tuple[int, ...]
 
 
 def told(draft: Draft, row: int) -> list[Path]:
-    """The tokens on the way to each node, without the root's."""
+    """The tokens on the path to each node, without the root's."""
     topology, own = draft.topology, 0 if draft.topology.is_shared else row
     parents, ids, found = topology.parent[own].tolist(), draft.ids[row].tolist(), [()]
     for node in range(1, len(ids)):
@@ -37,7 +37,7 @@ def told(draft: Draft, row: int) -> list[Path]:
 
 
 def joined(drafts: list[list[Path]], most: int) -> list[Path]:
-    """The slow and obvious union: every path once, in order."""
+    """A slow, simple union: every path once, in order."""
     return list(dict.fromkeys(path for paths in drafts for path in paths))[:most]
 
 
@@ -77,7 +77,7 @@ def test_the_union_equals_a_simple_implementation(seed: int) -> None:
 
 
 def check(topology: Topology) -> None:
-    """Everything else that a topology says follows from its parents, which stand before their children."""
+    """Check that a topology's other fields follow from its parents, and that parents precede their children."""
     assert bool((topology.parent[:, 1:] < torch.arange(1, topology.num_nodes)).all())
     above = topology.depth.gather(1, topology.parent)[:, 1:]
     assert torch.equal(topology.depth[:, 1:], above + 1)
@@ -102,7 +102,7 @@ def test_worked_example() -> None:
 
 
 def test_an_empty_part_does_not_change_the_draft() -> None:
-    """A step in which only one part drafts is that part's own, chains and shared masks included."""
+    """If only one part drafts, the mix returns that draft unchanged, chains and shared masks included."""
 
     class Says:
         def __init__(self, draft: Draft) -> None:
@@ -142,7 +142,7 @@ def test_nodes_of_a_mix(llama: Any) -> None:
 
 @pytest.mark.parametrize("nodes", [0, 5])
 def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
-    """The draft model's cache is kept in step whatever the other part had accepted."""
+    """The draft model's cache stays correct when tokens of the other part are accepted."""
     model = tiny_model("mistral, window")
     ngram = drafter_factory("ngram:n=2,tokens=6", DrafterContext(model))
     parts = [ngram, DraftModel(draft_model(model), Tree.top_k([2, 1, 1]))]
@@ -155,7 +155,7 @@ def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
 def test_mixes_with_every_kind_of_heads(kind: str) -> None:
-    """Of all kinds, with what they keep of the text; the mix is never behind its heads alone."""
+    """Heads of all kinds, with their own caches; the mix needs fewer steps than the heads alone."""
     model = tiny_model("llama")
     heads = random_heads(model, kind=kind)
     prompt = repetitive(model, PROMPTS[2])
@@ -180,7 +180,7 @@ def test_samples_have_the_targets_distribution(llama: Any) -> None:
 
 
 def test_a_wrong_walk_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a node under the wrong parent sees the wrong text."""
+    """The planted fault: a node under the wrong parent reads the wrong text."""
     source = drafter_factory("mix:heads+ngram:n=2,tokens=4", DrafterContext(llama, random_heads(llama), "topk:6,2"))
     prompt = repetitive(llama, PROMPTS[0])
     made = Experiment(llama, source, prompt, Settings(temperature=0.6), torch.Generator().manual_seed(0))
@@ -193,7 +193,7 @@ def test_a_wrong_walk_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_batch_of_one_mix(llama: Any) -> None:
-    """Rows of which one repeats itself and others do not: unions of different size, filled up."""
+    """One row repeats itself and others do not, so unions of different size are padded."""
     prompts = [repetitive(llama, PROMPTS[0])[-20:], [1] * 20, PROMPTS[2] + PROMPTS[0][:6]]
     out = generate(
         llama, random_heads(llama), torch.tensor(prompts), drafter="mix:heads+ngram", max_new_tokens=40, do_sample=False

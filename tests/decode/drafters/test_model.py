@@ -1,4 +1,4 @@
-"""decode/drafters/model.py: every node holds what the draft model itself says there, from a cache kept in step."""
+"""decode/drafters/model.py: every node holds the draft model's prediction, computed with a correct cache."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SHAPES: dict[str, Any] = {
 
 @torch.no_grad()
 def said(model: Any, text: list[int]) -> torch.Tensor:
-    """[V] by a plain forward over the whole text."""
+    """Logits [V] from a plain forward over the whole text."""
     return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma3_text", "llama4_text", "gpt2"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every step of a ragged batch from which rows leave; a cache out of step would only show in tau."""
+    """Compare every step of a ragged batch in which rows end; a wrong cache would otherwise change only tau."""
     model = tiny_model(family)
     source = DraftModel(draft_model(model, 0.1), SHAPES[shape])
     requests = prepare(model, PROMPTS, max_new_tokens=14, do_sample=False)
@@ -97,7 +97,7 @@ def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, top
 
 
 def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the residual forgets q."""
+    """The planted fault: the residual ignores q."""
     source = DraftModel(draft_model(llama), DraftModelConfig("any", widths="2x2").tree)
     monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
     settings = Settings(temperature=0.6)
@@ -129,7 +129,7 @@ def test_ids_of_transformers_assisted_generation() -> None:
 
 
 def test_a_text_beyond_the_draft_models_context(llama: Any) -> None:
-    """There it drafts nothing, and decoding goes on."""
+    """Beyond its context the draft model drafts nothing, and decoding continues."""
     config = LlamaConfig(**llama.config.to_dict() | {"max_position_embeddings": 20})
     draft = LlamaForCausalLM(config).eval()
     draft.load_state_dict(llama.state_dict())

@@ -1,4 +1,4 @@
-"""decode/drafters/ngram.py: what is looked up, and the index that only reads new tokens; tries as tensors."""
+"""decode/drafters/ngram.py: lookups, the incremental index, and tries as tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medusa.loading import LoadOptions, load_backbone
 
 
 def searched(text: list[int], least: int, n: int, most: int) -> list[int]:
-    """The slow and obvious version of `NgramIndex.matches`: the whole text, once for every length."""
+    """A slow, simple version of `NgramIndex.matches`: search the whole text once for every length."""
     found: list[int] = []
     for size in range(n, least - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
@@ -48,7 +48,7 @@ def test_only_new_tokens_are_read() -> None:
 
 
 def test_a_match_at_the_end_continues_periodically() -> None:
-    """The text is a loop of three; one period back there are only three tokens to copy."""
+    """The text repeats three tokens, so one period back only three tokens can be copied."""
     index = NgramIndex(1, 3)
     index.extend([9, 1, 2, 3, 1, 2, 3])
     (place,) = index.matches(1)
@@ -58,7 +58,7 @@ def test_a_match_at_the_end_continues_periodically() -> None:
 
 
 class Request:
-    """As much of a request as rows need."""
+    """The part of a request that rows need."""
 
     def __init__(self, prompt: list[int], room: int = 20) -> None:
         self.prompt, self.max_new_tokens, self.criteria = prompt, room, ()
@@ -73,7 +73,7 @@ def drafts(plan: NgramConfig, *prompts: list[int], room: int = 20) -> Any:
 
 
 def test_worked_example() -> None:
-    """After 7 8 there stood 1 2 3 (latest) and 4 5 6; after 8 alone also 9."""
+    """7 8 was followed by 1 2 3 (latest) and 4 5 6; 8 was also followed by 9."""
     text = [7, 8, 4, 5, 6, 8, 9, 7, 8, 1, 2, 3, 7, 8]
     chain = drafts(NgramConfig(n=2, tokens=3), text)
     assert chain.ids.tolist() == [[8, 1, 2, 3]]
@@ -115,7 +115,7 @@ def test_tries_hold_every_continuation_once(seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 10])
 def test_ids_of_transformers_prompt_lookup(tokens: int) -> None:
-    """Both are greedy decoding; on the embedded backbone, on a text that repeats its prompt."""
+    """Both decode greedily, with the embedded backbone and a text that repeats its prompt."""
     loaded = load_backbone("demo", LoadOptions("float32"))
     settings = Settings(max_new_tokens=60)
     text = "Tom had a red ball. Tom lost the red ball. Tell it again. Tom had a red ball."

@@ -1,4 +1,4 @@
-"""decode/drafters/levelwise.py: every node holds what its head guesses there, by one pass of the heads per path."""
+"""decode/drafters/levelwise.py: every node holds its head's guess, compared with one pass of the heads per path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def frontier(model: Any, rows: int = 2) -> Frontier:
 
 @torch.no_grad()
 def log_p_after(model: Any, heads: SequentialHeads, hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """[V] what the head of that depth says behind the tokens of `path`, root first."""
+    """Log-probabilities [V] of the head of that depth after the tokens of `path`, root first."""
     backbone = Backbone(model)
     padded = torch.tensor([path + [0] * (3 - len(path))])
     logits = heads(HeadInputs(hidden[None], backbone.embed(padded)), backbone.lm_head)
@@ -95,7 +95,7 @@ def test_nodes_of_a_static_tree(llama: Any, kind: str, seed: int, lm_head: str) 
 def test_a_dynamic_tree_holds_the_most_probable_paths(
     llama: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every node of a level expanded nothing is missed: a search over all paths finds the same ones."""
+    """With every node of a level expanded, the tree equals a search over all paths."""
     monkeypatch.setattr(levelwise, "min_width", lambda nodes: nodes)
     heads, start, temperatures = heads_for(llama, kind), frontier(llama), (0.7, 1.0, 1.5)
     tree = DynamicTree.over_heads(nodes, 3, temperatures)
@@ -132,7 +132,7 @@ def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWING)
 def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copies: bool) -> None:
-    """q of every inner node, and draws that follow it: each node's first child in 4000 rows of one context."""
+    """q is stored for every inner node, and draws follow q: each node's first child in 4000 rows of one context."""
     heads, tree, rows = heads_for(llama, kind, scale=2.0), Tree.top_k([2, 2, 1]), 4000
     prepared = prepare(llama, [[1, 2]], [0], max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
     requests = with_generators(llama, rows * prepared, range(rows))  # preparing each row would take most of the time
@@ -186,7 +186,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, 
 def test_prefix_attention_is_the_same_in_decoding_and_training(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every step of a ragged batch, prompts in pieces, the heads start from what whole texts would give them."""
+    """At every step of a ragged batch with chunked prompts, the heads' inputs equal those from whole texts."""
     monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
     monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
@@ -222,9 +222,9 @@ def test_prefix_attention_is_the_same_in_decoding_and_training(
 def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     prefix_layers: int, family: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every step of a ragged batch, prompts in pieces, each node is what its heads guess when whole texts are read.
+    """At every step of a ragged batch with chunked prompts, each node equals the heads' guess from whole texts.
 
-    The texts are read as training reads them, without a cache: so what is kept is in step with what was accepted.
+    The texts are read without a cache, as in training, so the test checks the heads' caches after acceptance.
     """
     monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
     monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)

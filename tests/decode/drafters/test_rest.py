@@ -1,5 +1,5 @@
 """decode/drafters/retrieval/datastore.py, decode/drafters/retrieval/suffix_array.py and
-decode/drafters/retrieval/rest.py: order, search and drafts against the obvious."""
+decode/drafters/retrieval/rest.py: order, search and drafts, compared with simple versions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stored(folder: Path, documents: list[list[int]], vocab_size: int = VOCAB, to
 
 
 def documents_of(seed: int, words: int = 4, count: int = 30) -> list[list[int]]:
-    """Documents of few words, so that much repeats."""
+    """Documents of few different tokens, so that much repeats."""
     rng = random.Random(seed)
     return [[rng.randrange(words) for _ in range(rng.randint(0, 40))] for _ in range(count)]
 
@@ -58,7 +58,7 @@ def documents_of(seed: int, words: int = 4, count: int = 30) -> list[list[int]]:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("words", [1, 3, 5])
 def test_positions_are_sorted_by_their_suffixes(vocab_size: int, dtype: Any, size: int, words: int) -> None:
-    """Also where one token is all there is, and where all places of a group do not fit."""
+    """This includes texts of one repeated token, and groups larger than the limit."""
     rng = random.Random(size)
     names = [0, 1, vocab_size - 1, vocab_size // 2, 2][:words]
     text = [rng.choice([*names, vocab_size]) for _ in range(300)] + [names[0]] * 50
@@ -73,7 +73,7 @@ def test_positions_are_sorted_by_their_suffixes(vocab_size: int, dtype: Any, siz
 
 
 def matches(documents: list[list[int]], text: list[int], least: int) -> tuple[int, list[tuple[int, int]]]:
-    """The slow and obvious version of a search: (tokens that agree, [(document, place behind)])."""
+    """A slow, simple search: (number of equal tokens, [(document, position after the match)])."""
     for size in range(min(len(text), DEPTH), least - 1, -1):
         end = text[-size:]
         found = [
@@ -113,7 +113,7 @@ def test_a_lookup_equals_a_linear_search(tmp_path: Path, seed: int) -> None:
 
 
 def test_worked_example_of_the_most_frequent_nodes() -> None:
-    """1 follows three times, 2 behind it twice, 4 behind these once, as 3 and 5 do."""
+    """1 follows three times, 2 after 1 twice, 4 after these once, as 3 and 5 do."""
     lines = [[1, 2, 4], [1, 2], [1, 3], [5]]
     assert most_frequent(lines, 4).ids[1:] == [1, 2, 5]
     assert most_frequent(lines, 3).parent == [0, 0, 1]
@@ -190,12 +190,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 class Killed(BaseException):
-    """What no handler expects."""
+    """An exception that no handler catches."""
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks and groups, as much text has."""
+    """Use small blocks and groups, so that little text needs many of them."""
     monkeypatch.setattr(decode.drafters.retrieval.datastore, "BLOCK", 50)
     monkeypatch.setattr(decode.drafters.retrieval.suffix_array, "BLOCK", 64)
     monkeypatch.setattr(decode.drafters.retrieval.suffix_array, "GROUP", 90)
@@ -203,7 +203,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_killed_build_resumes_to_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at every write of the state in turn, where the file that it tells of is longer already."""
+    """Kill the build at every write of the state in turn, when the data file is already longer than the state says."""
     documents = documents_of(7, words=6, count=20)
     pieces = [Piece("here", ids, ends=number % 3 > 0) for number, ids in enumerate(documents)]
     build(tmp_path / "whole", pieces, ids_of, about())

@@ -1,4 +1,4 @@
-"""Drafts that end where the heads believe in nothing any more: which nodes are left, and that the text is the same."""
+"""Drafts with a probability threshold: which nodes are kept, and that the text is the same."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def paths_of(draft: Draft, row: int) -> set[tuple[int, ...]]:
 
 @torch.no_grad()
 def worths(model: Any, heads: MedusaHeads, draft: Draft, row: int, number: int) -> dict[tuple[int, ...], float]:
-    """Of each path of a draft, from the definition: the product of what each head says, at its temperature."""
+    """The score of each path of a draft by definition: the product of the heads' tempered probabilities."""
     backbone = Backbone(model)
     hidden = torch.randn(5, backbone.hidden_size, generator=torch.Generator().manual_seed(1))[number]
     found = {}
@@ -121,7 +121,7 @@ def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, least: float) 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
 def test_a_seed_gives_the_same_text_at_any_threshold_and_in_any_batch(llama: Any, kind: str) -> None:
-    """The target writes and the draft only foresees (`accept_walk`), so that what is foreseen changes no token."""
+    """Tokens are drawn from the target (`accept_walk`), so the draft changes no token."""
     heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9)]
 
     def texts(least: float, rows: list[int]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""decode/ops/fast_topk.py: torch's own argmax and topk, place for place."""
+"""decode/ops/fast_topk.py: equal to torch's argmax and topk, index for index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 def test_ties_give_the_first_index(size: int, dtype: torch.dtype) -> None:
-    """Whole numbers from 0 to 40: the greatest stands in a dozen places, often in several blocks."""
+    """The values are integers from 0 to 40, so the greatest occurs about a dozen times, often in several blocks."""
     values = torch.randint(0, 40, (3, 50, size)).to(dtype)
     first = (values == values.amax(-1, keepdim=True)).int().argmax(-1)
     assert (first != argmax(values[..., BLOCK:]) + BLOCK).any(), "always in the same block: no power"
@@ -28,7 +28,7 @@ def test_ties_give_the_first_index(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_index_is_found(size: int) -> None:
-    """Also those of the last block, which overlaps, and of what is left behind the last whole one."""
+    """This includes the last block, which overlaps, and the remainder after the last whole block."""
     values = torch.eye(size)
     assert torch.equal(argmax(values), torch.arange(size))
     assert torch.equal(top_k(values, 1).indices[:, 0], torch.arange(size))

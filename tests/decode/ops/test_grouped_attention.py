@@ -31,7 +31,7 @@ def verify(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma3_text", "llama4_text"])
 def test_grouped_attention_equals_sdpa_without_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four heads on two: the same logits, and transformers' `repeat_kv` is never called."""
+    """Four query heads on two key heads give the same logits without a call of transformers' `repeat_kv`."""
     model, calls = tiny_model(family), []
     Backbone(model)  # tries out, once, how the model makes its logits
     stock = sdpa_attention.repeat_kv

@@ -193,7 +193,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """`medusa chat --web` as a user starts it."""
+    """Start `medusa chat --web` as a user does; gives the port."""
     port = free_port()
     words = [
         sys.executable,
@@ -236,7 +236,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_in_a_browser(browser: Any, port: int) -> None:
-    """Both texts grow to the same text, marked on one side only; a second reader has a conversation of its own."""
+    """Both sides reach the same text, marked on one side only; a second reader has a separate conversation."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page, asked, troubles = context.new_page(), [], []
     page.set_default_timeout(120_000)

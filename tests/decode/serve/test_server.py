@@ -1,4 +1,4 @@
-"""`medusa serve`: the API over HTTP, refusals, batches, readers that leave, and our own client."""
+"""`medusa serve`: the API over HTTP, rejected requests, batches, closed connections, and our client."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def written(generator: TextGenerator, ids: list[int], settings: Settings = SHORT
 
 
 def test_texts_equal_plain_decoding(url: str, generator: TextGenerator) -> None:
-    """A text, ids, and several of both at once, in one answer."""
+    """The prompts are a text, ids, and several of both in one request."""
     ids = generator.tokenizer(PROMPTS[1])["input_ids"]
     status, answer = ask(url, "/v1/completions", {"model": "demo", "prompt": [PROMPTS[0], ids, PROMPTS[2]]})
     assert status == 200
@@ -147,7 +147,7 @@ def test_a_chat_goes_through_the_template(url: str, generator: TextGenerator) ->
 
 
 def test_samples_depend_only_on_the_seed(url: str) -> None:
-    """They do not depend on the batch: three copies are the texts of three seeds."""
+    """Samples do not depend on the batch: three copies equal the texts of three seeds."""
     body = {"prompt": PROMPTS[0], "temperature": 1.0, "seed": 7}
     copies = [choice["text"] for choice in ask(url, "/v1/completions", body | {"n": 3})[1]["choices"]]
     alone = [ask(url, "/v1/completions", body | {"seed": seed})[1]["choices"][0]["text"] for seed in (7, 8, 9)]
@@ -246,7 +246,7 @@ def test_without_a_template_a_chat_is_refused(
 
 
 def test_the_distillation_client_works_with_the_server(url: str, generator: TextGenerator) -> None:
-    """The one that `medusa distill --server` uses."""
+    """The client is that of `medusa distill --server`."""
     server = Server(url)
     assert server.model == "demo"
     answer = server.complete(generator.tokenizer(PROMPTS[0])["input_ids"], {"max_tokens": 12, "temperature": 0})

@@ -1,4 +1,4 @@
-"""decode/strategies/best_first_beam.py: the text of beam search, for fewer calls of the model."""
+"""decode/strategies/best_first_beam.py: the text of beam search with fewer calls of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEW = 7
 
 
 class Obvious:
-    """Beam search as it is written down: k beginnings of one length at a time, every continuation scored and sorted.
+    """Textbook beam search: k beginnings of one length at a time, every continuation scored and sorted.
 
     A text that ends counts if it is among the k best continuations of its length, and leaves its place to others."""
 
@@ -48,7 +48,7 @@ class Obvious:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Not sure of anything, so that beams part."""
+    """A model without confident predictions, so that beams differ."""
     return tiny_model("llama", initializer_range=0.2, dtype=torch.float64)
 
 
@@ -61,7 +61,7 @@ def same(found: Search, expected: list[tuple[float, list[int]]]) -> None:
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 0.6, -0.5])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_hypotheses_equal_a_simple_beam_search(model: Any, k: int, penalty: float) -> None:
-    """All k finished texts in their order, by both ways to score, one at a time or in batches; two kinds of ends."""
+    """All k finished texts are equal and in order, for both scores, any batch size and two kinds of ends."""
     ends = [*range(0, VOCAB, 7), 9]
     expected = Obvious(model, PROMPT, k, NEW, penalty, {*ends})
     lengths = {len(ids) for _, ids in expected.finished[:k]}
@@ -104,7 +104,7 @@ def test_hypotheses_equal_transformers_beam_search(model: Any, k: int, penalty: 
 
 
 def test_best_first_needs_fewer_calls_than_beam_search(model: Any) -> None:
-    """Where a text ends early, what is worse is never read; beam search reads a whole beam of each length."""
+    """When a text ends early, worse beginnings are never read; beam search reads a whole beam of each length."""
     expected = Obvious(model, PROMPT, 5, NEW, 0.0, {9})
     found = best_first_beam(model, PROMPT, num_beams=5, max_new_tokens=NEW, eos_token_id=9)
     assert found.calls < expected.calls / 2
@@ -123,7 +123,7 @@ def test_without_an_end_token_texts_have_the_maximum_length(model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["mistral, window", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3", "bloom"])
 def test_models_of_all_kinds(family: str) -> None:
-    """Windows and chunks by position, whatever slot a beginning lies in; with ALiBi, which holds no tree, all anew."""
+    """Windows and chunks go by position, not by slot; ALiBi models, without tree support, read each text again."""
     model = tiny_model(family)
     prompt = random_ids(9, seed=1)
     scorer = scorer_for(model, prompt)
@@ -136,7 +136,7 @@ def test_models_of_all_kinds(family: str) -> None:
 
 
 def test_a_wrong_mask_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: beginnings see all that was read before them."""
+    """The planted fault: beginnings attend to everything read before them."""
     masks = decode.strategies.best_first_beam.grown_masks
     monkeypatch.setattr("decode.strategies.best_first_beam.grown_masks", lambda *args: torch.zeros_like(masks(*args)))
     found = best_first_beam(model, PROMPT, num_beams=5, max_new_tokens=NEW, eos_token_id=9)

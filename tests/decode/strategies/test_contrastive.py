@@ -1,5 +1,4 @@
-"""decode/strategies/contrastive.py: the article's figures, and that a drafter does not change what contrastive
-decoding writes."""
+"""decode/strategies/contrastive.py: the article's figures, and texts that do not depend on the drafter."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def scored(expert: list[float], amateur: list[float], **constants: Any) -> list[
 
 
 def test_the_worked_example() -> None:
-    """Twice as probable to the expert, a hundred times, and half: ln 2, ln 100 and -ln 2."""
+    """Tokens 2, 100 and 0.5 times as probable to the expert score ln 2, ln 100 and -ln 2."""
     expert, amateur = [0.5, 0.2, 0.25, 0.05], [0.25, 0.002, 0.5, 0.248]
     assert scored(expert, amateur)[:3] == [0.6931, 4.6052, -0.6931]
     # The word that the amateur would never say wins, though the expert has a better one ...
@@ -69,7 +68,7 @@ def test_the_worked_example() -> None:
 
 
 def test_the_only_plausible_token_is_chosen() -> None:
-    """Sure of one word, there is no other plausible one: the article's false negatives (section 3.3)."""
+    """If the expert is sure, no other token is plausible: the article's false negatives (section 3.3)."""
     assert scored([0.95, 0.03, 0.02], [0.98, 0.01, 0.01]) == [-0.0311, -math.inf, -math.inf]
 
 
@@ -92,7 +91,7 @@ def test_the_published_forms(dtype: torch.dtype) -> None:
 
 
 def test_tokens_that_a_model_excludes() -> None:
-    """A padded vocabulary has logits of -inf: no nan comes of it, and no infinite score."""
+    """Logits of -inf in a padded vocabulary give neither nan nor infinite scores."""
     found = Contrast(alpha=0.0)(
         torch.tensor([1.0, 0.0, -math.inf, 0.0]), torch.tensor([1.0, -math.inf, -math.inf, 0.0])
     )
@@ -105,7 +104,7 @@ def test_tokens_that_a_model_excludes() -> None:
 
 
 def obvious(expert: Any, amateur: Amateur, prompt: list[int], new: int = NEW, penalty: float = 1.0) -> list[int]:
-    """Whole forwards of both models for every token, and the definition in probabilities."""
+    """A simple version: whole forwards of both models for every token, by the definition in probabilities."""
     text = list(prompt)
     penalize = RepetitionPenaltyLogitsProcessor(penalty)
     for _ in range(new):
@@ -121,7 +120,7 @@ def obvious(expert: Any, amateur: Amateur, prompt: list[int], new: int = NEW, pe
 @pytest.mark.parametrize("other", ["gpt2", "mistral", "llama4_text", "gemma3_text"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_greedy_text_of_two_models_of_any_kind(family: str, other: str) -> None:
-    """Right about another number of tokens in every step of a ragged batch from which rows leave."""
+    """The drafter has a different number of correct tokens in every step of a ragged batch in which rows end."""
     expert = tiny_model(family)
     amateur = Amateur(tiny_model(other, seed=3), Contrast(alpha=0.02))
     texts = [obvious(expert, amateur, prompt) for prompt in PROMPTS]
@@ -151,7 +150,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any, name: str) -> None:
-    """One draw a token: a seed gives the text that `model.generate` gives, contrasted by a processor of its own."""
+    """With one draw a token, a seed gives the text of `model.generate` with a contrasting processor."""
     amateur = Amateur(small, Contrast(alpha=0.05, temperature=0.8))
     settings = Settings(max_new_tokens=NEW, amateur=amateur, **OPTIONS[name])
     seeds = [1, 2, 3]
@@ -193,7 +192,7 @@ def test_contrastive_decoding_through_every_function(expert: Any, small: Any) ->
 
 
 def test_scores_equal_the_contrast(expert: Any, small: Any) -> None:
-    """What `generate` returns as logits is what the warpers are given."""
+    """The logits that `generate` returns are the warpers' input."""
     ids = torch.tensor([PROMPTS[0]])
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
     out = generate(expert, random_heads(expert), ids, amateur=small, return_dict_in_generate=True, **options)
@@ -215,7 +214,7 @@ def experiment(expert: Any, amateur: Amateur, **options: Any) -> Experiment:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.5}])
 def test_samples_have_the_contrasts_distribution(expert: Any, small: Any, options: dict[str, Any]) -> None:
-    """60,000 draws by each form of rejection, against plain forwards of both models; false alarm below 1e-4."""
+    """Compare 60,000 draws of each form of rejection with plain forwards of both models; false alarm below 1e-4."""
     made = experiment(expert, Amateur(small, Contrast(alpha=0.2)), **options)
     assert 8 <= (made.after_root > -math.inf).sum() < VOCAB / 2, "few words are plausible: no power"
     cases = [made.run(rule, 0, 60_000) for rule in RULES[:2]]
@@ -225,7 +224,7 @@ def test_samples_have_the_contrasts_distribution(expert: Any, small: Any, option
 
 @pytest.mark.parametrize("fault", ["amateur forgets the tree", "amateur forgets the path", "no plausibility"])
 def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted, and seen by the draws or by the greedy texts."""
+    """The draws or the greedy texts show each planted fault."""
     amateur = Amateur(small, Contrast(alpha=0.2))
     made = experiment(expert, amateur)
     if fault == "amateur forgets the tree":
@@ -254,7 +253,7 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
 
 
 def test_differences_at_the_plausibility_threshold_count_as_rounding(expert: Any, small: Any) -> None:
-    """A word that rounding moves over the edge has no small gap of scores; one that an error moved has no near edge."""
+    """A token that rounding moves over the threshold has no small score gap; a wrong token is not near it."""
     with torch.no_grad():
         logits = [m(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].double() for m in (expert, small)]
     order = logits[0].softmax(-1).argsort(descending=True)
@@ -286,7 +285,7 @@ def shorter(model: Any, context: int) -> Any:
 
 
 def test_a_text_ends_at_the_amateurs_context(expert: Any, small: Any) -> None:
-    """To the last position, the tree clipped, equal to plain decoding there too."""
+    """The text reaches the last position with a clipped tree and equals plain decoding."""
     settings = Settings(max_new_tokens=NEW, amateur=Amateur(shorter(small, 20), Contrast(alpha=0.02)))
     unbound = Settings(max_new_tokens=NEW, amateur=Amateur(small, Contrast(alpha=0.02)))
     method = medusa_method(expert, random_heads(expert), settings, tree="topk:3,2")
