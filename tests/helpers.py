@@ -1,4 +1,4 @@
-"""Tiny random models, trees and drafters that the tests share, and slow, obvious versions to compare with."""
+"""Shared tiny random models, trees and drafters, and slow, simple reference versions."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
 
 
 def random_heads(model: PreTrainedModel, num_heads: int = 3, seed: int = 0, **settings: Any) -> MedusaHeads:
-    """Untrained heads with guesses of their own: a head that is the identity would repeat the backbone's."""
+    """Random heads, whose guesses differ from the backbone's; new heads are the identity."""
     torch.manual_seed(seed)
     return tiny_models.random_heads(model, num_heads, std=0.3, **settings)
 
 
 def random_tree(nodes: int, seed: int = 0, max_rank: int = 5, max_depth: int = 5) -> Tree:
-    """`nodes` nodes besides the root, each hung under a random one; ranks have gaps, as calibrated trees do."""
+    """A tree of `nodes` nodes and the root, each under a random parent; ranks have gaps, as in calibrated trees."""
     rng = random.Random(seed)
     paths: list[tuple[int, ...]] = [()]
     while len(paths) <= nodes:
@@ -88,7 +88,7 @@ def random_tree(nodes: int, seed: int = 0, max_rank: int = 5, max_depth: int = 5
 
 
 def left_padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:
-    """Prompts of different length as transformers wants them: padded on the left, with a mask."""
+    """Prompts of different length, padded on the left, with a mask, as transformers expects."""
     width = max(map(len, prompts))
     return {
         "input_ids": torch.tensor([[pad] * (width - len(p)) + p for p in prompts]),
@@ -97,9 +97,9 @@ def left_padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:
 
 
 def plain(model: PreTrainedModel, prompt: list[int], seed: int | None = None, **kwargs: Any) -> list[int]:
-    """What `model.generate` writes after one prompt: the text that must not change; a sample is drawn from `seed`.
+    """The text of `model.generate` after one prompt, the reference for all tests; sampling uses `seed`.
 
-    A `shared_model` writes each text once.
+    The texts of a `shared_model` are cached.
     """
     kwargs.setdefault("do_sample", False)
     key = f"{prompt} {seed} {sorted(kwargs.items())}"
@@ -115,7 +115,7 @@ def plain(model: PreTrainedModel, prompt: list[int], seed: int | None = None, **
 
 
 def module_of(path: Path) -> ModuleType:
-    """Import a program that lies in no package."""
+    """Import a script that is not in a package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, f"{path} is not there"
     assert spec.loader is not None
@@ -125,10 +125,10 @@ def module_of(path: Path) -> ModuleType:
 
 
 class ScriptedDrafter:
-    """Knows the text to come and is right about as many tokens as its script says, hidden at random places of the tree.
+    """Drafts a scripted number of correct tokens of the known text, at random nodes of the tree.
 
-    `script(step)` is the number of tokens to be right about. All other nodes are wrong: they differ from the text
-    wherever their parent agrees with it, and siblings differ from each other, so a step's length is known beforehand.
+    `script(step)` is the number of correct tokens. All other nodes are wrong: they differ from the text
+    where their parent equals it, and siblings differ from each other, so a step's length is known in advance.
     """
 
     def __init__(self, tree: Tree, texts: list[list[int]], script: Any, vocab: int = VOCAB, seed: int = 0) -> None:
@@ -170,7 +170,7 @@ def decode_with(
     amateur: Any = None,
     **kwargs: Any,
 ) -> tuple[Session, list[Step]]:
-    """Run the loop with a drafter of the test's own; returns the finished session and its steps."""
+    """Run the loop with the given drafter; returns the finished session and its steps."""
     input_ids = torch.as_tensor(input_ids)
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
     session = Session(model, requests, slack=drafter.tree.num_nodes, verifiers=amateur)
@@ -186,7 +186,7 @@ def run_steps(session: Session, drafter: Drafter, acceptor: Acceptor) -> list[St
 
 @torch.no_grad()
 def path_logits(model: PreTrainedModel, prefix: list[int], ids: list[int], tree: Tree) -> Tensor:
-    """Logits [N, V] after every node, by one forward per path without cache or mask: the slow and obvious version."""
+    """Logits [N, V] after every node, by one forward per path without cache or mask (the slow, simple version)."""
     rows = []
     for line in tree.paths.tolist():
         text = prefix + [ids[node] for node in line if node >= 0]

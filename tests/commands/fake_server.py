@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The question backwards, in at most `max_tokens` letters."""
+    """Answer with the question backwards, in at most `max_tokens` letters."""
     chat = path.endswith("/chat/completions")
     if chat:
         said = body["messages"][-1]["content"][::-1]

@@ -1,4 +1,4 @@
-"""Requests that cannot be carried out: one line that says why, exit status 2, no traceback, no waiting before it."""
+"""Impossible requests print a one-line error without delay, exit status 2, no traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a request in this process and give the one line it is refused with."""
+    """Run a request in this process; gives its one-line error."""
 
     def run(*argv: Any) -> str:
         capsys.readouterr()
@@ -47,12 +47,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backbone's weights take minutes to load where they matter: these requests are refused before."""
+    """Loading large weights takes minutes, so these requests must be rejected before loading."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("a backbone was loaded"))
 
 
 def generate(place: Place, *argv: Any, **changes: Any) -> tuple[Any, ...]:
-    """`medusa generate` that would work, with something changed."""
+    """A valid `medusa generate` with one change."""
     given = {"--backbone": place.backbone, "--heads": place.heads, "--prompt": "abc"} | changes
     return ("generate", *(word for pair in given.items() for word in pair if pair[1] is not None), *argv)
 
@@ -361,7 +361,7 @@ def test_damaged_heads_in_the_originals_format(refused: Any, place: Place, copie
 
 
 class Payload:
-    """Unpickling this would run a program."""
+    """An object that runs a program when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -462,7 +462,7 @@ def test_missing_and_invalid_recipes_are_rejected(refused: Any, recipe: Any, tmp
 def test_unusable_training_data_is_rejected(
     refused: Any, recipe: Any, tmp_path: Path, row: str, said: str, inspect: Argv
 ) -> None:
-    """Named by file and line, with the way out; a look at the data finds the same as training."""
+    """The error names file, line and remedy; `--inspect` finds the same errors as training."""
     text = '{"text": "abc"}\n' + row + "\n"
     (tmp_path / "d.jsonl").write_bytes(text.encode(errors="surrogateescape"))
     assert said in refused("train", recipe(data=str(tmp_path / "d.jsonl")), "--quiet", *inspect)
@@ -487,7 +487,7 @@ def test_empty_training_data_is_rejected(refused: Any, recipe: Any, tmp_path: Pa
 
 @pytest.fixture
 def gemma(place: Place, tmp_path: Path) -> str:
-    """The backbone with a chat template that takes no system message."""
+    """The backbone with a chat template that rejects system messages."""
     from transformers import AutoTokenizer
 
     shutil.copytree(place.backbone, tmp_path / "gemma")

@@ -45,7 +45,7 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_conversation_through_a_pipe(say: Any, tmp_path: Path) -> None:
-    """Text, going on, plain decoding (which gives the same text), what is no command, and the end of the input."""
+    """Texts, continuation, plain decoding (with the same text), an unknown command, and the end of the input."""
     kept = tmp_path / "chat.json"
     lines = "Once upon a time\n\n/reset\n/plain\nOnce upon a time\n/frobnicate now\n/help\n/reset\n\n"
     done = say(*WITH_HEADS, "--json", str(kept), lines=lines)
@@ -154,7 +154,7 @@ def test_only_a_public_server_accepts_any_host_name(host: str, alone: bool) -> N
 
 
 def _until(terminal: int, word: bytes) -> bytes:
-    """What a terminal shows until it shows `word`."""
+    """The output of a terminal until `word` appears."""
     shown = b""
     while word not in shown:
         ready, _, _ = select.select([terminal], [], [], 120)
@@ -164,7 +164,7 @@ def _until(terminal: int, word: bytes) -> bytes:
 
 
 def test_in_a_terminal_accepted_tokens_are_green(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal, with a user in another thread: answers, colours, Ctrl-D."""
+    """In a terminal, with a user in another thread: answers, colours, Ctrl-D."""
     user, program = pty.openpty()
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")

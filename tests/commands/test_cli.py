@@ -1,4 +1,4 @@
-"""The `medusa` command as a user types it, on a tiny backbone that lies on disk with a tokenizer of letters."""
+"""The `medusa` command as a user types it, with a tiny backbone on disk and a tokenizer of letters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What lies on disk, and what it should write."""
+    """The files on disk and the expected texts."""
 
     backbone: str
     bare: str
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 def tokenizer_of_letters(bos: int, eos: int) -> PreTrainedTokenizerFast:
-    """Token i is the i-th letter, but for BOS and EOS."""
+    """Token i is the i-th letter, except BOS and EOS."""
     names = {letter: index for index, letter in enumerate(LETTERS)}
     names = {"<s>" if i == bos else "</s>" if i == eos else letter: i for letter, i in names.items()}
     inner = Tokenizer(models.WordLevel(names, unk_token=LETTERS[0]))
@@ -67,7 +67,7 @@ def tokenizer_of_letters(bos: int, eos: int) -> PreTrainedTokenizerFast:
 
 
 def talkative() -> tuple[Any, list[list[int]], int]:
-    """A random backbone whose texts are no loops, and a token of the first one that can serve as EOS."""
+    """A random backbone whose texts are not loops, and a token of its first text to use as EOS."""
     ids = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
     for seed in range(100):
         model = tiny_model("llama", seed)
@@ -229,7 +229,7 @@ def test_the_seed_decides_what_is_sampled(generate: Any) -> None:
 
 @pytest.fixture
 def used(place: Place, generate: Any, tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """`medusa generate --record`; gives its results, and the newest shard of what it left."""
+    """`medusa generate --record`; gives its results and the newest shard of its recording."""
 
     def run(*argv: str, **kwargs: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         results = generate("--record", tmp_path / "used", *argv, **kwargs)["results"]
@@ -359,7 +359,7 @@ def test_heads_of_another_backbone_of_the_same_shape_give_a_warning(medusa: Any,
 
 @pytest.fixture(scope="session")
 def adapter(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a LoRA adapter for the backbone, that changes what it says; it holds no tokenizer of its own."""
+    """The folder of a LoRA adapter that changes the backbone's texts; it contains no tokenizer."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -494,7 +494,7 @@ def test_evaluate_json_has_exactly_the_documented_fields(medusa: Any, place: Pla
 
 
 def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, tmp_path: Path) -> None:
-    """`--data` takes training text: the line between documents is no text to continue."""
+    """`--data` is training text: the separator between documents is not part of the text."""
     one, two = "hgfedcba" * 3, "abcdefgh" * 3
     for name, lines in {"with.txt": [one, "<|endoftext|>", two, "<|endoftext|>"], "without.jsonl": []}.items():
         content = "\n".join(lines) if lines else "\n".join(json.dumps({"text": text}) for text in (one, two))
@@ -512,7 +512,7 @@ def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, 
 
 @pytest.fixture
 def own_place(place: Place, tmp_path: Path) -> Place:
-    """Heads in a folder of this test's own, with no tree saved."""
+    """Heads in a separate folder, without a saved tree."""
     heads = MedusaHeads.from_pretrained(place.heads)
     heads.config.tree = None
     heads.save_pretrained(tmp_path / "heads")
@@ -543,7 +543,7 @@ def test_auto_uses_the_calibrated_tree(
 def test_auto_calibrates_once_on_text_from_the_backbone(
     medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a tree of the heads' own, `auto` is the default; the run's prompts are not looked at."""
+    """For heads without a saved tree, `auto` is the default; the run's prompts are not used."""
     argv = ("generate", "--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
     seen: list[Any] = []
     real = calibrate.calibrate
@@ -765,7 +765,7 @@ def test_incomparable_benchmarks_are_rejected(medusa: Any, place: Place, tmp_pat
 
 @pytest.fixture
 def distill(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
-    """`medusa distill`; gives its outcome and the lines that are there afterwards."""
+    """`medusa distill`; gives its outcome and the lines of the file afterwards."""
     output = tmp_path / "own.jsonl"
 
     def run(*argv: str, prompts: bool = True) -> tuple[Outcome, list[dict[str, Any]]]:
@@ -798,7 +798,7 @@ def test_distilled_text_can_be_used_for_training(distill: Any, medusa: Any, reci
 def test_an_interrupted_distillation_resumes_to_the_same_file(
     distill: Any, tmp_path: Path, temperature: str, cut: str
 ) -> None:
-    """Also in the middle of a batch, and also where every batch is drawn at random."""
+    """The interruption may be in the middle of a batch, with greedy text and with samples."""
     argv = ("--batch-size", "2", "--temperature", temperature)
     whole = distill(*argv)[1]
     output = tmp_path / "own.jsonl"
@@ -895,7 +895,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["generate", "--help"], ["train", "--help"]], ids=" ".join)
 def test_help_imports_nothing_heavy(argv: list[str]) -> None:
-    """In a fresh interpreter: a second of waiting for `--help` is a second too much."""
+    """Checked in a new interpreter, as heavy imports would delay `--help` by seconds."""
     code = (
         "import sys, contextlib, medusa.__main__ as m\n"
         f"with contextlib.suppress(SystemExit): m.main({argv!r})\n"
@@ -926,7 +926,7 @@ def test_control_c_prints_no_traceback(medusa: Any, place: Place, monkeypatch: p
 def test_float32_where_bfloat16_is_fast_gets_one_hint(
     place: Place, medusa: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only for models of some size, only in float32, only where the processor says so, and never with --quiet."""
+    """The hint appears only for larger models in float32 on processors with bfloat16, and never with --quiet."""
     from transformers import PreTrainedModel
 
     asked = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
@@ -945,7 +945,7 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
 
 
 def test_generate_with_another_drafter(generate: Any, place: Place) -> None:
-    """No heads, the same text; what drafted is told."""
+    """The text is the same without heads, and the output names the drafter."""
     content = generate("--drafter", "ngram:n=2,tokens=4", heads=False)
     assert [result["new_ids"] for result in content["results"]] == until_eos(place)
     told = {name: content["settings"][name] for name in ("heads", "drafter", "tree", "nodes")}
@@ -964,7 +964,7 @@ def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) 
 
 
 def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path) -> None:
-    """The first is `medusa`; the others take part under their own names."""
+    """The first drafter is called `medusa`; the others keep their names."""
     path, report = tmp_path / "b.json", tmp_path / "b.html"
     models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
     drafters = ("--drafter", "ngram", "--drafter", "heads", "--drafter", "ngram:n=1,tokens=2")
@@ -986,7 +986,7 @@ def amateur(place: Place, tmp_path: Path) -> str:
 
 
 def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
-    """With heads as without, and `verify` and `benchmark` of it."""
+    """Texts with and without heads are equal, and `verify` and `benchmark` work."""
     asked = ("--amateur", amateur, "--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")
     said = {"model": amateur, "alpha": 0.05, "beta": 2.0, "temperature": 0.7}
     plain_text = generate("--plain", *asked)
@@ -1029,7 +1029,7 @@ def test_searches(generate: Any, medusa: Any, place: Place) -> None:
 
 @pytest.fixture
 def datastore(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Outcome, Path]]:
-    """`medusa datastore build`, by default of what the backbone itself wrote."""
+    """`medusa datastore build`, by default from text written by the backbone."""
 
     def run(*argv: Any, backbone: str = place.backbone, name: str = "store") -> tuple[Outcome, Path]:
         own = tmp_path / "own.jsonl"
@@ -1068,7 +1068,7 @@ def test_verify_with_a_datastore(datastore: Any, medusa: Any, place: Place, tmp_
 
 
 def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path) -> None:
-    """In the order of their names, whole; what is no UTF-8 is left out, and counted."""
+    """Files are read in the order of their names; files that are not UTF-8 are skipped and counted."""
     sources = tmp_path / "sources"
     (sources / "b").mkdir(parents=True)
     long = ("abcdefg\n" * (PIECE // 4))[:-1]

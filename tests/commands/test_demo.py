@@ -1,4 +1,4 @@
-"""The whole story, short: the embedded backbone writes, heads are trained, the text stays the same."""
+"""The whole demo, shortened: the embedded backbone writes, heads are trained, the text stays the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`medusa distill`: every question answered once, whoever writes and however often it is interrupted."""
+"""`medusa distill`: every question is answered once, by a backbone or a server, with any interruptions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def distill(talking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run it in this process, with prompts written to a file."""
+    """Run `medusa distill` in this process, with prompts from a file."""
 
     def run(*argv: Any, prompts: list[Any] | None = None, output: str = "own.jsonl", backbone: str = talking) -> Done:
         given: tuple[Any, ...] = ()
@@ -201,7 +201,7 @@ MANY = [{"turns": [letter * 2, "b", "c"]} for letter in "abcdefgh"]
 
 
 def slowly(argv: list[str]) -> None:
-    """Run it with a pause after every line, so that there is a moment to kill it in."""
+    """Run `medusa distill` with a pause after every line, so that it can be killed."""
     from medusa.commands.distill.journal import Journal
 
     once = Journal.append
@@ -215,7 +215,7 @@ def slowly(argv: list[str]) -> None:
 
 
 def killed_after(lines: int, argv: list[str], output: Path) -> bool:
-    """Run it in a process of its own, and kill that without warning once the file has so many lines."""
+    """Run `medusa distill` in a new process, and kill it once the file has this many lines."""
     process = multiprocessing.get_context("fork").Process(target=slowly, args=(argv,))
     process.start()
     assert process.pid is not None
@@ -410,7 +410,7 @@ def test_temporary_server_errors_lose_nothing(by_server: Any, server: FakeServer
     asked: Counter[str] = Counter()
 
     def trouble(number: int, body: dict[str, Any]) -> Reply | bool:
-        """Every question fails up to four times, in every way; the sixth attempt would be the last."""
+        """Every question fails up to four times, with every kind of error; the sixth attempt would be the last."""
         question = json.dumps(body)
         asked[question] += 1
         return kinds[number % 4] if asked[question] <= len(question) % 5 else False

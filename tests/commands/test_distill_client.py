@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible servers: what it sends, what it tries again, and what it gives up on."""
+"""The client of OpenAI-compatible servers: its requests, its retries, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""decode/accept.py: every rule against an obviously right walk, and sampling as a distribution."""
+"""decode/accept.py: every rule compared with a simple walk, and the distribution of sampling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def children_of(tree: Tree | Topology, node: int) -> list[int]:
 
 
 def slow_walk(tree: Topology, tokens: list[int], best: list[int], room: int, node: int = 0) -> list[int]:
-    """Greedy decoding, followed down the tree: the longest path whose every token is the one that comes next."""
+    """Follow greedy decoding down the tree: the longest path on which every token is the next token."""
     lines = [
         slow_walk(tree, tokens, best, room, child)
         for child in children_of(tree, node)
@@ -39,7 +39,7 @@ def slow_walk(tree: Topology, tokens: list[int], best: list[int], room: int, nod
 
 
 def walked(draft: Draft, draw: Callable[[int, list[int]], int], room: Tensor | None = None) -> Acceptance:
-    """`accept_walk` with a target that is asked row by row: `draw(row, path)` is the token after that path."""
+    """`accept_walk` with a scripted target: `draw(row, path)` is the token after the path."""
 
     def target(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         return nodes, torch.arange(len(rows))  # "scores" that say where each row stands
@@ -62,9 +62,9 @@ def table(p: Tensor) -> Scores:
 
 
 def random_draft(seed: int, rows: int = 3, vocab: int = 4) -> tuple[Draft, random.Random]:
-    """Few tokens, 0 among them, so that much is accepted; siblings differ, as the guesses of one head do.
+    """A draft with few different tokens, including 0, so that much is accepted; siblings differ.
 
-    With odd seeds every row has a tree of its own.
+    With odd seeds every row has its own tree.
     """
     rng = random.Random(seed)
     tree = random_tree(rng.randint(0, 20), seed, max_rank=vocab - 1)
@@ -80,7 +80,7 @@ def random_draft(seed: int, rows: int = 3, vocab: int = 4) -> tuple[Draft, rando
 
 
 def random_parts(tree: Tree, rows: int, rng: random.Random) -> Tensor:
-    """[rows, N] nodes of `tree`, as many in each row, that hang together."""
+    """Nodes [rows, N] of connected parts of `tree`, equally many in each row."""
     size, chosen = rng.randint(1, tree.num_nodes), []
     for _ in range(rows):
         nodes = [0]
@@ -100,14 +100,14 @@ def tree_of(draft: Draft, row: int) -> Topology:
 
 
 def line_of(accepted: Acceptance, row: int) -> list[int]:
-    """The accepted nodes of a row; the padding behind them must be -1."""
+    """The accepted nodes of a row; their padding must be -1."""
     length = int(accepted.length[row])
     assert accepted.path[row, length:].eq(-1).all()
     return accepted.path[row, :length].tolist()
 
 
 def test_worked_example() -> None:
-    """Root 7; it is followed by 3, then 0, then 5. Node 3 holds the 0, and below it nothing is drafted."""
+    """After root 7 the text continues 3, 0, 5. Node 3 holds the 0 and has no children."""
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0]])  # nodes 1, 2 under the root, 3 under 1, 4 under 2
     draft = Draft(torch.tensor([[7, 3, 4, 0, 0]]), Topology.of(tree))
     best = torch.tensor([[3, 0, 1, 5, 2]])  # what follows each node
@@ -151,7 +151,7 @@ def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None
 
 
 def brute_typical(tree: Topology, tokens: list[int], p: Tensor, epsilon: float, delta: float, room: int) -> list[int]:
-    """All paths, written down and sorted: the longest one whose every token passes, then the most probable."""
+    """Enumerate and sort all paths: the longest path whose tokens all pass, then the most probable."""
     threshold = [min(epsilon, delta * float(torch.exp(torch.special.xlogy(q, q).sum()))) for q in p.double()]
     found = []
     for line in tree.paths.tolist():
@@ -184,7 +184,7 @@ def test_typical_is_the_best_of_all_paths(seed: int) -> None:
 
 @pytest.mark.parametrize("delta", [0.3, 1.0])
 def test_the_most_probable_token_always_passes(delta: float) -> None:
-    """exp(-H) <= max p; with equality for uniform p, where `>` and rounding would decide by accident."""
+    """exp(-H) <= max p, with equality for uniform p, where `>` and rounding would give random results."""
     draft = Draft(torch.tensor([[1, 0]]), Topology.of(Tree.chain(1)))
     for p in (torch.full((5,), 0.2), torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([0.5, 0.5, 0, 0, 0])):
         accepted = accept_typical(draft, table(p.expand(1, 2, -1)), 1.0, delta)
@@ -192,7 +192,7 @@ def test_the_most_probable_token_always_passes(delta: float) -> None:
 
 
 def test_typical_with_an_impossible_token() -> None:
-    """A token of probability 0 never passes, nor does its logarithm break anything."""
+    """A token of probability 0 never passes, and its logarithm causes no error."""
     draft = Draft(torch.tensor([[1, 2]]), Topology.of(Tree.chain(1)))
     accepted = accept_typical(draft, table(torch.tensor([0.6, 0.4, 0.0]).expand(1, 2, -1)), 0.0, 0.0)
     assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([1], [0])
@@ -219,7 +219,7 @@ class Toy:
         return self.known[text]
 
     def draft(self, text: tuple[int, ...]) -> list[int]:
-        """Heads: at each depth a ranking of the words that depends on the text only, right more often than not."""
+        """Scripted heads: at each depth a ranking of tokens that depends only on the text and is usually correct."""
         rankings = [self.p((*text, depth)).argsort(descending=True).tolist() for depth in range(2)]
         rankings[0] = self.p(text).argsort(descending=True).tolist()
         pairs = zip(TREE.depth.tolist()[1:], TREE.rank.tolist()[1:], strict=True)
@@ -227,7 +227,7 @@ class Toy:
 
 
 def sampled_texts(toy: Toy, walk: Walk) -> list[tuple[int, ...]]:
-    """`DRAWS` texts of `TOKENS` tokens behind token 0, written step by step as the loop does."""
+    """`DRAWS` texts of `TOKENS` tokens after token 0, written step by step as in the loop."""
     texts: list[tuple[int, ...]] = [(0,)] * DRAWS
     while min(map(len, texts)) <= TOKENS:
         open_rows = [row for row, text in enumerate(texts) if len(text) <= TOKENS]
@@ -246,7 +246,7 @@ def sampled_texts(toy: Toy, walk: Walk) -> list[tuple[int, ...]]:
 
 
 def p_value(toy: Toy, texts: list[tuple[int, ...]]) -> float:
-    """Chi-square of the joint frequencies; cells that expect fewer than five are pooled into one."""
+    """Chi-square test of the joint frequencies; cells with fewer than five expected counts are pooled."""
     expected = {(): 1.0}
     for _ in range(TOKENS):
         expected = {
@@ -264,14 +264,14 @@ def p_value(toy: Toy, texts: list[tuple[int, ...]]) -> float:
 
 
 def redraw_on_rejection(draft: Draft, draw: Any) -> Acceptance:
-    """Fault 1 (the original's 'nucleus'): a draw that meets no child is thrown away and the root drawn anew."""
+    """Fault 1 (the original's 'nucleus'): discard a draw that matches no child, and draw the root again."""
     accepted = walked(draft, draw)
     roots = [draw(row, line_of(accepted, row)) for row in range(len(draft.ids))]
     return accepted._replace(next_root=torch.tensor(roots))
 
 
 def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
-    """Fault 2 (the same, and REST): every leaf's path draws for itself, and the longest is kept."""
+    """Fault 2 (the original, and REST): draw separately for every leaf's path and keep the longest."""
     leaves = [node for node in range(TREE.num_nodes) if not children_of(TREE, node)]
     lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in leaves]
     ends, roots = [], []
@@ -292,7 +292,7 @@ def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_walk_samples_the_target(seed: int) -> None:
-    """False alarm: 1e-5 per case. The two tests below show that the same check finds known faults."""
+    """The false-alarm rate is 1e-5 per case. The two tests below show that the check finds known faults."""
     torch.manual_seed(seed)
     toy = Toy(seed)
     assert p_value(toy, sampled_texts(toy, walked)) > FALSE_ALARM
@@ -306,7 +306,7 @@ def test_known_faults_are_found(fault: Walk) -> None:
 
 
 def test_the_walk_accepts_as_much_as_any_lossless_rule_can() -> None:
-    """Of a text from the target, the accepted part is its longest prefix inside the tree."""
+    """For a text from the target, the accepted part is the longest prefix inside the tree."""
     toy, rng = Toy(3), random.Random(0)
     for _ in range(300):
         text = tuple(rng.randrange(WORDS) for _ in range(3))

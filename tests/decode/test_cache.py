@@ -1,4 +1,4 @@
-"""decode/cache.py: after any number of steps the cache holds what a fresh reading of the same text would."""
+"""decode/cache.py: after any number of steps the cache equals a fresh prefill of the same text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_of(model: Any, batch: int, capacity: int) -> TreeCache:
 
 
 def append(cache: TreeCache, values: list[list[float]]) -> None:
-    """Append one number per token as key (and its negative as value) of one head of size one, in every layer."""
+    """Append one number per token as key (its negative as value) to one head of size one in every layer."""
     states = torch.tensor(values)[:, None, :, None]
     for index in range(len(cache.layers)):
         cache.update(states, -states, index)
@@ -62,7 +62,7 @@ def test_worked_example_of_ragged_rows() -> None:
 
 
 def test_a_path_that_moves_over_itself() -> None:
-    """Nodes 0 1 3 5 7 land on slots 0..4: each target is also a source. What is written must not be read again."""
+    """Nodes 0 1 3 5 7 move to slots 0..4, so targets are also sources; written slots must not be read again."""
     for batch in (1, 2):
         cache = cache_of(tiny_model("llama"), batch, capacity=20)
         append(cache, [[9, 9]] * batch)
@@ -78,7 +78,7 @@ def test_commit_needs_a_forward() -> None:
 
 
 def test_memory_is_allocated_once_and_grows_by_copying_all_that_was_written() -> None:
-    """Filled to the last slot before it grows: that slot, too, moves along."""
+    """The cache is full before it grows, and the last slot is copied, too."""
     cache = cache_of(tiny_model("llama"), 1, capacity=10)
     append(cache, [[1, 2]])
     cache.commit_prompt([2])
@@ -96,7 +96,7 @@ def test_memory_is_allocated_once_and_grows_by_copying_all_that_was_written() ->
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_arenas_hold_only_keys_and_values_of_every_layer(family: str) -> None:
-    """Where keys and values differ in size (MLA) each kind needs room for one of them per layer, not for both."""
+    """When keys and values differ in size (MLA), each arena needs room for one of them per layer, not for both."""
     model = tiny_model(family)
     cache = cache_of(model, 1, capacity=10)
     Backbone(model).forward(torch.tensor([[1, 2, 3]]), cache)
@@ -105,7 +105,7 @@ def test_arenas_hold_only_keys_and_values_of_every_layer(family: str) -> None:
 
 
 def require_equal_to_a_fresh_prefill(model: Any, cache: TreeCache, texts: list[list[int]]) -> None:
-    """Text written token by token through trees leaves the keys and values of one plain forward over it."""
+    """Check that text written through trees has the keys and values of one plain forward."""
     assert cache.lengths == [len(text) for text in texts]
     for row, text in enumerate(texts):
         fresh = DynamicCache()  # without the config: no window drops a key
@@ -121,7 +121,7 @@ def require_equal_to_a_fresh_prefill(model: Any, cache: TreeCache, texts: list[l
 @pytest.mark.parametrize("family", MODELS)
 @torch.no_grad()
 def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, lengths: list[int]) -> None:
-    """Eight steps of random trees and paths, over the end of the first allocation, with a row dropped on the way."""
+    """Eight steps of random trees and paths cross the first allocation's end, and one row is dropped."""
     rng = random.Random(len(lengths))
     model = tiny_model(family, dtype=torch.float64)
     backbone = Backbone(model)
@@ -153,7 +153,7 @@ def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, length
 
 @torch.no_grad()
 def test_rows_do_not_see_each_other() -> None:
-    """A row gives bit for bit what it gives beside other neighbours."""
+    """A row's results are bit for bit the same with other rows in the batch."""
     model = tiny_model("llama")
     backbone, tree = Backbone(model), random_tree(6, seed=0)
 
@@ -175,7 +175,7 @@ def test_unsupported_cache_operations_raise() -> None:
 
 @torch.no_grad()
 def test_a_long_chain_is_read_as_plain_text() -> None:
-    """Prefill in pieces: a chain whose nodes are all kept is just text."""
+    """As in chunked prefill, a chain whose nodes are all kept is plain text."""
     model = tiny_model("llama", dtype=torch.float64)
     backbone, tree, text = Backbone(model), Tree.chain(6), random_ids(3 + 7)
     cache = cache_of(model, 1, capacity=4)
@@ -187,7 +187,7 @@ def test_a_long_chain_is_read_as_plain_text() -> None:
 
 
 def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its accepted nodes are the first ones: nothing moves, and the cache holds what moving would have left."""
+    """A chain's accepted nodes come first, so nothing moves, and the cache equals a cache after moves."""
     caches = [cache_of(tiny_model("llama"), 2, capacity=12) for _ in range(2)]
     for cache, in_place in zip(caches, (False, True), strict=True):
         append(cache, [[1, 2], [3, 99]])
@@ -203,7 +203,7 @@ def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_texts_grow_by_pieces() -> None:
-    """Doubling 32k slots for one more token would take the memory of three such texts."""
+    """Doubling 32k slots for one token would need the memory of three such texts."""
     cache = cache_of(tiny_model("llama"), 1, capacity=MAX_GROWTH * 2)
     append(cache, [[0.0] * MAX_GROWTH * 2])
     cache.commit_prompt([MAX_GROWTH * 2])

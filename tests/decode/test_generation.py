@@ -1,4 +1,4 @@
-"""decode/generation.py: the front doors take and return what `model.generate` does, and refuse the rest in one line."""
+"""decode/generation.py: arguments and results as in `model.generate`; other requests raise a one-line error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def heads(llama: Any) -> MedusaHeads:
 
 
 class Recorder:
-    """A streamer that writes down what it is given."""
+    """A streamer that records its tokens."""
 
     def __init__(self) -> None:
         self.puts: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ class Recorder:
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @torch.no_grad()
 def test_every_node_holds_the_guess_of_its_rank(llama: Any, lm_head: str) -> None:
-    """A node at depth d with rank r is the r-th best guess of head d, whatever stands above it."""
+    """A node at depth d with rank r is the r-th best guess of head d, whatever its ancestors are."""
     backbone, heads, tree = Backbone(llama), random_heads(llama, 5, lm_head=lm_head), random_tree(20, seed=2)
     hidden, root = torch.randn(3, backbone.hidden_size), torch.tensor([4, 0, 9])
     draft = HeadsDrafter(heads, backbone, tree).propose(Frontier(root, hidden, list(range(len(root)))))
@@ -74,7 +74,7 @@ def test_every_node_holds_the_guess_of_its_rank(llama: Any, lm_head: str) -> Non
 
 
 def test_public_functions_are_not_shadowed_by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`decode.generate` is a function: no module may take its place, and no first import spoil a second."""
+    """`decode.generate` is a function: no module may replace it, also after repeated imports."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "decode"]:
         monkeypatch.delitem(sys.modules, name)
     for names in (["generate"], ["generate", "medusa_generate", "steps"]):
@@ -207,7 +207,7 @@ def test_stop_strings_in_generate(llama: Any, heads: MedusaHeads, tokenizer: Any
 
 
 def test_stop_strings_of_a_generation_config(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
-    """They reach `model.generate` from there too, also from the model's own generation_config.json."""
+    """As in `model.generate`, the stop strings may also come from the model's generation_config.json."""
     free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
     config = GenerationConfig(max_new_tokens=NEW, stop_strings=[LETTERS[free[5]]], do_sample=False)
     expected = llama.generate(PROMPT, generation_config=config, tokenizer=tokenizer)
@@ -215,7 +215,7 @@ def test_stop_strings_of_a_generation_config(llama: Any, heads: MedusaHeads, tok
 
 
 def test_typical_is_deterministic_with_any_seed(llama: Any, heads: MedusaHeads) -> None:
-    """Every root is the most probable token, the first one too."""
+    """Every root is the most probable token, including the first."""
     texts = set()
     for seed in range(6):
         torch.manual_seed(seed)
@@ -234,7 +234,7 @@ def test_typical_without_tolerance_is_greedy(llama: Any, heads: MedusaHeads) -> 
 
 
 def test_heads_of_another_dtype_than_the_backbone() -> None:
-    """Heads are often stored in float16 or float32 beside a bfloat16 backbone: the README's first example."""
+    """Heads are often stored in float16 or float32 for a bfloat16 backbone, as in the README's first example."""
     for model_dtype, heads_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
         model = tiny_model("llama", dtype=model_dtype)
         heads = random_heads(model).to(heads_dtype)
@@ -323,7 +323,7 @@ def test_medusa_generate_needs_heads(llama: Any) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_generate_rejects_models_without_tree_support(family: str) -> None:
-    """By name and before anything is run with them, where some would raise something of their own."""
+    """The models are rejected by name before a forward, which would raise other errors."""
     model = tiny_model(family)
     with pytest.raises(RequestError, match=type(model).__name__):
         generate(model, heads_of(), PROMPT, max_new_tokens=4, do_sample=False)
@@ -332,7 +332,7 @@ def test_generate_rejects_models_without_tree_support(family: str) -> None:
 def test_a_tree_with_only_the_root_is_plain_decoding(
     llama: Any, heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same loop, so `auto` costs what plain decoding costs where speculation loses; lossy rules keep their own."""
+    """It uses the plain loop, so `auto` costs nothing where speculation does not pay; lossy rules keep their loop."""
     monkeypatch.setattr(HeadsDrafter, "propose", lambda *args: pytest.fail("there is nothing to propose"))
     out = generate(llama, heads, PROMPT, tree=Tree.chain(0), max_new_tokens=NEW, do_sample=False)
     assert out[0, PROMPT.shape[1] :].tolist() == plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)

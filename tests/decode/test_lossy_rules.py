@@ -36,7 +36,7 @@ def test_tokens_near_the_best() -> None:
 
 
 def test_worked_example() -> None:
-    """Chain 1 2 3 behind the root; after them the backbone's order of words."""
+    """Chain 1 2 3 after the root, with the backbone's ranking of tokens after each node."""
     draft = Draft(torch.tensor([[9, 1, 2, 3]]), Topology.of(Tree.chain(3)))
     orders = [[1, 5, 6], [4, 2, 7], [8, 7, 5, 3], [6, 1, 2]]
     table = torch.full((4, 10), -5.0)
@@ -79,7 +79,7 @@ def test_without_tolerance_it_is_greedy(llama: Any, rule: str, options: dict) ->
 
 
 def says(model: Any, text: list[int]) -> torch.Tensor:
-    """[V] logits after a text, by a plain forward."""
+    """Logits [V] after a text, by a plain forward."""
     with torch.inference_mode():
         return model(input_ids=torch.tensor([text])).logits[0, -1]
 

@@ -1,4 +1,4 @@
-"""decode/prefill.py: a prompt read in pieces leaves what it leaves read at once."""
+"""decode/prefill.py: a prompt read in chunks leaves the state of one forward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_in_pieces(
 @pytest.mark.parametrize("rows", LENGTHS)
 @pytest.mark.parametrize("family", [*FAMILIES, "phi3, longrope"])
 def test_chunked_prefill_equals_one_forward(family: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows and chunks of 4 tokens, pieces of 5, which end in the middle of both, and of 8, which last rows fill."""
+    """Windows and chunks of 4 tokens; prefill chunks of 5, which end within both, and of 8, which end with it."""
     if "longrope" in family and rows != "one row":
         pytest.skip("such texts are decoded alone")
     model = tiny_model(family, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_chunked_prefill_equals_one_forward(family: str, rows: str, monkeypatch:
 
 
 def test_the_longrope_prompt_crosses_the_boundary() -> None:
-    """The test above has power only if its text passes the boundary, and pieces before it end before it."""
+    """The test above needs a text that crosses the boundary, and chunks that end before the boundary."""
     boundary = Backbone(tiny_model("phi3, longrope")).rope_boundary
     assert boundary is not None
     assert 8 < boundary < LENGTHS["one row"][0]
@@ -61,7 +61,7 @@ def test_the_longrope_prompt_crosses_the_boundary() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_prefill_memory_is_bounded_by_a_chunk(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No forward of more tokens, no mask but [C, S], no logits but those of each row's last position."""
+    """Forwards have at most one chunk of tokens and [C, S] masks, and logits only of each row's last position."""
     model = tiny_model(family)
     seen: list[tuple[int, ...]] = []
     model.get_decoder().register_forward_pre_hook(

@@ -1,8 +1,8 @@
 """Lossless sampling as a distribution: both forms of rejection, on vocabularies small enough to enumerate.
 
-Texts of three tokens over six words, written by the production acceptance code step by step, as the loop does it; the
-joint counts of all 216 texts against their exact probabilities. A right sampler fails a test with probability 1e-5;
-planted faults must fail it by a wide margin, which is the proof that the tests have power.
+The production acceptance code writes texts of three tokens (vocabulary of six) step by step, as in the loop. The
+joint counts of all 216 texts are compared with exact probabilities. A correct sampler fails with probability 1e-5;
+planted faults must fail by a wide margin, which proves that the tests have power.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Take = Callable[[Draft, Any, Any], Acceptance]
 
 
 class Language:
-    """A language model and heads as tables: p and q for every text of up to TOKENS - 1 words behind token 0.
+    """A language model and heads as tables: p and q for every text of up to TOKENS - 1 tokens after token 0.
 
-    A text is a number in base WORDS with its length beside it; tables are indexed by `offset[length] + number`.
+    A text is a number in base WORDS and a length; tables are indexed by `offset[length] + number`.
     """
 
     def __init__(self, seed: int, processors: list[Any], warp_q: bool = True) -> None:
@@ -67,11 +67,11 @@ class Language:
         return [number // WORDS**place % WORDS for place in reversed(range(length))]
 
     def row(self, number: Tensor, length: Tensor) -> Tensor:
-        """Where the texts' distributions stand in the tables."""
+        """The table rows with the texts' distributions."""
         return torch.where(length < TOKENS, self.offset[length.clamp_max(TOKENS)] + number, len(self.scores) - 1)
 
     def joint(self) -> Tensor:
-        """[WORDS ** TOKENS] the probability of every text."""
+        """Probabilities [WORDS ** TOKENS] of all texts."""
         p, chance = self.scores.double().softmax(-1), torch.ones(1).double()
         for length in range(TOKENS):
             start = int(self.offset[length])
@@ -80,7 +80,7 @@ class Language:
 
 
 def texts_written(language: Language, form: str, take: Take, seed: int, draws: int = DRAWS) -> Tensor:
-    """Counts [WORDS ** TOKENS] of texts, written in steps of a draft, its acceptance and the next root."""
+    """Counts [WORDS ** TOKENS] of texts; each step drafts, accepts and draws the next root."""
     noise = SharedDraws(torch.Generator().manual_seed(seed))
     number, length = torch.zeros(draws, dtype=torch.long), torch.zeros(draws, dtype=torch.long)
     while len(open_rows := (length < TOKENS).nonzero()[:, 0]):
@@ -107,7 +107,7 @@ def texts_written(language: Language, form: str, take: Take, seed: int, draws: i
 
 
 def target_of(language: Language, draft: Draft, number: Tensor, length: Tensor) -> Scores:
-    """The target after a node: the text, then the path; rows with the same text share their distributions."""
+    """The target after a text and a node's path; rows with the same text share their distributions."""
 
     def scores(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         at, size = number[rows], length[rows]
@@ -141,7 +141,7 @@ def outcome(form: str, processors: str, take: Take | None = None, seed: int = 0)
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("form", TAKE)
 def test_texts_have_the_targets_distribution(form: str, processors: str, seed: int) -> None:
-    """False alarm: 1e-5 each."""
+    """The false-alarm rate is 1e-5 for each case."""
     assert outcome(form, processors, seed=seed).p_value > FALSE_ALARM
 
 
@@ -149,7 +149,7 @@ def test_texts_have_the_targets_distribution(form: str, processors: str, seed: i
 
 
 def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyPatch], Take]:
-    """`accept_sampled` with one line of it gone wrong."""
+    """`accept_sampled` with one line replaced by a fault."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> Take:
         monkeypatch.setattr(decode.rejection, name, fault)
@@ -159,7 +159,7 @@ def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyP
 
 
 def chosen_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Take:
-    """p / q over the heads' best guesses, which were never drawn from q (what several projects do)."""
+    """Accept with p / q for the heads' best guesses, which were not drawn from q (as in several projects)."""
 
     def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
         assert draft.proposal is not None
@@ -172,7 +172,7 @@ def chosen_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Take:
 
 
 def root_redrawn(monkeypatch: pytest.MonkeyPatch, form: str = "sample") -> Take:
-    """A draw that meets no child is thrown away, and the next root drawn anew (the original's 'nucleus')."""
+    """Discard a draw that matches no child, and draw the next root again (the original's 'nucleus')."""
 
     def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
         accepted = TAKE[form](draft, target, noise)
@@ -185,7 +185,7 @@ def root_redrawn(monkeypatch: pytest.MonkeyPatch, form: str = "sample") -> Take:
 
 
 def draws_per_path(monkeypatch: pytest.MonkeyPatch) -> Take:
-    """Every leaf's path draws for itself, and the longest is kept (the original, and REST)."""
+    """Draw separately for every leaf's path and keep the longest (the original, and REST)."""
     chains = [[n for n in line if n >= 0] for line in TREE.paths.tolist() if line[-1] >= 0 or line[-2] >= 0]
 
     def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
@@ -228,7 +228,7 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("form", TAKE)
 def test_a_skipped_warper_is_found(form: str) -> None:
-    """The target that is walked lacks the temperature that the text should have."""
+    """The target of the walk lacks the temperature of the text."""
     plain, warped = Language(0, []), Language(0, [TemperatureLogitsWarper(0.9)])
     counts = texts_written(plain, form, TAKE[form], 0)
     assert goodness_of_fit(counts, warped.joint()).p_value < FALSE_ALARM / 1000
@@ -247,7 +247,7 @@ def test_typical_sampled_follows_the_truncated_target(form: str) -> None:
 
 
 def test_sampled_drafts_over_a_tiny_vocabulary_keep_the_target() -> None:
-    """q gives mass to two words, the tree asks for three children: the third was drawn from nothing."""
+    """q gives mass to two tokens, but the tree needs three children, so the third has no distribution."""
     language = Language(4, [])
     few = language.q.scatter(-1, language.q.topk(4, largest=False).indices, 0)
     language.q = few / few.sum(-1, keepdim=True)
@@ -256,7 +256,7 @@ def test_sampled_drafts_over_a_tiny_vocabulary_keep_the_target() -> None:
 
 @pytest.mark.parametrize("rest", [1e-5, 1e-7, 2e-9, 1e-12])
 def test_a_confident_wrong_head_keeps_the_target(rest: float) -> None:
-    """q leaves `rest` to five words: siblings are drawn from it by its law, or, where sums cannot resolve it, not."""
+    """q leaves `rest` for five tokens: siblings are drawn from it exactly, or not at all if sums cannot resolve it."""
     others = torch.tensor([0.1, 0.15, 0.2, 0.25, 0.3])
     p = torch.tensor([[0.3, 0.25, 0.02, 0.2, 0.13, 0.1]])
     context, tree = torch.zeros(DRAWS, dtype=torch.long), Tree.top_k([3])
@@ -276,7 +276,7 @@ def test_a_confident_wrong_head_keeps_the_target(rest: float) -> None:
 
 
 def test_acceptance_rises_as_q_approaches_p() -> None:
-    """q = p: the first child always stays (Leviathan et al. 2023, section 3: acceptance is 1 - total variation)."""
+    """If q = p, the first child is always accepted (Leviathan et al. 2023, section 3: 1 - total variation)."""
     language = Language(5, [])
     p = language.scores[:1].softmax(-1)
     tree, context = Tree.chain(1), torch.zeros(50_000, dtype=torch.long)
@@ -292,7 +292,7 @@ def test_acceptance_rises_as_q_approaches_p() -> None:
 
 
 def test_draws_without_replacement_have_the_exact_distribution() -> None:
-    """Ordered triples of different words: q(a) q(b) / (1 - q(a)) q(c) / (1 - q(a) - q(b))."""
+    """Ordered triples of different tokens have probability q(a) q(b) / (1 - q(a)) q(c) / (1 - q(a) - q(b))."""
     q = torch.tensor([[0.05, 0.4, 0.0, 0.25, 0.3], [0.2] * 5])
     generator = torch.Generator().manual_seed(0)
     for which in range(2):
@@ -307,7 +307,7 @@ def test_draws_without_replacement_have_the_exact_distribution() -> None:
 
 
 def test_tokens_of_probability_zero_are_never_drawn() -> None:
-    """Also at the very ends of [0, 1), where cumulative sums are equal."""
+    """This includes the ends of [0, 1), where cumulative sums are equal."""
     p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
     ends = torch.tensor([0.0, 2**-53, 0.25, 0.5 - 2**-54, 0.5, 1 - 2**-53], dtype=torch.float64)
     for which in range(2):
@@ -318,7 +318,7 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
 
 
 def test_both_kinds_of_draws_have_the_same_distribution() -> None:
-    """A million rows invert cumulative sums; a batch asks `torch.multinomial` row by row, as `generate` does."""
+    """A million rows invert cumulative sums; a batch calls `torch.multinomial` row by row, like `generate`."""
     p = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.0, 0.1, 0.3, 0.6]])
     generator, rows = torch.Generator().manual_seed(0), 20_000
     index = torch.arange(rows) % 2
@@ -333,7 +333,7 @@ def test_both_kinds_of_draws_have_the_same_distribution() -> None:
 
 
 def test_rows_with_shared_distributions_are_independent() -> None:
-    """Sharing is bookkeeping: with the same random numbers every row decides the same."""
+    """With the same random numbers every row decides as without sharing."""
     language = Language(6, [])
     context = torch.arange(40) % 3
     q = language.q[[0, 1, 7]]

@@ -1,4 +1,4 @@
-"""decode/target.py: target probabilities are transformers' own, to the bit, and so are the draws."""
+"""decode/target.py: target probabilities and draws equal transformers' bit for bit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_probabilities_follow_the_processors(name: str) -> None:
 
 
 def test_logits_are_not_changed() -> None:
-    """A user's processor may write in place; the same logits are read again for another path."""
+    """A processor may write in place, but the same logits are read again for another path."""
 
     def in_place(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.fill_(0)
@@ -108,7 +108,7 @@ def test_kept_scores_are_in_the_order_of_the_draws() -> None:
 
 
 def test_float64_is_compared_as_float32() -> None:
-    """transformers casts logits to float32 before argmax: a difference below that is a tie, which the first id wins."""
+    """transformers casts logits to float32 before argmax; a smaller difference is a tie, and the first id wins."""
     logits = torch.tensor([[0.0, 1.0, 1.0 + 1e-12]], dtype=torch.float64)
     assert most_probable(logits).tolist() == [1]
     assert logits.argmax(-1).tolist() == [2]
@@ -116,7 +116,7 @@ def test_float64_is_compared_as_float32() -> None:
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_next_tokens_follow_each_rows_text(do_sample: bool) -> None:
-    """A penalty so strong that a row cannot repeat its prompt."""
+    """The penalty is so strong that a row cannot repeat its prompt."""
     penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1e6)])
     prompts = [[0, 1, 2, 3], [4, 5, 6, 7]]
     requests = requests_of(prompts, penalty, do_sample)

@@ -14,7 +14,7 @@ T, F = True, False
 
 @pytest.mark.parametrize("seed", range(5))
 def test_from_parents_equals_the_trees_topology(seed: int) -> None:
-    """A tree knows its topology node by node; from parents it is found a level at a time, for several rows at once."""
+    """A tree computes its topology node by node; `from_parents` computes levels for several rows at once."""
     trees = [random_tree(12, seed=seed), random_tree(12, seed=seed + 100)]
     deepest = max(tree.max_depth for tree in trees)
     parent, depth = (torch.stack([getattr(tree, name) for tree in trees]) for name in ("parent", "depth"))
@@ -34,7 +34,7 @@ def test_topology_with_only_the_root() -> None:
 
 
 def test_topology_with_two_drafts_under_one_root() -> None:
-    """The nodes of the second lie behind those of the first, and see only the root and their own ancestors."""
+    """The second draft's nodes follow the first's, and attend only to the root and their own ancestors."""
     first, second = (Topology.of(Tree.from_paths(paths)) for paths in ([[0], [1]], [[0], [0, 0]]))
     both = first.beside(second)
     assert both.parent.tolist() == [[0, 0, 0, 0, 3]]

@@ -1,4 +1,4 @@
-"""decode/tree_check.py: the self-test passes models that can hold a tree and catches every way in which one cannot."""
+"""decode/tree_check.py: the self-test passes models with tree support and detects every kind of error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONGROPE = "phi3, longrope"
 
 
 def long_windows(family: str, **settings: Any) -> Any:
-    """As in real models: no prompt of a quick test is longer than the window."""
+    """A model whose window is longer than the self-test's prompts, as in real models."""
     chunks = {"attention_chunk_size": 4096} if family == "llama4_text" else {"sliding_window": 4096}
     return tiny_model(family, max_position_embeddings=8192, **chunks, **settings)
 
@@ -51,13 +51,13 @@ def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:
 
 
 def all_visible(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Every node sees all nodes before it, as without a mask."""
+    """A mask that lets every node attend to all earlier nodes."""
     line = dataclasses.replace(topology, ancestors=torch.ones_like(topology.ancestors).tril())
     return visible(line, lengths, kind)
 
 
 def windows_by_slot(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
-    """What transformers' own mask builder does: distances are counted in slots."""
+    """Windows that count slots, as transformers' own mask builder does."""
     allowed, nodes = visible(topology, lengths), topology.num_nodes
     query = torch.tensor(lengths)[:, None, None] + torch.arange(nodes)[:, None]
     key = torch.arange(max(lengths) + nodes)
@@ -80,7 +80,7 @@ def one_too_wide(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER)
     + [(broken, family) for broken in (windows_by_slot, no_windows, one_too_wide) for family in WINDOWED],
 )
 def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In models whose windows are far longer than the self-test, too."""
+    """The models include some with windows far longer than the self-test."""
     model = long_windows(family, dtype=dtype) if family in WINDOWED else tiny_model(family, dtype=dtype)
     assert check_tree_forward(model).ok
     monkeypatch.setattr(masks, "visible", broken)
@@ -104,7 +104,7 @@ def test_positions_by_slot_are_caught(family: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second tree stands on what was kept of the first."""
+    """The second tree reads the nodes kept from the first."""
     commit = TreeCache.commit
 
     def first_nodes(self: TreeCache, path: torch.Tensor, counts: list[int]) -> None:
@@ -116,7 +116,7 @@ def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: 
 
 
 def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Falcon's eager branch has no mask in a prefill; the self-test reads its prompts as decoding does."""
+    """Falcon's eager branch has no mask in a prefill; the self-test reads prompts as decoding does."""
     AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
     AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
 
@@ -133,7 +133,7 @@ def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What eager attention silently does to boolean masks."""
+    """Eager attention does this to boolean masks without an error."""
     monkeypatch.setattr(masks, "additive", lambda allowed, dtype: allowed)
     assert not check_tree_forward(tiny_model("llama", attn_implementation="eager")).ok
     assert check_tree_forward(tiny_model("llama", attn_implementation="sdpa")).ok, "sdpa takes both"
@@ -141,7 +141,7 @@ def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("family", [family for family in REFUSED if family != "t5"])
 def test_models_rejected_by_name_also_fail_the_numeric_test(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(An encoder-decoder has no plain forward to compare with.)"""
+    """Encoder-decoder models are left out, as they have no plain forward."""
     model = tiny_model(family)
     with pytest.raises(RequestError) as by_name:
         require_tree_forward(model)
@@ -155,13 +155,13 @@ def test_models_rejected_by_name_also_fail_the_numeric_test(family: str, monkeyp
 
 
 def test_why_gpt_neo_is_rejected_by_name() -> None:
-    """Its window is built into the model, longer than any quick test: short texts show nothing."""
+    """GPT-Neo's window is built into the model and longer than the self-test, which therefore cannot detect it."""
     assert "gpt_neo" in tree_support.MASK_BLIND
     assert check_tree_forward(tiny_model("gpt_neo", window_size=256)).ok
 
 
 def test_why_mpt_is_rejected_by_name() -> None:
-    """Its biases are small beside the rounding of half precision; in float32 they are not."""
+    """MPT's biases are smaller than rounding in half precision, but not in float32."""
     assert "mpt" in tree_support.MASK_BLIND
     assert not check_tree_forward(tiny_model("mpt")).ok
     assert check_tree_forward(tiny_model("mpt", dtype=torch.bfloat16)).ok
@@ -192,7 +192,7 @@ def test_non_finite_logits_are_reported() -> None:
 @pytest.mark.parametrize("context", [9, 12, 20, 21])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", LONGROPE])
 def test_short_contexts_use_shorter_prompts(family: str, context: int) -> None:
-    """Learned positions have no row beyond the end, and longrope turns all nodes otherwise from its boundary on."""
+    """Learned positions have no row beyond the end, and longrope rotates all nodes differently beyond its boundary."""
     ends = {"max_position_embeddings": context}
     if family == LONGROPE:
         longrope = tiny_model(LONGROPE).config.rope_parameters | {"original_max_position_embeddings": context}
@@ -223,7 +223,7 @@ def test_lower_matmul_precision_is_taken_into_account() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_insensitive_to_masks_is_accepted(dtype: torch.dtype) -> None:
-    """All words mean the same to it: errors and control are rounding, and one may be larger than the other."""
+    """All tokens are equal to this model, so errors and control are rounding, and either may be larger."""
     model = tiny_model("llama", dtype=dtype)
     with torch.no_grad():
         model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[0]
@@ -233,7 +233,7 @@ def test_a_model_insensitive_to_masks_is_accepted(dtype: torch.dtype) -> None:
 
 
 def test_occasional_changes_of_experts_are_accepted() -> None:
-    """Phi-3.5-MoE routes by a threshold: in bfloat16 rounding sends a token elsewhere, and single nodes differ much."""
+    """Phi-3.5-MoE routes by a threshold: in bfloat16, rounding can change a token's expert and its node."""
     model = tiny_model("phimoe, longrope", dtype=torch.bfloat16)
     check = check_tree_forward(model)
     assert check.ok, check.reason
@@ -245,7 +245,7 @@ def test_occasional_changes_of_experts_are_accepted() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
 def test_the_self_test_leaves_the_model_unchanged(family: str, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No attribute, hook or short window on the model, also where a forward failed; no random number drawn."""
+    """The model keeps no attribute, hook or short window, also after a failed forward, and no random number is used."""
     model = long_windows(family) if family in WINDOWED else tiny_model(family)
     Backbone(model)  # whose own trial is not the matter here
     if broken:
@@ -273,7 +273,7 @@ def test_dropout_does_not_use_the_callers_generator() -> None:
 
 
 def test_out_of_memory_is_not_remembered_as_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not be remembered as one."""
+    """A later self-test must run again."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -340,7 +340,7 @@ def test_an_unreferenced_model_is_freed() -> None:
 
 
 def test_the_self_test_tree_distinguishes_slots_from_positions() -> None:
-    """Its own power: nodes whose slot is not their position, a commit out of order, windows that end inside."""
+    """The tree has nodes whose slot is not their position, a commit out of order, and windows that end inside."""
     tree = capability.TREE
     assert tree.num_nodes == 8
     assert (torch.arange(8) != tree.depth).sum() == 6

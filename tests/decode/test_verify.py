@@ -1,4 +1,4 @@
-"""decode/verify.py: who sees whom, drawn by hand, and one tree forward against one forward per path."""
+"""decode/verify.py: masks drawn by hand, and one tree forward compared with one forward per path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_node_attends_to_the_text_its_ancestors_and_itself() -> None:
 
 
 def test_rows_of_different_length() -> None:
-    """The nodes of a short row stand right behind its text; what lies behind them is somebody else's."""
+    """The nodes of a short row directly follow its text; only longer rows use the slots after them."""
     three, one = visible(SMALL, [3, 1])
     assert torch.equal(three, visible(SMALL, [3])[0])
     assert one.tolist() == [
@@ -47,7 +47,7 @@ def test_rows_of_different_length() -> None:
 
 
 def test_windows_count_positions_not_slots() -> None:
-    """Window 3: positions p, p - 1 and p - 2. Node 2 (slot 6) is at position 5, so it still sees position 3."""
+    """Window 3 covers positions p, p - 1 and p - 2. Node 2 (slot 6) has position 5, so it attends to position 3."""
     assert visible(SMALL, [4], LayerKind(window=3))[0].tolist() == [
         # position 0 1 2 3 | 4 5 5 6
         [F, F, T, T, T, F, F, F],
@@ -67,7 +67,7 @@ def test_a_window_may_be_shorter_than_a_path() -> None:
 
 
 def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
-    """Nodes 2, 3 and 4 are one line, at depths 1, 2 and 3: with window 2 the last sees its parent and itself."""
+    """Nodes 2, 3 and 4 form a path at depths 1, 2 and 3; with window 2 the last attends to its parent and itself."""
     tree = Tree.from_paths([[0], [1], [1, 0], [1, 0, 0]])
     assert visible(Topology.of(tree), [1], LayerKind(window=2))[0].tolist() == [
         # text | 0  1  2  3  4
@@ -80,7 +80,7 @@ def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
 
 
 def test_chunks_start_at_absolute_positions() -> None:
-    """Chunks of 3: positions 0-2 and 3-5. The root at 4 sees 3; node 3, at position 6, opens a chunk of its own."""
+    """Chunks of 3 cover positions 0-2 and 3-5. The root at 4 attends to 3; node 3, at position 6, starts a chunk."""
     assert visible(SMALL, [4], LayerKind(chunk=3))[0].tolist() == [
         # position 0 1 2 3 | 4 5 5 6
         [F, F, F, T, T, F, F, F],
@@ -114,7 +114,7 @@ def config_of(kind: str) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention", "hybrid"])
 def test_masks_cut_from_the_buffer_equal_the_definition(kind: str, dtype: torch.dtype) -> None:
-    """Random trees and lengths, also beyond the first buffer (256 slots); 0 where visible, else the least number."""
+    """Random trees and lengths, also beyond the first buffer (256 slots); 0 if visible, else the dtype's minimum."""
     rng = random.Random(0)
     for seed in range(4):
         tree = random_tree(rng.randint(0, 12), seed)
@@ -134,7 +134,7 @@ def test_masks_cut_from_the_buffer_equal_the_definition(kind: str, dtype: torch.
 
 
 def test_masks_are_a_dict_only_for_named_layer_kinds() -> None:
-    """Models with `layer_types` look masks up by kind; all others take one tensor."""
+    """Models with `layer_types` look up masks by kind; all other models need one tensor."""
     topology, cpu = Topology.of(Tree.chain(1)), torch.device("cpu")
     assert isinstance(TreeMasks(config_of("full_attention"), torch.float32, cpu)([2], topology), torch.Tensor)
     assert set(TreeMasks(config_of("hybrid"), torch.float32, cpu)([2], topology)) == set(
@@ -146,7 +146,7 @@ def test_masks_are_a_dict_only_for_named_layer_kinds() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_tree_forward_equals_a_forward_per_path(family: str, attention: str) -> None:
-    """In float64 an honest difference is about 1e-15; a window off by one or a stray node errs by more than 1e-2.
+    """In float64 rounding is about 1e-15; a window off by one or a wrong node gives more than 1e-2.
 
     The prompt is longer than every window, the tree wider than it is deep, and one row is shorter than the other.
     """
@@ -170,7 +170,7 @@ def test_a_tree_forward_equals_a_forward_per_path(family: str, attention: str) -
 
 @torch.no_grad()
 def test_nodes_beyond_the_context_use_valid_positions() -> None:
-    """Learned positions end with the table: the nodes within it must be right, the others may be anything."""
+    """Learned positions end with the table: nodes within the table must be correct, others may have any values."""
     model = tiny_model("gpt2", dtype=torch.float64, max_position_embeddings=10)
     backbone, tree, prompt = Backbone(model), Tree.chain(4), random_ids(8)
     cache = TreeCache(model.config, 1, capacity=20)

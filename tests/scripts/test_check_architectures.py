@@ -1,4 +1,4 @@
-"""scripts/check_architectures.py: its rows are right, wrong ones are reported, and the page holds its tables."""
+"""scripts/check_architectures.py: correct rows pass, wrong rows are reported, and the page contains the tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_rejected_row(name: str) -> None:
 
 
 def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """All nodes visible to all: another text, errors beyond the limit, exit status 1."""
+    """With all nodes visible, the text differs, errors exceed the limit, and the exit status is 1."""
     visible = masks.visible
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""scripts/check_exports.py: consumers' own code on our exports, where it is installed."""
+"""scripts/check_exports.py: other tools load our exports, if they are installed."""
 
 from __future__ import annotations
 

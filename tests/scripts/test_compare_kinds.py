@@ -1,4 +1,4 @@
-"""Heads side by side: the figures are there, and counted costs are those of the shapes."""
+"""Comparison of kinds of heads: the figures exist, and counted costs follow from the shapes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("settings", "grows"), [({}, False), ({"prefix_layers": 1}, True), ({"kind": "eagle"}, True)])
 def test_attention_counts(settings: dict[str, Any], grows: bool) -> None:
-    """Each of 100 more tokens costs a query two products: a key's and a value's width."""
+    """Each of 100 more tokens adds two products per query, with the widths of a key and a value."""
     loaded = load_backbone("demo")
     heads = random_heads(loaded.model, 2, lm_head="shared", **settings)
     short, long = (script.costs(loaded, heads, Tree.chain(2), [5] * length) for length in (50, 150))

@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
-    """From the sources alone: the packages are found because the command runs in the repository."""
+    """The stages run from the sources: the packages are found because the command runs in the repository."""
     command = [sys.executable, "-m", "scripts.gpu_battery", "--rehearse", "--output", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO, env=environment)

@@ -1,4 +1,4 @@
-"""scripts/make_backbone.py: what it writes loads, its arithmetic is right, a resumed training is the same training."""
+"""scripts/make_backbone.py: its files load, its figures are correct, and resumed training gives the same weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(*argv: str) -> int:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """The script's --threads is for the process: put it back."""
+    """Restore the number of threads, as --threads changes the whole process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -127,7 +127,7 @@ def test_evaluate_only_prints_the_figures_of_the_card(
 
 
 def test_draft_shares_the_tokenizer_and_learns_from_the_teacher(trained: Path, text: Path, tmp_path: Path) -> None:
-    """At a teacher's weight of 1 and enough steps, the draft says what the teacher says more often than it did."""
+    """With a teacher weight of 1 and enough steps, the draft model agrees with the teacher more often than before."""
     agreement = []
     for steps in ("1", "60"):
         output = tmp_path / steps
@@ -162,7 +162,7 @@ def test_windows_score_every_token_but_bos_once() -> None:
 
 
 class Unigram(torch.nn.Module):
-    """Gives the next token the same probabilities everywhere: 1/2, 1/4, 1/8, 1/8 for the ids 0 to 3."""
+    """A model with constant next-token probabilities: 1/2, 1/4, 1/8, 1/8 for the ids 0 to 3."""
 
     config = SimpleNamespace(max_position_embeddings=4)
     device = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_the_schedule_follows_steps_or_the_clock(
 
 
 def test_training_by_the_clock_ends(text: Path, tmp_path: Path) -> None:
-    """0.3 seconds: some steps, however slow the machine, and nowhere near a minute of them."""
+    """0.3 seconds allow some steps on any machine, and far less than a minute."""
     output = tmp_path / "clock"
     assert run(*arguments(text, output, "--minutes", "0.005")) == 0
     assert (output / "model.safetensors").exists()
@@ -349,9 +349,9 @@ def test_shipped_models_name_no_path_and_their_licence(folder: Path) -> None:
 
 @pytest.mark.skipif(not (SHARED / "data" / "tinystories").is_dir(), reason="needs shared/")
 def test_the_backbone_reproduces_the_figures_of_its_card() -> None:
-    """On the first 20 of the 600 stories: 0.7051 bits a character where all of them give 0.7280.
+    """The first 20 of the 600 stories give 0.7051 bits a character; all stories give 0.7280.
 
-    2e-3: float32 kernels of other machines move the figure by less, a wrong window or document by more.
+    Float32 kernels of other machines change the figure by less than 2e-3, a wrong window or document by more.
     """
     documents = script.read_documents(str(SHARED / "data" / "tinystories" / "eval.txt"), "<|endoftext|>", 20)
     model = AutoModelForCausalLM.from_pretrained(BACKBONE, dtype=torch.float32)

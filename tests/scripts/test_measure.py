@@ -1,4 +1,4 @@
-"""scripts/measure_step.py: it runs, and its figures follow from what it measured."""
+"""scripts/measure_step.py: it runs, and its figures follow from its measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import measure_step
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scripted_acceptance_on_a_random_llama(dtype: str, tmp_path: Path) -> None:
-    """tau 2.5: steps of 2 and 3 tokens in turn, also where rounding differs between one token and many."""
+    """Tau is 2.5: steps of 2 and 3 tokens alternate, also when rounding differs between one token and many."""
     argv = ["--random", "2x64", "--tree", "topk:3,2", "--tau", "2.5", "--max-new-tokens", "41", "--dtype", dtype]
     argv += ["--prompt-tokens", "70", "--piece", "32", "--threads", "1", "--json", str(tmp_path / "out.json")]
     measure_step.main(argv)

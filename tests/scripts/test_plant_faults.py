@@ -1,4 +1,4 @@
-"""scripts/plant_faults.py: its faults still fit the code, and it tells caught faults from others."""
+"""scripts/plant_faults.py: its faults still apply to the code, and it distinguishes caught and missed faults."""
 
 from __future__ import annotations
 

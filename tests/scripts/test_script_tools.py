@@ -1,4 +1,4 @@
-"""What scripts share: every script answers a wrong request in one line and with status 2."""
+"""Shared code of the scripts: every script answers a wrong request with one line and status 2."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_a_wrong_request_is_one_line_and_status_2(
     "name", sorted(name for name in WRONG if name not in ("check_exports", "gpu_battery") and "/" not in name)
 )
 def test_every_script_ends_with_the_shared_wrapper(name: str) -> None:
-    """Except those that run without this package."""
+    """Scripts that run without this package are exempt."""
     assert (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").endswith("\n    run_script(main)\n")
 
 
 def test_a_script_can_import_other_scripts(tmp_path: Path) -> None:
-    """From any folder, and as a process: the exit status is that of the wrapper."""
+    """The script runs as a process in any folder, with the wrapper's exit status."""
     command = [sys.executable, str(SCRIPTS / "plant_faults.py"), "--only", "nothing-like-this"]
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

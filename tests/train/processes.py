@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 
 
 def forked(work: Callable[[], object], errors: Path | None = None) -> int:
-    """Process id of a copy of this process that does `work` and nothing else; `errors` gets the traceback."""
+    """Fork this process to run only `work`; gives the process id, and `errors` gets the traceback."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -32,7 +32,7 @@ def forked(work: Callable[[], object], errors: Path | None = None) -> int:
 
 
 def as_two_ranks(work: Callable[[], object], folder: Path) -> None:
-    """Do `work` in two processes, with the environment that torchrun gives."""
+    """Run `work` in two processes with the environment of torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

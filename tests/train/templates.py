@@ -115,7 +115,7 @@ def wrapped(inner: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """Every byte is a token, so nothing merges across what the template writes; special tokens besides."""
+    """A tokenizer of bytes and special tokens, so that no token crosses a boundary of the template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -124,7 +124,7 @@ def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def merging_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """As GPT-2's and Llama-3's: words with their space before them, places without it, and a BOS before every text."""
+    """A tokenizer like GPT-2's and Llama-3's: a token includes the space before it, its offsets do not; BOS first."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -141,7 +141,7 @@ def merging_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """As Llama-2's and Mistral's: ▁ for a space, and one before the first word."""
+    """A tokenizer like Llama-2's and Mistral's: ▁ for a space, and one before the first word."""
     inner = Tokenizer(models.BPE(unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     inner.decoder = decoders.Metaspace(prepend_scheme="first")

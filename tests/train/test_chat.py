@@ -22,7 +22,7 @@ def message(role: str, content: str | None, **more: Any) -> Message:
 
 
 def marked(tokenizer: Tokenizer, messages: list[Message], **fields: Any) -> str:
-    """The conversation as the template writes it, with what is taught between « and »."""
+    """The conversation as the template renders it, with taught tokens between « and »."""
     record = Record("here", messages=messages, **fields)
     example = to_example(record, tokenizer)
     rendered = tokenizer.apply_chat_template(messages, tools=record.tools, return_dict=True)["input_ids"]
@@ -43,7 +43,7 @@ def show(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str:
 
 
 def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """A part of a text, with the space that it begins with: `decode` of sentencepiece's kind drops that."""
+    """Decode a part of a text with its leading space, which sentencepiece's `decode` drops."""
     if tokenizer.backend_tokenizer.pre_tokenizer.__class__.__name__ == "Metaspace":
         return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("▁", " ")
     return str(tokenizer.decode(ids))
@@ -139,7 +139,7 @@ def test_only_the_assistants_turns_are_taught(name: str, kind: Callable[[str], T
 
 @pytest.mark.parametrize("name", [name for name, (_, _, text) in EXPECTED.items() if text.startswith("<s>")])
 def test_a_conversation_begins_with_one_bos(name: str) -> None:
-    """The template writes it, and a tokenizer that puts one before every text must not add a second."""
+    """The template writes BOS, and a tokenizer that adds BOS to every text must not add a second."""
     template, messages, _ = EXPECTED[name]
     tokenizer = merging_tokenizer(template)
     assert tokenizer("yes")["input_ids"][0] == tokenizer.bos_token_id
@@ -189,7 +189,7 @@ def test_two_turns_of_the_assistant_in_a_row_are_both_taught() -> None:
 
 
 def test_a_first_assistant_turn_is_taught() -> None:
-    """Nothing stands before it, and templates refuse to write nothing."""
+    """No turn comes before it, and templates reject empty conversations."""
     messages = [message("assistant", "hello"), message("user", "yes")]
     assert marked(byte_tokenizer(templates.CHATML), messages).startswith("<|im_start|>assistant\n«hello<|im_end|>»\n")
 
@@ -220,13 +220,13 @@ def test_only_the_last_turn_can_be_taught() -> None:
 
 
 def test_a_truncated_answer_gets_no_end_token() -> None:
-    """`medusa distill` stops at a number of tokens; a template that ends the turn there would teach a false end."""
+    """`medusa distill` limits the tokens; an end of turn at the limit would teach a wrong end."""
     told = marked(byte_tokenizer(templates.CHATML), REPEATED, unfinished=True)
     assert told == CHATML_TURNS.removesuffix("<|im_end|>»\n") + "»"
 
 
 class Slow:
-    """A tokenizer that does not say where in the text its tokens lie, as those that come with remote code."""
+    """A tokenizer without offsets, like tokenizers from remote code."""
 
     is_fast = False
 

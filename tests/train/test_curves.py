@@ -1,4 +1,4 @@
-"""The picture of a run, and a line of its log."""
+"""The plot of a run, and a line of its log."""
 
 from __future__ import annotations
 

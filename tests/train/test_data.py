@@ -65,7 +65,7 @@ def test_a_row_holds_what_the_trained_module_takes() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_do_not_attend_to_each_other(attention: str) -> None:
-    """Hidden states in a packed row are those of each document alone, which heads will meet when decoding."""
+    """Hidden states in a packed row equal those of each document alone, as in decoding."""
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
     backbone = Backbone(model)
@@ -139,7 +139,7 @@ def test_documents_longer_than_a_row(
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_no_head_is_taught_across_documents_or_from_padding(whole: bool) -> None:
-    """Every label of every head is the token that the head's distance later stands in the same document."""
+    """Every label of a head is the token at the head's distance in the same document."""
     documents = [random_ids(3 + 5 * n % 12, seed=n) for n in range(60)]
     marks = [[bool(i) for i in random_ids(len(ids), seed=n, vocab=2)] for n, ids in enumerate(documents)]
     packed = PackedDataset(map(Example, documents, marks), 16, whole)
@@ -293,7 +293,7 @@ def test_text_without_a_tokenizer_is_refused_by_line(tmp_path: Path, row: dict[s
 
 
 def test_documents_of_a_text_file_are_separated_by_special_tokens(tmp_path: Path) -> None:
-    """The separator is no text: in its place stand the end of one document and the beginning of the next."""
+    """The separator is replaced by the end of one document and the beginning of the next."""
     (tmp_path / "d.txt").write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\n", encoding="utf-8")
     tokenizer = byte_tokenizer()
     packed = load_dataset(DataConfig(path=str(tmp_path / "d.txt"), sequence_length=32), tokenizer, 512, 64)
@@ -318,7 +318,7 @@ def test_bos_eos_and_padding_may_be_one_id(tmp_path: Path) -> None:
 
 
 def test_questions_can_be_excluded_from_a_base_models_data(tmp_path: Path) -> None:
-    """MT-bench's questions are conversations; a base model has no chat template, and they are text all the same."""
+    """MT-bench's questions are conversations, but are treated as text for a base model without a chat template."""
     questions = jsonl(tmp_path / "question.jsonl", {"question_id": 81, "turns": ["write about a trip to Hawaii"]})
     data = jsonl(tmp_path / "d.jsonl", {"text": "Please write about a trip to Hawaii."}, {"text": "something else"})
     packed = load_dataset(DataConfig(path=data, exclude=questions, exclude_window=16), byte_tokenizer(), 512, 64)

@@ -29,7 +29,7 @@ def texts(llama: Any) -> list[OwnText]:
 
 
 class Scripted(MedusaHeads):
-    """Heads that know the texts: head k finds the truth at the rank that `ranks[k]` says."""
+    """Scripted heads: head k predicts the correct token at rank `ranks[k]`."""
 
     def __init__(self, texts: list[OwnText], ranks: list[int]) -> None:
         super().__init__(MedusaConfig(hidden_size=1, num_heads=len(ranks), lm_head="shared"))
@@ -53,7 +53,7 @@ class Scripted(MedusaHeads):
 
 
 def by_hand(model: Any, heads: Any, texts: list[OwnText]) -> tuple[list[dict[str, Any]], int]:
-    """One position, one head and one guess at a time."""
+    """Count one position, one head and one guess at a time."""
     hits = [dict.fromkeys(TOPS, 0) for _ in range(HEADS)]
     chained, given, positions = [0] * HEADS, [0] * HEADS, 0
     for ids, prompt_tokens in texts:

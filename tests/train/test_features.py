@@ -122,7 +122,7 @@ def test_features_are_passed_to_worker_processes(rows: PackedDataset, model: Any
 
 
 def test_a_recorded_folder_is_read_in_rows(tmp_path: Path) -> None:
-    """Shards need not be equal: any text with its hidden states may be added as one."""
+    """Shards may differ in size: any text with its hidden states can be added as a shard."""
     for number, length in enumerate((50, 7)):
         write_shard(
             tmp_path / f"{number:05}.safetensors",
@@ -260,7 +260,7 @@ def record(folder: Path, model: Any, texts: list[list[int]], prompt_tokens: int 
 
 
 def test_recordings_are_training_data(recipe: Any, model: Any, tmp_path: Path) -> None:
-    """Recorded in two sittings, read in rows: the heads are those of training on the texts themselves."""
+    """Heads trained on two recordings, read in rows, equal heads trained on the texts."""
     texts = [random_ids(40, seed=seed) for seed in range(16)]
     for part in (texts[:9], texts[9:]):
         record(tmp_path / "recorded", model, part, prompt_tokens=0).flush()

@@ -45,7 +45,7 @@ def some_labels() -> Tensor:
 
 
 def some_teacher(backbone: Backbone, **kwargs: Any) -> BackboneTeacher:
-    """For ROWS of POSITIONS; the last row is the last position, whose targets lie beyond the end."""
+    """A teacher for ROWS of POSITIONS; the last row is the last position, whose targets are beyond the end."""
     rows = torch.randperm(POSITIONS - 1)[: ROWS - 1].sort().values
     return BackboneTeacher(
         torch.randn(POSITIONS, HIDDEN), torch.cat([rows, torch.tensor([POSITIONS - 1])]), backbone.head, **kwargs
@@ -59,7 +59,7 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def outcome(
     losses: Any, heads: MedusaHeads, *args: Any, scale: float | Tensor = 1.0, **kwargs: Any
 ) -> tuple[HeadLosses, dict[str, Tensor]]:
-    """The figures, and every parameter's gradient of their sum, each head's times `scale`."""
+    """The losses, and every parameter's gradient of their sum, with each head's loss times `scale`."""
     heads.zero_grad()
     figures = losses(heads, *args, **kwargs)
     (figures.objective * scale).sum().backward()
@@ -67,7 +67,7 @@ def outcome(
 
 
 def assert_same(heads: MedusaHeads, *args: Any, **kwargs: Any) -> None:
-    """In chunks and plainly: every figure and every gradient."""
+    """Check that every loss and gradient is the same with and without chunks."""
     scale = torch.tensor([1.0, 2.0, 0.5])  # as a share of a larger batch would
     ours, our_gradients = outcome(head_losses, heads, *args, scale=scale, **kwargs)
     plain, plain_gradients = outcome(head_losses_plain, heads, *args, scale=scale, **kwargs)
@@ -108,10 +108,10 @@ def test_chunks_change_nothing_under_any_objective_and_weighting(
 
 
 def test_the_teachers_distribution_predicts_the_heads_token(backbone: Backbone) -> None:
-    """A head that says what the model itself says there has the distribution's entropy as its loss, and no gradient.
+    """A head with the model's own distribution has the entropy as its loss, and no gradient.
 
-    The model is asked directly, with its own logits: head k at t is about token t + k + 2, which logits[t + k + 1]
-    predict. An offset that is wrong by one shows.
+    The model's own logits are used: head k at t predicts token t + k + 2, which logits[t + k + 1]
+    predict, so an offset that is wrong by one is detected.
     """
     ids = torch.tensor([random_ids(POSITIONS, seed=3)])
     hidden = backbone.hidden_states(ids, use_cache=False)[0]
@@ -148,7 +148,7 @@ def test_the_teachers_distribution_predicts_the_heads_token(backbone: Backbone) 
 
 
 def test_a_teacher_at_temperature_zero_is_the_argmax(backbone: Backbone) -> None:
-    """At temperature 1e-5 the distribution is one-hot; so is one of which the label has all."""
+    """At temperature 1e-5 the distribution is one-hot, like the label."""
     heads = random_heads(backbone.model, HEADS)
     inputs, labels = HeadInputs(torch.randn(ROWS, HIDDEN)), torch.zeros(HEADS, ROWS, dtype=torch.long)
     teacher = some_teacher(backbone, temperature=1e-5)
@@ -163,7 +163,7 @@ def test_a_teacher_at_temperature_zero_is_the_argmax(backbone: Backbone) -> None
 
 
 def test_worked_example_of_dpace_weights() -> None:
-    """q = .5, .8, .5 gains .5 + .4 + .2 tokens: head 0 has a share in all three, head 2 in the last alone."""
+    """q = .5, .8, .5 gains .5 + .4 + .2 tokens: head 0 contributes to all three, head 2 only to the last."""
     taught = torch.ones(3, 2, dtype=torch.bool)
     probability = torch.tensor([[0.5, 1.0], [0.8, 0.0], [0.5, 1.0]])
     weights = Weighting("dpace", smoothing=0.0)(probability, taught)
@@ -214,7 +214,7 @@ def test_a_batch_without_labels_gives_zero(backbone: Backbone, rows: int) -> Non
 
 
 def test_the_loss_is_the_mean_in_nats_over_the_labels(backbone: Backbone) -> None:
-    """Own LM heads of zeros find every token equally likely."""
+    """LM heads of zeros make every token equally likely."""
     heads = random_heads(backbone.model, 1)
     torch.nn.init.zeros_(heads.lm_heads)
     labels = torch.tensor([[7, IGNORE, 0, 0, IGNORE]])

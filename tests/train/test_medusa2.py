@@ -214,7 +214,7 @@ def test_a_tilted_teacher_is_the_product_of_two_distributions(monkeypatch: pytes
 def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_before(
     kind: str, lm_head: str, prefix_layers: int, dtype: torch.dtype
 ) -> None:
-    """Heads in float32, whatever the backbone; of every kind, as they would read and guess in decoding."""
+    """The heads are float32 on any backbone, and heads of every kind predict as in decoding."""
     model = tiny_model("llama", dtype=dtype)
     heads = random_heads(model, 2, lm_head=lm_head, kind=kind, prefix_layers=prefix_layers).float()
     adapt(model.requires_grad_(False), AdapterConfig(rank=4, dropout=0.0))
@@ -236,7 +236,7 @@ def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_bef
 
 
 def test_a_tilted_teacher_makes_the_text_easier_to_predict(recipe: Any, seen: Any) -> None:
-    """The heads stay as they are, so what changes is the backbone: it gives more of its mass to their guesses."""
+    """The heads are frozen, so the backbone changes: it gives more probability to their guesses."""
     settings = {"max_steps": 12, "save_strategy": "no", "learning_rate": 1e-9}
     still = {"training": settings, "heads": {"num": 2, "lm_head": "shared"}}
     recipe("upright", adapter={"lambda_0": 1e-9, "learning_rate": 3e-2}, **still)
@@ -322,7 +322,7 @@ def test_next_labels_are_those_of_the_lm_head() -> None:
 
 
 def test_accumulation_and_memory_saving_change_nothing(recipe: Any, tmp_path: Path) -> None:
-    """Micro-batches, checkpointed activations, the untouched backbone's states from disk: the same outcome."""
+    """Micro-batches, checkpointed activations and states of the original backbone from disk give the same outcome."""
     recipe("plain", training={"per_device_train_batch_size": 4})
     recipe("parts", training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})
     recipe("checkpointed", training={"per_device_train_batch_size": 4, "activation_checkpointing": True})

@@ -61,7 +61,7 @@ def losses(run: MedusaTrainer) -> list[float]:
 
 
 def test_noise_is_uniform_at_the_scale_of_each_state() -> None:
-    """By its moments: the mean of u^2 is a third, and 40,000 draws know it to half a per cent (3 sigma: 1.4 %)."""
+    """The mean of u^2 is a third; 40,000 draws estimate it to half a per cent (3 sigma: 1.4 %)."""
     torch.manual_seed(0)
     hidden = torch.randn(40, 1000) * torch.logspace(-3, 3, 40)[:, None]
     scale = hidden.square().mean(-1, keepdim=True).sqrt()
@@ -124,7 +124,7 @@ def test_heads_trained_with_dropout_decode_without_dropout(tmp_path: Path) -> No
     "kind", [kind for kind in KINDS if random_heads(tiny_model("llama"), 1, kind=kind).follows_path]
 )
 def test_a_head_reads_the_guess_of_the_previous_head(kind: str) -> None:
-    """Written down once more, a position at a time: with probability 1 every token but the root is a guess."""
+    """Compared with a loop over positions: with probability 1 every token except the root is a guess."""
     module = on_backbone(kind, scheduled_sampling=1.0).train()
     module.scheduled_sampling = 1.0
     backbone, inputs = module.backbone, batch()

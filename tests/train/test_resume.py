@@ -55,7 +55,7 @@ def recipe(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
-    """The log as the last checkpoint holds it, without what the clock says."""
+    """The log of the last checkpoint, without times."""
     history = json.loads((whole_checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
     return [{key: line[key] for key in line if "runtime" not in key and "per_second" not in key} for line in history]
 
@@ -76,7 +76,7 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
         reader, writer = os.pipe()
 
         class Tell(TrainerCallback):
-            """One byte a step to the process that kills."""
+            """Send one byte a step to the process that kills this one."""
 
             def on_step_end(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
                 os.write(writer, bytes([state.global_step]))  # noqa: B023  the class lives as long as its round
@@ -126,7 +126,7 @@ def test_other_heads_than_the_checkpoints_are_refused(recipe: Any, heads: dict[s
 
 
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the second checkpoint's writing end in the middle of `stage`, by SIGKILL."""
+    """Kill the process (SIGKILL) in the middle of `stage` of writing the second checkpoint."""
     calls = {"weights": 0, "optimizer": 0, "state": 0}
 
     def half(name: str, path: Path, write: Callable[[], Any]) -> Any:
@@ -178,7 +178,7 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
 
 
 def test_every_checkpoint_has_a_line_in_the_log() -> None:
-    """Without it, a resumed run's next line would be the mean of fewer steps than an uninterrupted run's."""
+    """Otherwise a resumed run's next line would average fewer steps than an uninterrupted run's."""
     from transformers import TrainerControl
 
     for saves in (True, False):

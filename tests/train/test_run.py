@@ -71,7 +71,7 @@ def same(left: Path, right: Path) -> bool:
 
 
 def test_a_resumed_stream_continues_in_the_same_row(recipe: Any, tmp_path: Path) -> None:
-    """Also in a later pass: ten steps of two rows go through the nine rows more than twice."""
+    """This includes later epochs: ten steps of two rows read the nine rows more than twice."""
     stream = {"streaming": True, "shuffle_buffer": 4}
     run(recipe("whole", stream, max_steps=10, save_steps=5, save_total_limit=None))
     shutil.copytree(tmp_path / "whole" / "checkpoint-5", tmp_path / "resumed" / "checkpoint-5")
@@ -218,7 +218,7 @@ def test_a_disk_that_is_too_small_is_rejected_before_training(recipe: Any, monke
 def test_the_estimated_size_equals_the_size_of_a_run(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate counts the tensors of all that is kept, without the small files next to them."""
+    """The estimate counts all saved tensors, without the small files."""
     needed: list[int] = []
     monkeypatch.setattr("train.checkpoints.free_bytes", lambda path: 10**12)
     monkeypatch.setattr("train.checkpoints.readable", lambda size: str(size))
@@ -282,7 +282,7 @@ def with_little_room(path: Path, limit: int, status: Any) -> None:
 
 @pytest.mark.parametrize("limit", [3_000, 1_500_000])
 def test_failed_writes_end_in_one_line(recipe: Any, tmp_path: Path, limit: int) -> None:
-    """No test double: the system refuses to write more, to safetensors (first limit) or to torch (second)."""
+    """The operating system itself limits the file size, for safetensors (first limit) or torch (second)."""
     context = multiprocessing.get_context("fork")
     with context.Manager() as manager:
         status = manager.dict()

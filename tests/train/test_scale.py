@@ -1,6 +1,6 @@
-"""Accumulated, on two processes, on a sharded backbone, in mixed precision: the loss of one process with one batch.
+"""Accumulation, two processes, a sharded backbone and mixed precision give the loss of one process with one batch.
 
-What only a GPU can show is not run here: NCCL, two GPUs' memory, the speed of any of it.
+NCCL, the memory of two GPUs and speed need GPUs and are not tested here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
-    """Per line of the log: the loss, and every head's."""
+    """For each line of the log: the loss, and every head's loss."""
     history = json.loads((whole_checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
     return [{key: line[key] for key in line if "loss" in key and "train" not in key} for line in history]
 
@@ -116,7 +116,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(
 def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP2 with gloo: each process holds its share of the blocks, and they give the same hidden states."""
+    """With FSDP2 and gloo, each process holds a share of the blocks, and hidden states are the same."""
     train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
     content = recipe("two", per_device_train_batch_size=2) | {"shard_backbone": True}
     start = MedusaTrainer.train
@@ -196,7 +196,7 @@ def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path, lm_he
 def test_a_backbone_spread_over_devices_can_be_trained_on(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`device: auto`; here its second layer is on disk, as where memory is short."""
+    """`device: auto` with the second layer on disk, as when memory is short."""
     plain = train(parse_recipe(recipe("plain"), "test"), quiet=True)
     loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
     here = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")

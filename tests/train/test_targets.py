@@ -41,7 +41,7 @@ def test_padding_is_never_taught() -> None:
 
 
 def test_the_loss_mask_is_read_at_the_label() -> None:
-    """A question (abc) and its answer (de): the question's last tokens are places to learn from, not to be learnt."""
+    """For a question (abc) and its answer (de), the question's last tokens are inputs, not labels."""
     assert drawn("abcde", "11111", mask="...xx") == [".de..", "de..."]
 
 

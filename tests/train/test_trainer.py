@@ -38,13 +38,13 @@ PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
 @pytest.fixture
 def model() -> Any:
-    """A backbone of the test's own: training freezes it."""
+    """A separate backbone, as training freezes it."""
     return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[OwnText]:
-    """What the backbone writes, greedily."""
+    """Greedy texts of the backbone."""
     backbone = tiny_model("llama")
     prompts = [random_ids(4, seed=seed) for seed in range(PROMPTS)]
     results = plain_method(backbone, Settings(max_new_tokens=NEW_TOKENS))(prompts, None)
@@ -150,7 +150,7 @@ def test_new_heads_give_the_backbones_logits(model: Any) -> None:
 
 
 def test_an_lm_head_with_a_bias_is_shared_unless_own_heads_are_requested() -> None:
-    """Without the bias own LM heads would begin far from the backbone's guess."""
+    """Without the bias, own LM heads would start far from the backbone's logits."""
     phi = tiny_model("phi")
     torch.nn.init.normal_(phi.lm_head.bias)
     hidden = torch.randn(50, HIDDEN)
@@ -164,7 +164,7 @@ def test_an_lm_head_with_a_bias_is_shared_unless_own_heads_are_requested() -> No
 
 
 def test_blocks_of_a_head_share_no_weights(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    """`[block] * n` was one shared block (original D12), and saving it failed at the very end."""
+    """`[block] * n` was one shared block (original D12), and saving failed at the end of training."""
     run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3))
     run.train()
     run.save_model()
@@ -197,9 +197,9 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
 @pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent", "eagle"])
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, kind: str, backend: str) -> None:
-    """Random tokens, each followed by its own successor: only who sees the random one can know what comes then.
+    """Random tokens, each followed by its own successor: only heads that read the random token can predict the next.
 
-    Head 1 is asked for the successor of the root at every other position, head 2 for that of the first guess.
+    At every other position head 1 predicts the root's successor, and head 2 the first guess's successor.
     """
     successor = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
     made = []
@@ -238,7 +238,7 @@ def test_the_log_has_every_heads_loss_and_top1(model: Any, texts: list[OwnText],
 
 
 def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    """On the backbone's own greedy text they are what `medusa evaluate` counts there."""
+    """On the backbone's own greedy text they equal the figures of `medusa evaluate`."""
     run = trainer(model, texts, tmp_path, eval_tree="chain", objective="distill", per_device_eval_batch_size=3)
     for parameter in run.heads.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -267,7 +267,7 @@ def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[O
 def test_heads_in_float32_on_a_bfloat16_backbone(
     texts: list[OwnText], tmp_path: Path, heads: dict[str, Any], backend: str
 ) -> None:
-    """What a GPU gets by default: trained, evaluated, and counted by `medusa evaluate` alike."""
+    """The default on a GPU: training, its evaluation and `medusa evaluate` give the same figures."""
     backbone = tiny_model("llama", dtype=torch.bfloat16)
     asked = HeadsConfig(num=HEADS, lm_head="shared", **heads)
     run = trainer(backbone, texts, tmp_path, asked, max_steps=1, loss_backend=backend)
@@ -280,7 +280,7 @@ def test_heads_in_float32_on_a_bfloat16_backbone(
 
 
 def test_distillation_is_evaluated_on_the_backbones_tokens(model: Any, tmp_path: Path) -> None:
-    """On text that is not its own, that is not what stands there."""
+    """On other text, the backbone's tokens differ from the text's."""
     foreign = [OwnText(random_ids(52, seed=seed), 4) for seed in range(4)]
     figures = {}
     for objective in ("text", "argmax", "distill"):
@@ -297,7 +297,7 @@ def test_training_stops_when_evaluation_stops_improving(recipe: Any, tmp_path: P
 
 
 def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
-    """A learning rate that wrecks the heads after a good first step: the first checkpoint is what is saved."""
+    """The learning rate ruins the heads after a good first step, so the first checkpoint is saved."""
     recipe(
         content={"eval_data": {"path": str(tmp_path / "own.jsonl"), "sequence_length": 52}},
         **{"max_steps": 3, "eval_steps": 1, "save_steps": 1, "learning_rate": 3.0, "warmup_steps": 3},
@@ -313,7 +313,7 @@ def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
 
 
 def test_gradient_accumulation_equals_a_larger_batch(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    """Rows are full, so the mean of two batches' losses is the loss of both (up to labels at the rows' ends)."""
+    """Rows are full, so the mean of two batches' losses equals the joint loss (up to labels at row ends)."""
     whole = trainer(model, texts, tmp_path, max_steps=2, per_device_train_batch_size=4, seed=3)
     halves = trainer(
         model, texts, tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, seed=3
@@ -352,7 +352,7 @@ def test_the_objective_selects_the_labels(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 def test_distillation_targets_are_the_backbones_distributions(model: Any, tmp_path: Path, weighting: str) -> None:
-    """Against a loop over documents with the model's own logits: offsets, borders and averages are all its own."""
+    """Compared with a loop over documents with the model's own logits, offsets, boundaries and averages."""
     documents = [random_ids(length, seed=length) for length in (20, 11, 3, 30)]  # 64 tokens in rows of 32
     dataset = PackedDataset([Example(ids, [True] * len(ids)) for ids in documents], sequence_length=32)
     run = trainer(
@@ -400,7 +400,7 @@ def test_a_backbone_that_caps_its_logits_cannot_be_a_teacher(texts: list[OwnText
 
 
 def test_mixed_precision_keeps_the_backbones_dtype(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    """Decoding will show the heads hidden states in the backbone's dtype, so training must."""
+    """Heads read hidden states in the backbone's dtype in decoding, so training must use this dtype, too."""
     run = trainer(model, texts, tmp_path, bf16=True)
     ids = torch.tensor([texts[0].input_ids])
     positions = torch.arange(ids.shape[1])[None]
@@ -421,7 +421,7 @@ def test_rows_without_labels_are_accepted(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_a_bfloat16_backbone_can_be_trained_on(recipe: Any, folder: Path, tmp_path: Path, lm_head: str) -> None:
-    """On a GPU that is the default: the checkpoint's own dtype."""
+    """The checkpoint's dtype is the default on a GPU."""
     content = {
         "backbone": str(folder),
         "data": {"path": str(tmp_path / "own.jsonl"), "sequence_length": 52},
@@ -494,7 +494,7 @@ def test_a_time_budget_ends_with_a_learning_rate_near_zero(model: Any, texts: li
 
 
 def test_a_cpu_time_budget_does_not_count_waiting(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    """However busy the machine is: waiting is not counted."""
+    """Waiting on a busy machine is not counted."""
 
     class Waits(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
