@@ -14,7 +14,7 @@ CORE := tests/test_lossless.py tests/test_layers.py \
 	tests/decode/test_accept.py tests/decode/test_cache.py tests/decode/test_rejection.py tests/decode/test_target.py \
 	tests/decode/test_topology.py tests/decode/test_verify.py \
 	tests/medusa/test_tree.py tests/medusa/heads tests/medusa/checkpoints \
-	tests/train/test_targets.py tests/train/test_loss.py
+	tests/train/test_labels.py tests/train/test_loss.py
 
 .PHONY: check demo test lint format docs install
 

@@ -26,7 +26,8 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from train.callbacks import ProgressBar, TimeBudget
+from train.callbacks import ProgressBar
+from train.time_budget import TimeBudget
 
 SPECIAL_TOKEN = "<|endoftext|>"
 

@@ -30,7 +30,7 @@ from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.loading import LoadOptions
 from script_tools import markdown_table, run_script, script_parser
 from train.loss.heads import head_losses
-from train.loss.targets import BackboneTeacher
+from train.loss.teacher import BackboneTeacher
 from train.loss.weighting import Weighting
 
 PASSES = 3

@@ -12,17 +12,19 @@ from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_config
-from train.architecture import learning_rate, most_frequent, require_worthwhile
+from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
+from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, require_data
-from train.features.files import Features, is_features, recorded
+from train.features.dataset import Features, recorded
+from train.features.files import is_features
 from train.heads import new_heads, require_same_heads
-from train.medusa2.backbone import adapt
+from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
-from train.recipe import TrainConfig
 from train.sharding import launched_alone, placement, shard_backbone
 from train.trainer import MedusaTrainer
+from train.vocabulary import most_frequent, require_worthwhile
 
 Rows = PackedDataset | StreamedDataset | Features
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name

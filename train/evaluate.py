@@ -21,7 +21,7 @@ from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
 from train.loss.chunks import chunk_rows
-from train.loss.targets import IGNORE, head_labels
+from train.loss.labels import IGNORE, head_labels
 
 TOPS = (1, 5, 10)
 

@@ -14,7 +14,7 @@ from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from train.architecture import BackboneSizes, choose
-from train.recipe import NUM_HEADS, HeadsConfig, TrainConfig
+from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
 SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for name in SAME_NAMES}}
@@ -28,7 +28,7 @@ def new_heads(
 
     Args:
         name, revision: of the backbone, for its fingerprint.
-        vocabulary: [N] the tokens that the heads guess among (`train.architecture`), by default all.
+        vocabulary: [N] the tokens that the heads guess among (`train.vocabulary`), by default all.
 
     Raises:
         RequestError: a backbone without a linear LM head, or trained heads that differ from `asked`.

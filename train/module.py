@@ -18,7 +18,8 @@ from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
 from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses
-from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, head_labels
+from train.loss.labels import IGNORE, head_labels
+from train.loss.teacher import BackboneTeacher, backbone_choices
 
 
 class Taught(NamedTuple):
@@ -60,7 +61,7 @@ class HeadsOnBackbone(nn.Module):
             )
 
     def forward(self, **batch: Tensor) -> HeadLosses:
-        """Losses of the heads on a batch (`train.data.datasets.Batch`)."""
+        """Losses of the heads on a batch (`train.data.packing.Batch`)."""
         inputs, labels, teacher = self.taught(**batch)
         settings = (self.weighting, teacher, self.args.loss_backend)
         return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)

@@ -19,12 +19,13 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
-from train.callbacks import LogBeforeSaving, ProgressBar, TimeBudget
-from train.data.datasets import Batch
+from train.callbacks import LogBeforeSaving, ProgressBar
+from train.data.packing import Batch
 from train.evaluate import GuessCounts, label_ranks
 from train.loss.heads import HeadLosses
-from train.loss.targets import IGNORE, head_labels
+from train.loss.labels import IGNORE, head_labels
 from train.module import HeadsOnBackbone
+from train.time_budget import TimeBudget
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
 MARGIN = 5  # a budget ends a run by the clock; the estimate must not end the run earlier, even after a slow probe

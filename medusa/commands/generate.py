@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from decode.drafters.base import DrafterFactory
     from decode.results import Result
     from medusa.commands.models import Opened
-    from train.features.files import Recorder
+    from train.features.recorder import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _recorder(options: GenerateOptions, opened: Opened) -> Recorder | None:
         return None
     from medusa.backbone import Backbone
     from medusa.fingerprint import fingerprint
-    from train.features.files import Recorder
+    from train.features.recorder import Recorder
 
     loaded, prompts = opened.loaded, opened.prompts
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)

@@ -17,7 +17,7 @@ from medusa.fingerprint import fingerprint
 from tests.commands.test_cli import Place, build
 from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.train.templates import GEMMA
-from train.features.files import Recorder
+from train.features.recorder import Recorder
 
 Argv = list[str]
 
@@ -311,7 +311,7 @@ def test_misplaced_recordings_are_rejected(
     said = refused(*generate(place, "--record", str(tmp_path / "theirs")))
     assert "theirs holds features of another backbone or dtype" in said
     assert "give another folder" in said
-    monkeypatch.setattr("train.features.files.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("train.features.recorder.free_bytes", lambda path: 1000)
     said = refused(*generate(place, "--record", str(tmp_path / "new")))
     assert "where 1 kB are free" in said
     assert "fewer new tokens" in said

@@ -10,8 +10,9 @@ import pytest
 
 from tests.helpers import random_ids, tiny_model
 from train.callbacks import summarize, top1_shares
+from train.curves import draw_curves
 from train.recipe import parse_recipe
-from train.run import draw_curves, train
+from train.run import train
 
 LOG: list[dict[str, Any]] = [
     {"step": 1, "loss": 3.0, "head1_top1": 0.1, "head2_top1": 0.05},

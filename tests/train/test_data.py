@@ -17,10 +17,11 @@ from medusa.errors import RequestError
 from medusa.records.record import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
-from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, positions_of
+from train.config import DataConfig
+from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.examples import Example, to_example
-from train.loss.targets import IGNORE, head_labels
-from train.recipe import DataConfig
+from train.data.packing import positions_of
+from train.loss.labels import IGNORE, head_labels
 
 
 def example(*ids: int, taught: str | None = None) -> Example:

@@ -21,7 +21,8 @@ from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train.arguments import MedusaTrainingArguments
 from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses, head_losses_plain
-from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices
+from train.loss.labels import IGNORE
+from train.loss.teacher import BackboneTeacher, backbone_choices
 from train.loss.weighting import Weighting, head_weights
 
 HEADS, ROWS, POSITIONS = 3, 21, 40

@@ -26,13 +26,17 @@ from medusa.loading import LoadOptions, load_backbone, quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.arguments import MedusaTrainingArguments
+from train.config import AdapterConfig, HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.heads import new_heads
-from train.loss.targets import IGNORE, NEXT, head_labels
-from train.medusa2.backbone import adapt, heads_weight, lm_loss, perplexity, tilt_towards, untouched
-from train.medusa2.trainer import HeadsAndAdapter
-from train.recipe import AdapterConfig, HeadsConfig, parse_recipe
+from train.loss.labels import IGNORE, NEXT, head_labels
+from train.medusa2.adapter import adapt, untouched
+from train.medusa2.lm_loss import lm_loss, tilt_towards
+from train.medusa2.module import HeadsAndAdapter
+from train.medusa2.perplexity import perplexity
+from train.medusa2.schedule import heads_weight
+from train.recipe import parse_recipe
 from train.run import train
 
 LENGTH, STEPS = 32, 6
@@ -164,7 +168,7 @@ def test_lambda_0_scales_only_the_backbones_gradient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("train.medusa2.backbone.chunk_rows", lambda *args: chunk)
+    monkeypatch.setattr("train.medusa2.lm_loss.chunk_rows", lambda *args: chunk)
     head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
     teacher, labels = torch.randn(7, 8), torch.randint(0, VOCAB, (7,))
     gradients = []
@@ -188,7 +192,7 @@ def test_the_lm_loss_is_the_divergence_or_the_cross_entropy(monkeypatch: pytest.
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_a_tilted_teacher_is_the_product_of_two_distributions(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("train.medusa2.backbone.chunk_rows", lambda *args: chunk)
+    monkeypatch.setattr("train.medusa2.lm_loss.chunk_rows", lambda *args: chunk)
     head = torch.nn.Linear(8, VOCAB).requires_grad_(False)
     teacher, labels, foreseen = torch.randn(7, 8), torch.randint(0, VOCAB, (7,)), torch.randn(7, VOCAB).softmax(-1)
     hidden = torch.randn(7, 8).requires_grad_()

@@ -15,11 +15,11 @@ from medusa.heads import KINDS
 from medusa.heads.independent import HeadInputs, MedusaHeads, following_ids
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
+from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.heads import new_heads
 from train.module import HeadsOnBackbone, with_noise, with_own_guesses
-from train.recipe import HeadsConfig
 
 HEADS, STEPS = 3, 6
 GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "scheduled_sampling": 0.5}

@@ -11,7 +11,8 @@ import yaml
 from medusa.errors import RequestError
 from train.architecture import BackboneSizes, HeadShape, choose
 from train.arguments import MedusaTrainingArguments
-from train.recipe import HeadsConfig, TrainConfig, load_recipe, parse_recipe
+from train.config import HeadsConfig, TrainConfig
+from train.recipe import load_recipe, parse_recipe
 
 LEAST = {"backbone": "b", "data": "d.jsonl", "output_dir": "o"}
 

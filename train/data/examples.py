@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from medusa.errors import RequestError
 from medusa.records.record import Record, prompt_ids
 from medusa.records.sources import read_records
+from train.config import DataConfig
 from train.data.chat import conversation
-from train.loss.targets import FIRST_OFFSET
-from train.recipe import DataConfig
+from train.loss.labels import FIRST_OFFSET
 
 
 class Example(NamedTuple):

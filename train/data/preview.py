@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.loading import load_config, load_tokenizer
 from medusa.options import LoadOptions
-from train.data.datasets import pack, require_data, row_length
+from train.config import TrainConfig
+from train.data.datasets import require_data, row_length
 from train.data.examples import DataCounts, Example, ExampleReader
-from train.recipe import TrainConfig
+from train.data.packing import pack
 
 TAUGHT = "bold green"
 BRACKETS = "⟦", "⟧"  # instead of colours

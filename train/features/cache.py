@@ -1,13 +1,12 @@
-"""A cache of one dataset's features: planned, written where they are missing, and read."""
+"""A cache of one dataset's features: its missing shards are estimated, written and read."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,62 +15,15 @@ from torch.utils.data import default_collate
 from medusa.backbone import Backbone
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.files import free_bytes, readable
+from medusa.files import free_bytes
 from medusa.loading import DTYPES
-from train.data.datasets import Batch, PackedDataset
+from train.data.datasets import PackedDataset
+from train.data.packing import Batch
 from train.features import files
-from train.features.files import PER_TOKEN, Features, Manifest, is_features
-
-if TYPE_CHECKING:
-    from train.trainer import MedusaTrainer
-
-
-@dataclass(frozen=True)
-class FeaturePlan:
-    """Disk space and time of a cache, estimated before anything is written."""
-
-    tokens: int
-    missing_bytes: int
-    """Bytes that are still to be written."""
-    free_bytes: int
-    backbone_seconds: float
-    """The part of a training step in the backbone's forward, which features save."""
-    heads_seconds: float
-    """The rest of a training step."""
-    epochs: float
-
-    @property
-    def saved_per_epoch(self) -> float:
-        """Share of the time that features save in every epoch after the first."""
-        return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
-
-    @property
-    def saved(self) -> float:
-        """Share of the whole run's time that features save; the backbone still runs once."""
-        return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
-
-    def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
-        return asdict(self) | {"saved_per_epoch": self.saved_per_epoch, "saved": self.saved}
-
-    def __str__(self) -> str:
-        return (
-            f"features: {self.tokens:,} tokens, {readable(self.missing_bytes)} to write, "
-            f"{readable(self.free_bytes)} free; they save {self.saved_per_epoch:.0%} of every epoch after the first, "
-            f"{self.saved:.0%} of this run ({self.epochs:.3g} epochs)"
-        )
-
-    def require_space(self, folder: Path) -> None:
-        """Check that the disk of `folder` can hold the features.
-
-        Raises:
-            RequestError: the disk is too small.
-        """
-        if self.missing_bytes > self.free_bytes:
-            raise RequestError(
-                f"features would take {readable(self.missing_bytes)} in {folder}, where {readable(self.free_bytes)} "
-                "are free; leave cache_features out, give another features_dir, or features_dtype: float16"
-            )
+from train.features.dataset import Features
+from train.features.files import PER_TOKEN, Manifest, is_features
+from train.features.plan import FeaturePlan
+from train.trainer import MedusaTrainer
 
 
 class FeatureCache:

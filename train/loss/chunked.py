@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from train.loss.chunks import MIN_ROWS, MIN_ROWS_OWN, chunk_rows
-from train.loss.targets import IGNORE, BackboneTeacher, SoftTargets
+from train.loss.labels import IGNORE
+from train.loss.teacher import BackboneTeacher, SoftTargets
 from train.loss.weighting import Weighting
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from medusa.heads.independent import HeadInputs, MedusaHeads
 from medusa.vocabulary import places_of, rows_for
 from train.loss.chunked import ChunkedLoss
-from train.loss.targets import IGNORE, BackboneTeacher
+from train.loss.labels import IGNORE
+from train.loss.teacher import BackboneTeacher
 from train.loss.weighting import PAPERS_WEIGHTING, Weighting, head_weights
 
 BACKENDS = ("auto", "chunked", "plain", "liger")

@@ -1,14 +1,8 @@
-"""The module and the Trainer of Medusa-2, for the loss in `train.medusa2.backbone`. The heads may learn alone first.
-
-lambda_0 scales the heads' gradient where it enters the backbone, not the heads' loss. Both have the same effect on the
-backbone. Under AdamW a constant factor does not affect the heads, but a changing factor on their loss would slow them
-down while AdamW adjusts.
-"""
+"""The Trainer of Medusa-2, which trains heads together with a LoRA adapter in the backbone."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from peft import set_peft_model_state_dict
@@ -20,72 +14,15 @@ from medusa.files import replacing_folder
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from train.arguments import MedusaTrainingArguments
-from train.data.datasets import Batch
-from train.loss.heads import HeadLosses
-from train.loss.targets import IGNORE, NEXT, head_labels
-from train.medusa2.backbone import ADAPTER, ADAPTER_WEIGHTS, heads_weight, lm_loss, risen, tilt_towards, untouched
-from train.module import HeadsOnBackbone
-from train.recipe import AdapterConfig
+from train.config import AdapterConfig
+from train.data.packing import Batch
+from train.loss.labels import IGNORE, NEXT, head_labels
+from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS
+from train.medusa2.module import HeadsAndAdapter, JointLosses
+from train.medusa2.schedule import heads_weight, risen
 from train.trainer import MedusaTrainer
 
 HEADS_FASTER = 4  # times the adapter's learning rate (paper, section 3)
-
-
-class JointLosses(NamedTuple):
-    """The heads' losses with the LM loss and its number of labels."""
-
-    heads: HeadLosses
-    lm: Tensor
-    """Mean over the labels, in nats; carries gradients. 0 while the heads learn alone."""
-    lm_total: Tensor
-
-
-class HeadsAndAdapter(HeadsOnBackbone):
-    """The module that Medusa-2 trains: heads, and the adapter in the backbone."""
-
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
-        """`model` is a result of `adapt`; `lm_loss` is kl or text."""
-        super().__init__(heads, model, args)  # freezes everything
-        model.enable_adapters()  # the adapter learns again
-        self.adapted, self.lm_loss, self.joint = model, lm_loss, True
-        self.lambda_0, self.teacher_tilt = 1.0, 0.0
-
-    def train(self, mode: bool = True) -> HeadsAndAdapter:
-        super().train(mode)
-        self.adapted.train(mode and self.joint)
-        return self
-
-    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing; the Trainer calls it for `training.activation_checkpointing`."""
-        self.adapted.activation_checkpointing_enable(**kwargs)
-
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing, by its name in older versions of transformers."""
-        self.adapted.gradient_checkpointing_enable(**kwargs)
-
-    def forward(self, **batch: Tensor) -> JointLosses:  # type: ignore[override]
-        """Losses of heads and backbone on a batch, whose `hidden`, if any, are the original backbone's states."""
-        backbone, hidden = self.backbone, batch.pop("hidden", None)
-        ids, positions = batch["input_ids"], batch["position_ids"]
-        if hidden is None and (self.lm_loss == "kl" or not self.joint):
-            with torch.no_grad(), untouched(self.adapted):
-                hidden = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
-        if not self.joint:
-            assert hidden is not None
-            nothing = ids.new_zeros((), dtype=torch.float32)
-            return JointLosses(super().forward(**batch, hidden=hidden), nothing, nothing)
-        adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
-        labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
-        taught = labels != IGNORE
-        teacher = tilt = None
-        if hidden is not None and self.lm_loss == "kl":
-            teacher = hidden[taught].to(adapted.dtype)
-            if self.teacher_tilt:
-                tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, taught)
-        lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, tilt)
-        still = adapted.detach()
-        for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
-        return JointLosses(super().forward(**batch, hidden=for_heads), lm, taught.sum())
 
 
 class Medusa2Trainer(MedusaTrainer):

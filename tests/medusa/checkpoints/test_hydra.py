@@ -20,8 +20,8 @@ from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import HeadInputs, MedusaHeads
 from tests.helpers import left_padded, plain, random_ids, tiny_model
+from train.config import HeadsConfig
 from train.heads import new_heads
-from train.recipe import HeadsConfig
 
 HEADS, LAYERS = 3, 3
 EPS, THETA = 1e-3, 500.0

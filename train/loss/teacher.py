@@ -1,16 +1,10 @@
-"""What heads are taught: tokens at an offset from each position, or the backbone's distributions over them.
+"""What heads learn from the backbone: its most probable tokens, or its whole distributions over tokens.
 
-Head k (from 0) at position t is taught token t + k + 2, since the backbone's own LM head already predicts t + 1. No
-other file knows this offset.
+Head k (from 0) at position t learns about token t + k + 2 (`train.loss.labels`). The backbone's own prediction of that
+token is its LM head applied to its hidden state at t + k + 1. Heads need these hidden states anyway, so learning from
+the backbone costs no further forward.
 
-    ids       a b c d e | f g         two documents
-    head 0    c d e . . | . .
-    head 1    d e . . . | . .         never across a document's end, never from padding
-
-The backbone's own prediction of token t + k + 2 is its LM head on its hidden state at t + k + 1. Heads need these
-hidden states anyway, so learning from the backbone's distributions costs no further forward.
-
-Shapes: K heads, B rows, T tokens, R positions that are taught, C of them in a chunk, N positions of a batch, H hidden
+Shapes: B rows, T tokens; N = B T positions of a batch, R of them with a label, C of these in a chunk; K heads, H hidden
 size, V vocabulary.
 """
 
@@ -25,31 +19,7 @@ from torch import Tensor, nn
 from medusa.backbone import Backbone
 from medusa.vocabulary import places_of
 from train.loss.chunks import chunk_rows
-
-IGNORE = -100
-FIRST_OFFSET = 2
-NEXT = 1  # the LM head's own
-
-
-def head_labels(
-    input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int, first: int = FIRST_OFFSET
-) -> Tensor:
-    """Labels [K, B, T] of the heads for ids [B, T]; `IGNORE` where there is nothing to teach.
-
-    Args:
-        loss_mask: [B, T] True for tokens that may be taught, read at the label's position.
-        document_ids: [B, T] the document of each token; padding has its own document and no loss.
-        first: offset of head 0's label.
-    """
-    length = input_ids.shape[1]
-    labels = torch.full((num_heads, *input_ids.shape), IGNORE, dtype=torch.long, device=input_ids.device)
-    for head in range(num_heads):
-        offset = head + first
-        if offset >= length:
-            break
-        taught = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
-        labels[head, :, :-offset] = torch.where(taught, input_ids[:, offset:], IGNORE)
-    return labels
+from train.loss.labels import FIRST_OFFSET, IGNORE
 
 
 @torch.no_grad()

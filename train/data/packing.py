@@ -1,0 +1,86 @@
+"""Rows of one length, packed from documents: cut from documents laid end to end, or made of whole documents.
+
+Every token of a row carries the number of its document and whether it counts in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from train.data.examples import DataCounts, Example
+
+OPEN_ROWS = 16  # rows that wait for another whole document; more waste less padding and read ahead further
+PADDING = -1  # the document that padding belongs to
+Batch = dict[str, Tensor]
+"""The arguments of the trained module, by name: `input_ids`, `position_ids`, `document_ids` and `loss_mask`."""
+
+
+def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
+    """Pack examples into rows of at most `length` tokens; `whole` keeps each document in one row.
+
+    Yields:
+        [3, T] int32: ids, 1 for taught tokens, and the number of each token's document. `counts` counts all.
+    """
+
+    def documents() -> Iterator[Tensor]:
+        for number, example in enumerate(examples):
+            counts.add(example)
+            columns = [example.input_ids, example.loss_mask, [number] * len(example.input_ids)]
+            yield torch.tensor(columns, dtype=torch.int32)
+
+    for row in _first_fit(documents(), length) if whole else _end_to_end(documents(), length):
+        counts.rows += 1
+        yield row
+
+
+def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    open_row = torch.empty(3, 0, dtype=torch.int32)
+    for document in documents:
+        *rows, open_row = torch.cat([open_row, document], dim=1).split(length, dim=1)
+        yield from rows
+    if open_row.numel():
+        yield open_row
+
+
+def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    """Put each document, none longer than `length`, into the first open row that has room for it."""
+    rows: list[Tensor] = []
+    for document in documents:
+        fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)
+        if (at := next(fits, None)) is None:
+            rows.append(document)
+        else:
+            rows[at] = torch.cat([rows[at], document], dim=1)
+        if len(rows) > OPEN_ROWS:
+            yield rows.pop(max(range(len(rows)), key=lambda at: rows[at].shape[1]))
+    yield from rows
+
+
+def padded(row: Tensor, length: int) -> Tensor:
+    """A row [3, T] of `pack`, padded to [3, length]; padding belongs to no document and is not taught."""
+    whole = F.pad(row, (0, length - row.shape[1]))
+    whole[2, row.shape[1] :] = PADDING
+    return whole
+
+
+def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
+    """One item of a dataset from the columns [T] of a row."""
+    documents = document_ids.long()
+    return {
+        "input_ids": input_ids.long(),
+        "position_ids": positions_of(documents),
+        "document_ids": documents,
+        "loss_mask": loss_mask.bool(),
+    }
+
+
+def positions_of(document_ids: Tensor) -> Tensor:
+    """The position [T] of each token in its document's part of a row, from document_ids [T]."""
+    index = torch.arange(len(document_ids))
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[1:] = document_ids[1:] != document_ids[:-1]
+    return index - torch.where(starts, index, 0).cummax(0).values

@@ -1,0 +1,117 @@
+"""Where the assistant's turns lie in the text that a chat template writes for a conversation.
+
+A turn is what the assistant says, up to and including the token that ends the turn. Three methods find it:
+
+1. The template may mark what the assistant says, with {% generation %}. The marks are then used.
+2. Otherwise the template writes the conversation twice: up to the turn's start, and up to its end. The difference
+   between the two texts is the turn.
+3. Some templates write a turn differently if others follow, for example without its reasoning. They write the
+   conversation again with another answer in this turn. The part of the text that changes is the answer.
+
+If no method gives a certain result, the conversation is an error: with a guess, the user's tokens could count in the
+loss.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from medusa.errors import RequestError
+from medusa.records.record import Record, template_error
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use characters: no text holds all of them
+
+
+class Span(NamedTuple):
+    """A turn of the assistant in the text, in characters."""
+
+    start: int
+    said: int
+    """Known end of the answer; the turn ends with the first special token after it."""
+    end: int
+    ended: bool
+    """Whether this special token must come before `end`; otherwise it may also follow directly."""
+
+
+class Written:
+    """A conversation as text, as its template writes it."""
+
+    def __init__(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.record, self.tokenizer, self.messages = record, tokenizer, record.messages or []
+        try:
+            self.template = tokenizer.get_chat_template(None, record.tools)
+            self.text = self._write(self.messages)
+        except Exception as error:  # templates are programs and raise any exception; all are about this record
+            raise template_error(record, error) from None
+
+    def _write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        settings: Any = {"tools": self.record.tools, "tokenize": False, "add_generation_prompt": prompt}
+        return str(self.tokenizer.apply_chat_template(messages, **settings))
+
+    def spans(self) -> list[Span]:
+        """The assistant's turns that are taught, in order."""
+        turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if self.record.teach_last:
+            turns = turns[-1:]
+        elif turns and (marked := self._marked(len(turns))):
+            return marked
+        return [self._turn(turn) for turn in turns]
+
+    def _turn(self, turn: int) -> Span:
+        whole, answer = self._by_difference(turn), self._by_exchange(turn)
+        if whole and answer:
+            start = whole[0]
+            if "add_generation_prompt" not in self.template:
+                # Only the answer shows the end of the turn's header; a space between header and answer is the answer's.
+                start = max(start, len(self.text[: answer[0]].rstrip(" ")))
+            return Span(start, answer[1], whole[1], ended=True)
+        if found := whole or answer:
+            return Span(found[0], said=found[1], end=found[1], ended=found is whole)
+        raise RequestError(
+            f"{self.record.where}: the chat template writes message {turn + 1} differently if others follow, so the "
+            "assistant's answer cannot be found in the text; mark answers in the template with {% generation %}, or "
+            "end the conversation with this message"
+        )
+
+    def _marked(self, turns: int) -> list[Span] | None:
+        """The turns that the template marks; `None` unless it marks all of them."""
+        if not GENERATION.search(self.template):
+            return None
+        messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
+        # Not `apply_chat_template(return_assistant_tokens_mask=True)`: where a marked text ends in a space that belongs
+        # to no token's offsets, its mask runs on to the end of the conversation.
+        given: Any = {"tools": self.record.tools, **self.tokenizer.special_tokens_map}
+        texts, places = cast(
+            tuple[list[str], list[list[tuple[int, int]]]],
+            render_jinja_template([messages], chat_template=self.template, return_assistant_tokens_mask=True, **given),
+        )
+        found = [Span(start, end, end, ended=False) for start, end in places[0] if start < end]
+        return found if texts[0] == self.text and len(found) >= turns else None
+
+    def _by_difference(self, turn: int) -> tuple[int, int] | None:
+        """Start and end of the turn, as the difference between the texts without and with it."""
+        try:
+            before = self._write(self.messages[:turn], prompt=True)
+            after = self._write(self.messages[: turn + 1])
+        except Exception:  # a template may refuse a part of a conversation that it accepts as a whole
+            return None
+        holds = self.text.startswith(after) and after.startswith(before)
+        return (len(before), len(after)) if holds else None
+
+    def _by_exchange(self, turn: int) -> tuple[int, int] | None:
+        """Start and end of the answer, as the part of the text that changes with another answer."""
+        other = next(character for character in PRIVATE if character not in self.text)
+        exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
+        try:
+            head, *tail = self._write(exchanged).split(other)
+        except Exception:  # as above
+            return None
+        if len(tail) != 1 or not (self.text.startswith(head) and self.text.endswith(tail[0])):
+            return None
+        start, end = len(head), len(self.text) - len(tail[0])
+        return (start, end) if start <= end else None

@@ -1,0 +1,75 @@
+"""A dataset of rows with hidden states, read from a folder of features (`train.features.files`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.fingerprint import differs
+from train.data.examples import DataCounts
+from train.data.packing import Batch, as_item, padded
+from train.features.files import PER_TOKEN, Manifest, read_shard, shards
+
+
+class Features(Dataset[Batch]):
+    """Rows of a folder of features, like the rows of `PackedDataset`, with their hidden states.
+
+    Hidden states are mapped into memory and copied one row at a time; ids are kept in memory. A row never crosses a
+    shard's end.
+    """
+
+    def __init__(self, folder: Path, row_length: int) -> None:
+        self.folder, self.row_length = folder, row_length
+        self.paths = shards(folder)
+        self.tokens = [read_shard(path, *PER_TOKEN) for path in self.paths]
+        self.counts = DataCounts(
+            documents=sum(int((t["document_ids"].unique() >= 0).sum()) for t in self.tokens),
+            tokens=sum(int((t["document_ids"] >= 0).sum()) for t in self.tokens),
+            taught=sum(int(t["loss_mask"].sum()) for t in self.tokens),
+        )
+        self._starts = [0]  # rows before each shard, and the number of all rows
+        for tensors in self.tokens:
+            self._starts.append(self._starts[-1] + -(-len(tensors["input_ids"]) // row_length))
+        self._open: dict[Path, Any] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        shard = bisect_right(self._starts, index) - 1
+        path, start = self.paths[shard], (index - self._starts[shard]) * self.row_length
+        if path not in self._open:  # opened in the process that reads: a handle cannot be sent to workers
+            self._open[path] = safe_open(path, framework="pt").get_slice("hidden")
+        hidden = self._open[path][start : start + self.row_length]
+        ids, documents, taught = (self.tokens[shard][name][start : start + self.row_length] for name in PER_TOKEN)
+        row = padded(torch.stack([ids, taught.int(), documents]), self.row_length)
+        return as_item(*row) | {"hidden": F.pad(hidden, (0, 0, 0, self.row_length - len(hidden)))}
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_open": {}}
+
+
+def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
+    """Open a folder of features as training data for `backbone`.
+
+    Raises:
+        RequestError: the features belong to another backbone, or none of their tokens is taught.
+    """
+    manifest = Manifest.read(folder)
+    known = manifest.backbone or {}
+    if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, known):
+        raise RequestError(f"the features in {folder} are of another backbone, {known.get('name')}")
+    features = Features(folder, row_length)
+    if not features.counts.taught:
+        raise RequestError(f"nothing to train on in {folder}: {features.counts}")
+    return features

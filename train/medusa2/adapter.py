@@ -1,0 +1,81 @@
+"""The LoRA adapter of Medusa-2's backbone: added, turned off, and merged into the backbone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from medusa.backbone import Backbone
+from medusa.errors import RequestError
+from medusa.files import replacing_folder
+from medusa.fingerprint import fingerprint
+from medusa.heads.independent import MedusaHeads
+from train.config import AdapterConfig
+
+ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
+
+
+def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """Add a new adapter to a frozen `model`, in place. Before training, the adapter does not change the model's output.
+
+    Raises:
+        RequestError: the model has an adapter already or no such layers, or its logits are not its LM head's output.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")
+    if not Backbone(model).splits:
+        raise RequestError(f"{type(model).__name__} scales or caps its logits; it can be trained on, but not adapted")
+    modules: str | list[str] = config.modules
+    if config.lm_head:
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        modules = sorted((linear if modules == "all-linear" else set(modules)) | {head})
+    sizes: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout}
+    try:
+        model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **sizes))
+    except ValueError as error:
+        raise RequestError(f"adapter.modules: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def untouched(model: PreTrainedModel) -> Iterator[None]:
+    """Turn adapter and dropout off within this context, which restores the model from before `adapt`."""
+    training = model.training
+    model.eval()
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+        model.train(training)
+
+
+def without_adapter(layer: nn.Module) -> nn.Module:
+    """The original layer of a layer that `adapt` may have wrapped."""
+    base = getattr(layer, "base_layer", layer)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def write_merged(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
+) -> Path:
+    """Merge the adapter in `output` into a fresh `base`, and write the result with the heads to output/merged.
+
+    The heads are the same, with the fingerprint of the merged model as their backbone's.
+    """
+    merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
+    with replacing_folder(output / "merged") as folder:
+        merged.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        known, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
+        heads.save_pretrained(folder / "heads")
+        heads.config.backbone = known
+    return output / "merged"

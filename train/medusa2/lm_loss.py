@@ -1,0 +1,99 @@
+"""The LM loss of Medusa-2, which keeps the adapted backbone close to the original one or teaches it the text.
+
+    loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k, with lambda_k = head_decay^k in the paper
+
+L_LM is one of two losses: the divergence from the original backbone, which is the same weights with the adapter off
+(the paper's self-distillation, section 2.3.2), or the cross-entropy on the text.
+
+With `adapter.teacher_tilt` (ours) the teacher p, the original backbone, is tilted towards q, the first head's
+prediction of the same token one position earlier:
+
+    target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^teacher_tilt / normaliser
+
+This target minimises KL(target || p) - teacher_tilt E[log q]. Among tokens that are nearly as probable, the backbone
+learns to take the one that the head predicts, which raises its perplexity little.
+
+Shapes: M positions with a next token, C of them in a chunk, H hidden size, V vocabulary, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from medusa.backbone import Backbone
+from medusa.heads.independent import MedusaHeads
+from train.data.packing import Batch
+from train.loss.chunks import chunk_rows
+from train.medusa2.adapter import without_adapter
+
+Tilt = Callable[[slice], Tensor]
+"""Gives, for a slice of the M positions, the addition to the teacher's log-probabilities [C, V]."""
+
+
+def lm_loss(
+    head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None, teacher_tilt: Tilt | None = None
+) -> Tensor:
+    """Mean over M positions of KL(original || adapted), or of the cross-entropy on the text, in nats.
+
+    At most one chunk of logits is in memory; the backward computes logits again.
+
+    Args:
+        head: the LM head, adapted or not.
+        hidden: [M, H] hidden states of the adapted backbone.
+        labels: [M] next tokens, for the cross-entropy.
+        teacher: [M, H] hidden states of the original backbone, for the divergence.
+    """
+    plain_head = without_adapter(head)
+
+    def chunk(hidden_rows: Tensor, rows: slice) -> Tensor:
+        log_q = head(hidden_rows).float().log_softmax(-1)
+        if teacher is None:
+            return F.nll_loss(log_q, labels[rows], reduction="sum")
+        with torch.no_grad():
+            log_p = plain_head(teacher[rows]).float().log_softmax(-1)
+            if teacher_tilt is not None:
+                log_p = (log_p + teacher_tilt(rows)).log_softmax(-1)
+        return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+
+    loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph even without any label
+    weight = plain_head.weight
+    assert isinstance(weight, Tensor)
+    step = chunk_rows(1, weight.shape[0], hidden.device.type)
+    for start in range(0, len(hidden), step):
+        rows = slice(start, start + step)
+        loss = loss + checkpoint(chunk, hidden[rows], rows, use_reentrant=False)
+    return loss / max(len(hidden), 1)
+
+
+@torch.no_grad()
+def tilt_towards(
+    heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, taught: Tensor
+) -> Tilt:
+    """Make a tilt towards the first head's prediction; 0 at the first position of a document, which has none.
+
+    Args:
+        exponent: `teacher_tilt`.
+        hidden: [B, T, H] hidden states of the adapted backbone.
+        taught: [B, T] True at the M positions.
+    """
+    lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
+    before = (batch["position_ids"][:, :-1], documents[:, :-1])
+    inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
+    training = heads.training
+    heads.eval()  # no dropout, as in decoding
+    features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
+    heads.train(training)
+    if heads.lm_heads is None:
+        features = features.to(next(lm_head.parameters()).dtype)
+    known = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0))[taught]
+    exponents = exponent * known.float()[:, None]
+
+    def gain(rows: slice) -> Tensor:
+        return exponents[rows] * heads.logits(features[None, rows], lm_head)[0].float().log_softmax(-1)
+
+    return gain

@@ -1,0 +1,70 @@
+"""The figures of a finished training run: time, loss, memory, file sizes and accuracies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa.memory import bytes_of, peak_memory
+from train.callbacks import top1_shares
+from train.checkpoints import (
+    size_on_disk,
+    whole_checkpoints,
+)
+from train.medusa2.perplexity import Quality
+from train.trainer import MedusaTrainer
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """The figures of a whole run."""
+
+    steps: int
+    seconds: float | None
+    loss: float | None
+    """Mean over the run."""
+    reading_share: float
+    """Share of the time spent waiting for data."""
+    peak_memory_bytes: dict[str, int]
+    """Peak memory of the process and of each GPU (`medusa.memory`)."""
+    heads_bytes: int
+    checkpoint_bytes: int | None
+    """Size with the optimiser's state, about three times the heads; `None` without a checkpoint."""
+    heads: dict[str, float]
+    """Each head's loss and top-1 in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
+    quality: Quality | None
+    """Perplexities of an adapted backbone."""
+
+    @classmethod
+    def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], quality: Quality | None) -> RunFigures:
+        """The figures of a trainer that has trained; `metrics` are the result of its training."""
+        last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
+        saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
+        return cls(
+            steps=trainer.state.global_step,
+            seconds=metrics.get("train_runtime"),
+            loss=metrics.get("train_loss"),
+            reading_share=round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
+            peak_memory_bytes=peak_memory(),
+            heads_bytes=bytes_of(trainer.heads),
+            checkpoint_bytes=size_on_disk(saved[-1]) if saved else None,
+            heads={key: value for key, value in last.items() if key.startswith("head")},
+            quality=quality,
+        )
+
+    @property
+    def top1(self) -> list[float]:
+        """Each head's top-1, the share of labels that are its best guess, from the last line of the log."""
+        return top1_shares(self.heads)
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form, one flat object."""
+        figures = {name: value for name, value in vars(self).items() if name not in ("heads", "quality")}
+        if self.quality is not None:
+            figures |= {"perplexity_before": self.quality.before, "perplexity_after": self.quality.after}
+        return figures | self.heads
+
+    def __str__(self) -> str:
+        memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in self.peak_memory_bytes.items())
+        saved = "" if self.checkpoint_bytes is None else f"; a checkpoint {self.checkpoint_bytes / 1e6:,.1f} MB"
+        return f"peak memory: {memory}; heads {self.heads_bytes / 1e6:,.1f} MB{saved}"

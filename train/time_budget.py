@@ -1,0 +1,68 @@
+"""A time budget for training: the run ends by the clock, and the learning rate follows the clock."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """Ends training after `seconds`, and gives a learning rate that falls with the time spent.
+
+    Checkpoints hold the time spent, so a resumed run has the rest.
+    """
+
+    def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
+        """
+        Args:
+            seconds: length of the training.
+            elapsed: seconds that an interrupted run has already spent.
+            cpu: count the CPU time of this process instead of wall-clock time.
+        """
+        self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
+        self._clock = time.process_time if cpu else time.monotonic
+        self._resumed_at: float | None = None
+        self._agreed: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The content of a checkpoint, as `ExportableState` restores it."""
+        return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
+
+    def spent(self) -> float:
+        """Seconds of training so far, including those before an interruption."""
+        return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
+
+    def agreed(self) -> float:
+        """Seconds spent, the same number on all processes."""
+        return self.spent() if self._agreed is None else self._agreed
+
+    def progress(self) -> float:
+        """Share of the budget that is spent, at most 1."""
+        return min(1.0, self.agreed() / self.seconds)
+
+    def learning_rate_factor(self, warmup: float) -> float:
+        """The learning rate now as a share of its peak: a linear rise over the share `warmup`, then a linear fall."""
+        progress = self.agreed() / self.seconds
+        if not progress:
+            return 1e-3  # the first step is taken before the clock has moved
+        return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._resumed_at = self._clock()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        # All processes use one clock: otherwise their learning rates would differ, and one process would stop early.
+        if args.world_size > 1:
+            self._agreed = broadcast_object_list([self.spent()])[0]
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.agreed() >= self.seconds:
+            control.should_training_stop = True
