@@ -26,7 +26,8 @@ from decode.bench.machine import stopwatch
 from measuring import PeakMemory
 from medusa.config import MedusaConfig
 from medusa.files import write_json
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions
 from script_tools import markdown_table, run_script, script_parser
 from train.loss.heads import head_losses

@@ -34,8 +34,9 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # the same products in another order; 
 def write(args: argparse.Namespace) -> None:
     """Export in every format that holds these heads, and keep their logits."""
     from medusa.__main__ import main
-    from medusa.export.base import read_lm_head
-    from medusa.heads.independent import HeadInputs, MedusaHeads
+    from medusa.export.lm_head import read_lm_head
+    from medusa.heads.independent import MedusaHeads
+    from medusa.heads.inputs import HeadInputs
 
     heads, lm_head = MedusaHeads.from_pretrained(args.heads), read_lm_head(args.backbone)
     formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm", "modelopt")

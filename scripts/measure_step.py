@@ -48,7 +48,7 @@ from medusa.backbone import Backbone
 from medusa.commands.arguments import group, parse
 from medusa.commands.models import open_heads
 from medusa.commands.options import Models
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from medusa.loading import DTYPES
 from medusa.options import count, option
 from script_tools import markdown_table, positive, run_script, script_parser

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from medusa.backbone import Backbone
 from medusa.heads.guesses import accepted, ranks_of
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
 from train.loss.chunks import chunk_rows

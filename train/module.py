@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.independent import HeadInputs, MedusaHeads, following_ids
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
 from train.loss.chunks import chunk_rows

@@ -15,7 +15,8 @@ from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 

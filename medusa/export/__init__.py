@@ -12,19 +12,23 @@ if TYPE_CHECKING:
     from medusa.export.base import Export, Written
 
 FORMATS = {
-    "original-v1": "published:write_original",  # FasterDecoding's medusa_lm_head.pt
-    "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
-    "vllm": "vllm:write_vllm",  # vLLM: Medusa heads up to 0.32, EAGLE-3's layer
-    "sglang": "vllm:write_sglang",  # SGLang: EAGLE-3's layer
-    "tensorrt-llm": "published:write_tensorrt_llm",  # heads without the backbone
-    "modelopt": "published:write_modelopt",  # heads and backbone in one folder, as TensorRT-LLM takes them
-    "hub": "repository:write_hub",  # plain transformers, through custom_generate
+    "original-v1": "original:write",  # FasterDecoding's package medusa-llm
+    "tgi": "tgi:write",  # Text Generation Inference, LoRAX
+    "vllm": "vllm:write",  # Medusa heads (vLLM up to 0.32) and the layer of EAGLE-3
+    "sglang": "sglang:write",  # the layer of EAGLE-3
+    "tensorrt-llm": "tensorrt_llm:write",  # TensorRT-LLM: heads without the backbone
+    "modelopt": "modelopt:write",  # TensorRT-LLM: heads and backbone in one folder
+    "hub": "repository:write",  # transformers without this package, through custom_generate
 }
-"""The module and the function that writes each format."""
+"""The name of each format, with the module and the function that write it."""
 
 
 def writer(name: str) -> Callable[[Export], Written]:
-    """The function that writes a format. It checks that the format can hold the heads before it writes anything."""
+    """Return the function that writes the format `name`. It checks that the format can hold the heads before it writes.
+
+    Raises:
+        RequestError: there is no such format.
+    """
     if name not in FORMATS:
         raise RequestError(f"--to is {name!r}; choose one of {', '.join(FORMATS)}")
     found: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[name]}")

@@ -1,63 +1,73 @@
-"""The input and output of every format, and the backbone's LM head for formats in which every head owns one."""
+"""The parts that several export formats share: their input and output, checks, and files with the published names."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.stored import Stored
-from medusa.config import MedusaConfig
+from medusa.checkpoints.published import to_published
+from medusa.checkpoints.stored import CONFIG, WEIGHTS, save_tensors
+from medusa.config import PUBLISHED_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.card import Facts
-from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config
+from medusa.files import write_json
+from medusa.tree import Tree, named_trees
 
-FORMER_NAMES = ("embed_out.weight",)
-"""Names under which transformers still saves an LM head."""
+MODEL_WEIGHTS = "model.safetensors"
+"""The file of weights that vLLM and SGLang load."""
+CHOICES, MAX_CHOICES = "medusa_choices.json", 63
+"""The file of the tree for TensorRT-LLM, and the most nodes (without the root) that its engine allows."""
+FALLBACK_TREE = "mc_sim_7b_63"
+"""The name of the tree that is written for heads without a tree of their own."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """The input of a format."""
+    """The input of the function that writes a format: the heads, their backbone and the folder."""
 
     heads: Checkpoint
-    """The heads in the dtype to write."""
+    """The heads, converted to the dtype to write."""
     backbone: str
-    """The backbone's name or folder, for configs and commands."""
+    """The name or folder of the backbone, for the written config and for serving commands."""
     folder: Path
-    """An empty folder to fill; it becomes `place` on success."""
+    """An empty temporary folder for the files. It is renamed to `place` after a successful export."""
     place: Path
-    """The folder of the result, for the serving command."""
+    """The final folder, for serving commands."""
     lm_head: Callable[[], Tensor]
-    """Reads the backbone's LM head [V, H] from its files, at the first call."""
+    """A function that returns the backbone's LM head [V, H]; it reads the files at its first call."""
     facts: Facts
-    """Facts for a model card that the heads themselves do not hold."""
+    """Facts for the model card that are not part of the checkpoint, such as the licence."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The output of a format."""
+    """The result of writing a format: hints for the user, and the heads to expect when the files are read again."""
 
     serve: str
-    """The command that serves the result, or lines of Python."""
+    """The shell command or Python code that decodes with the written heads."""
     lost: str
-    """The features of this package's decoding that are missing there, in a sentence."""
+    """One sentence on the features of this package that the other program does not have."""
     heads: Checkpoint
-    """The heads that reading the folder again must give."""
+    """The heads that the loader must return for the written folder; the export command checks this."""
     notes: list[str] = field(default_factory=list)
-    """Other hints for the user."""
+    """Further hints for the user, one sentence each."""
 
 
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
-    """Raise RequestError unless the format `name` can hold the heads: independent heads of square blocks.
+    """Check that the format `name` can hold the heads: only independent heads with the paper's blocks ("square").
 
-    `kinds` is the setting that the message recommends if the kind is wrong.
+    Args:
+        config: the config of the heads.
+        name: the format's name, for the error message.
+        kinds: the setting that the error message recommends for heads of another kind.
+
+    Raises:
+        RequestError: heads of another kind, other blocks, prefix layers or a reduced vocabulary.
     """
     for wrong, way_out in {
         f"kind {config.kind}": kinds if config.kind != "medusa" else None,
@@ -70,55 +80,31 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
 
 
 def quoted(argument: str | Path) -> str:
-    """An argument of a shell command, quoted if needed."""
+    """Return an argument of a shell command, quoted if needed."""
     return shlex.quote(str(argument))
 
 
-def with_own_lm_heads(export: Export) -> Checkpoint:
-    """The heads, each with an LM head. Heads that share the backbone's get copies of it in the heads' dtype."""
-    heads, config = export.heads, export.heads.config
-    if config.lm_head == "own":
-        return heads
-    weight = export.lm_head()
-    if weight.shape[1] != config.hidden_size or config.vocab_size not in (None, len(weight)):
-        raise RequestError(
-            f"these heads are for {config.vocab_size or 'any number of'} tokens and hidden size {config.hidden_size}, "
-            f"the LM head of {export.backbone} for {len(weight)} and {weight.shape[1]}; name their own backbone"
-        )
-    copies = weight.T.to(heads.dtype).expand(config.num_heads, -1, -1).contiguous()
-    own = replace(config, lm_head="own", vocab_size=len(weight))
-    return replace(heads, config=own, tensors=heads.tensors | {"lm_heads": copies})
+def write_published(export: Export, heads: Checkpoint, extra: dict[str, str] | None = None) -> None:
+    """Write the heads under the published names of tensors, and their config with the keys of `extra` added."""
+    save_tensors(to_published(heads), export.folder / WEIGHTS)
+    write_json(export.folder / CONFIG, published_config(heads.config) | (extra or {}))
 
 
-def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
-    """Read the LM head [V, H] of a backbone: from a local folder this tensor alone, else with the whole model.
+def published_config(config: MedusaConfig) -> dict[str, object]:
+    """Return the config with only the keys that FasterDecoding, TGI, LoRAX and TensorRT-LLM read."""
+    return {published: getattr(config, ours) for ours, published in PUBLISHED_KEYS.items()}
 
-    Raises:
-        RequestError: no such backbone, or an LM head with a bias, which no other format holds.
+
+def write_choices(export: Export, config: MedusaConfig) -> list[list[int]]:
+    """Write the tree for TensorRT-LLM: the tree in the heads' config or, if there is none, `FALLBACK_TREE`.
+
+    The tree is cut to the depth that the heads reach, and to `MAX_CHOICES` nodes.
+
+    Returns:
+        The paths of all written nodes. The root is not among them.
     """
-    folder = DEMO if name == "demo" else Path(name)
-    if folder.is_dir() and not (folder / "adapter_config.json").is_file():
-        config = load_config(name, options)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
-        weight = _without_bias(model.get_output_embeddings(), name)
-        text = config.get_text_config(decoder=True)
-        tied = model.get_input_embeddings().weight if getattr(text, "tie_word_embeddings", False) else None
-        names = [
-            key for key, value in model.named_parameters(remove_duplicate=False) if value is weight or value is tied
-        ]
-        stored = Stored.of_model(folder)
-        for key in (*names, *(key.removeprefix(f"{model.base_model_prefix}.") for key in names), *FORMER_NAMES):
-            if key in stored and stored[key].shape == weight.shape:
-                return stored[key]
-    model = load_backbone(name, replace(options, device="cpu")).model
-    return _without_bias(model.get_output_embeddings(), name).detach()
-
-
-def _without_bias(head: nn.Module | None, name: str) -> Tensor:
-    weight = getattr(head, "weight", None)
-    if not isinstance(weight, Tensor):
-        raise RequestError(f"{name} has no LM head; name the backbone that the heads were trained for")
-    if getattr(head, "bias", None) is not None:
-        raise RequestError(f"the LM head of {name} has a bias, which LM heads of this format cannot have")
-    return weight
+    tree = Tree.from_paths(config.tree or named_trees()[FALLBACK_TREE]).clip(config.num_heads)
+    # Sorted by depth, so that the first nodes always form a tree.
+    paths = sorted((list(path) for path in tree.rank_paths if path), key=lambda path: (len(path), path))[:MAX_CHOICES]
+    write_json(export.folder / CHOICES, paths)
+    return paths

@@ -41,7 +41,7 @@ def why_no_code(config: MedusaConfig) -> str | None:
     return f"a vocabulary of {config.vocabulary} tokens" if config.vocabulary is not None else None
 
 
-def write_hub(export: Export) -> Written:
+def write(export: Export) -> Written:
     """Write a repository for the Hub that plain transformers decodes with.
 
     Raises:

@@ -1,37 +1,35 @@
-"""Formats of vLLM and SGLang: Medusa heads for vLLM up to 0.32, and EAGLE-3's layer (`medusa.checkpoints.eagle3`).
+"""The formats of vLLM: Medusa heads for vLLM up to 0.32, and heads of kind `eagle` as a layer of EAGLE-3.
 
-vLLM's names of Medusa heads' tensors:
+Medusa head h has these tensors, with hidden size H, vocabulary size V and blocks l:
 
     blocks.{h}.layers.{l}.weight [H, H]   blocks.{h}.layers.{l}.bias [H]   lm_heads.{h}.weight [V, H]
 
-or one `lm_head.weight` for all heads that share the backbone's LM head. vLLM does not use the backbone's, so a copy is
-written. vLLM ignores unknown tensors, and drops biases unless `medusa_fc_bias` is set: with wrong names, guesses would
-only be never right. If several config keys contain "num" and "heads", vLLM takes the last one.
+If the heads share the backbone's LM head, a copy of it is written as `lm_head.weight`, because vLLM does not use the
+backbone's LM head for them. vLLM drops biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an
+error. With a wrong name, it would accept almost no guess. vLLM takes the number of heads from the last config key that
+contains both "num" and "heads".
 """
 
 from __future__ import annotations
 
 import json
 
-import torch
-
-from medusa.checkpoints.eagle3 import to_eagle3
 from medusa.checkpoints.published import SHARED, VLLM, to_published
 from medusa.checkpoints.stored import CONFIG, save_tensors
-from medusa.config import GATED, GATED_EPS
-from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
+from medusa.export.base import MODEL_WEIGHTS, Export, Written, quoted, require_square
+from medusa.export.eagle3 import write_eagle3
+from medusa.export.lm_head import with_own_lm_heads
 from medusa.files import write_json
-from medusa.heads.context_kv import BASE, attention_heads
-from medusa.loading import load_config
-
-MODEL_WEIGHTS = "model.safetensors"
 
 
-def write_vllm(export: Export) -> Written:
-    """Write the heads and the command by which vLLM serves them."""
+def write(export: Export) -> Written:
+    """Write Medusa heads or, for kind `eagle`, a layer of EAGLE-3, and return the command that serves them with vLLM.
+
+    Raises:
+        RequestError: vLLM cannot load heads of this kind or with these settings.
+    """
     if export.heads.config.kind == "eagle":
-        _write_eagle3(export, "vllm")
+        write_eagle3(export, "vllm")
         return Written(
             serve=_serving_command(export, "eagle3"),
             lost="one chain of best guesses instead of a tree",
@@ -71,80 +69,6 @@ def write_vllm(export: Export) -> Written:
 
 
 def _serving_command(export: Export, method: str) -> str:
+    """Return the `vllm serve` command for a method of speculative decoding: `medusa` or `eagle3`."""
     asked = {"method": method, "model": str(export.place), "num_speculative_tokens": export.heads.config.num_heads}
     return f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"
-
-
-def write_sglang(export: Export) -> Written:
-    """Write an EAGLE-3 layer and the command by which SGLang serves it."""
-    config = export.heads.config
-    if config.kind != "eagle":
-        raise RequestError(
-            "sglang has no Medusa heads; train kind eagle with "
-            f"heads.kind=eagle heads.block={GATED} heads.lm_head=shared, or export to vllm"
-        )
-    _write_eagle3(export, "sglang")
-    steps = config.num_heads
-    return Written(
-        serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {quoted(export.place)} --speculative-num-steps {steps} "
-        f"--speculative-eagle-topk 4 --speculative-num-draft-tokens {4 * steps}",
-        lost="no tree of your own: SGLang grows one from --speculative-eagle-topk and --speculative-num-draft-tokens",
-        heads=export.heads,
-    )
-
-
-def _write_eagle3(export: Export, name: str) -> None:
-    """Write `config.json` and `model.safetensors` for the server `name`.
-
-    Raises:
-        RequestError: the heads are not an EAGLE-3 layer, or belong to a backbone of other sizes.
-    """
-    heads, config = export.heads, export.heads.config
-    if not config.servable:
-        wrong = [
-            f"heads.block={GATED}" if config.block != GATED else "",
-            "heads.lm_head=shared" if config.lm_head != "shared" else "",
-            "heads.prefix_layers=0" if config.prefix_layers else "",
-        ]
-        raise RequestError(
-            f"{name} runs heads of kind eagle only as the layer of EAGLE-3, which these are not; train them with "
-            + " ".join(filter(None, wrong))
-        )
-    backbone = load_config(export.backbone).get_text_config(decoder=True)
-    if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
-        raise RequestError(f"these heads are not of {export.backbone}, which has other sizes; name their own backbone")
-    tensors = to_eagle3(heads)
-    if config.vocabulary is not None:
-        tokens = heads.tensors["vocabulary"]
-        tensors["lm_head.weight"] = export.lm_head()[tokens].to(heads.dtype)
-        tensors["d2t"] = tokens - torch.arange(len(tokens))
-        tensors["t2d"] = torch.zeros(backbone.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
-    save_tensors(tensors, export.folder / MODEL_WEIGHTS)
-    count = attention_heads(config.hidden_size)
-    layer = {  # a Llama of one layer, as both servers read it
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.inner_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": count,
-        "num_key_value_heads": count,
-        "head_dim": config.hidden_size // count,
-        "hidden_act": "silu",
-        "rms_norm_eps": GATED_EPS,
-        "rope_theta": BASE,
-        "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
-        "max_position_embeddings": getattr(backbone, "max_position_embeddings", None) or 2048,
-        "vocab_size": backbone.vocab_size,
-        "draft_vocab_size": config.vocabulary,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "norm_before_residual": False,
-        "eagle_config": {"use_aux_hidden_state": False},
-        "torch_dtype": str(heads.dtype).removeprefix("torch."),
-        "medusa_num_heads": config.num_heads,
-        "base_model_name_or_path": config.base_model_name_or_path,
-    }
-    write_json(export.folder / CONFIG, layer)

@@ -9,54 +9,26 @@ Shapes: K heads, H hidden size, V vocabulary, N tokens that heads guess among, B
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.files import Json
-from medusa.heads import class_of
 from medusa.heads.blocks import STACKED_BLOCKS
 from medusa.heads.context_kv import ContextKV, visible
+from medusa.heads.inputs import HeadInputs, following_ids
+from medusa.heads.pretrained import PretrainedHeads
 
 if TYPE_CHECKING:
-    from medusa.checkpoints.checkpoint import Checkpoint
-    from medusa.checkpoints.folder import HubOptions
-    from medusa.export.repository import PushOptions
     from medusa.heads.prefix import Prefix
 
 LMHead = Callable[[Tensor], Tensor]
 """hidden [..., H] -> logits [..., V]."""
 
 
-class HeadInputs(NamedTuple):
-    """The inputs of heads at some positions of some texts, in training, evaluation, calibration and decoding.
-
-    `MedusaHeads.inputs` builds them from whole texts; decoding builds them from its caches.
-    """
-
-    hidden: Tensor
-    """[..., H] hidden states of the backbone, or the output of the heads' prefix layers."""
-    following: Tensor | None = None
-    """[..., K, H] embeddings of the K tokens after each position, for kinds that follow the path."""
-    context_kv: ContextKV | None = None
-    """Keys and values of the text before each position, for kinds that look back."""
-
-
-def following_ids(input_ids: Tensor, count: int) -> Tensor:
-    """ids [B, T] -> the `count` tokens after each position [B, T, count]; after a row's end, its last token repeats.
-
-    No head learns at a position where one of these tokens belongs to another document, as its label would, too.
-    """
-    last = input_ids[:, -1:].expand(-1, count)
-    return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
-
-
-class MedusaHeads(nn.Module):
+class MedusaHeads(PretrainedHeads):
     """K independent heads on a frozen backbone's last hidden state, and the base class of all other kinds.
 
     With `lm_head: own` each head has an LM head. With `lm_head: shared` the caller passes the backbone's LM head in, so
@@ -69,10 +41,7 @@ class MedusaHeads(nn.Module):
     """Whether heads attend to the text before, so that decoding keeps keys and values for them."""
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.provenance: Json | None = None
-        """The content of `provenance.json`; `None` without this file."""
+        super().__init__(config)
         self.vocabulary: Tensor | None
         """[N] the tokens that heads guess among (`medusa.vocabulary`); `None`: all."""
         self.register_buffer("vocabulary", None if config.vocabulary is None else torch.arange(config.vocabulary))
@@ -206,78 +175,3 @@ class MedusaHeads(nn.Module):
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
         """Inputs at positions [...] -> logits [k, ..., V] of the first k = `num_heads` heads (all by default)."""
         return self.logits(self.features(inputs, num_heads), lm_head)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
-
-    @classmethod
-    def from_config(cls, config: MedusaConfig) -> Self:
-        """Make untrained heads of the kind that `config` names."""
-        heads = class_of(config.kind)(config)
-        assert isinstance(heads, cls)
-        return heads
-
-    def checkpoint(self) -> Checkpoint:
-        """The config, tensors and provenance of these heads, not copied."""
-        from medusa.checkpoints.checkpoint import Checkpoint
-
-        return Checkpoint(self.config, self.state_dict(), self.provenance)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        **hub: Unpack[HubOptions],
-    ) -> Self:
-        """Load heads from `demo`, a local folder or a Hub id, in any format of docs/formats.md.
-
-        Args:
-            name_or_path: the name, folder or id.
-            dtype, device: by default the dtype of the file, on the CPU.
-            hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
-
-        Raises:
-            RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
-        """
-        from medusa.checkpoints.folder import load
-
-        checkpoint = load(name_or_path, **hub)
-        with torch.device("meta"):
-            heads = cls.from_config(checkpoint.config)
-        heads.load_state_dict(checkpoint.tensors, assign=True)  # not copied
-        heads.provenance = checkpoint.provenance
-        return heads.eval().to(device=device, dtype=dtype)
-
-    def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
-        """Write the heads into `folder`, which is made if needed, each file whole or not at all.
-
-        `provenance` is the content of `provenance.json`, by default that of these heads.
-
-        Raises:
-            RequestError: the folder holds heads and `overwrite` is off.
-        """
-        from medusa.checkpoints.folder import save
-
-        checkpoint = self.checkpoint()
-        save(checkpoint if provenance is None else replace(checkpoint, provenance=provenance), Path(folder), overwrite)
-
-    def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
-        """Publish the heads with a model card and code for plain transformers; return the commit's address.
-
-        `options` are `private`, `token`, `revision`, `commit_message`, `license` and `benchmark`.
-        """
-        from medusa.export.repository import push
-
-        return push(self.checkpoint(), repo_id, **options)

@@ -26,7 +26,8 @@ from medusa.config import ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.blocks import OriginalHydraStack, Stack
 from medusa.heads.context_kv import ContextKV
-from medusa.heads.independent import HeadInputs, LMHead, MedusaHeads
+from medusa.heads.independent import LMHead, MedusaHeads
+from medusa.heads.inputs import HeadInputs
 
 State = tuple[Tensor, ...]
 """The state that a head leaves to the next one: tensors [..., S], which all children of a node share."""

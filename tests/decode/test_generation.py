@@ -17,7 +17,7 @@ from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import named_trees
 from tests.helpers import (
     LETTERS,

@@ -30,7 +30,8 @@ from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.errors import RequestError
 from medusa.heads import KINDS
 from medusa.heads.guesses import MISSED
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train.architecture import BackboneSizes

@@ -13,7 +13,7 @@ from decode.settings import Settings
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from tests.helpers import VOCAB, random_heads, random_ids
 from train.evaluate import TOPS, GuessCounts, OwnText, guess_ranks, head_accuracy

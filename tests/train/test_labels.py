@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medusa.heads.independent import following_ids
+from medusa.heads.inputs import following_ids
 from train.loss.labels import FIRST_OFFSET, IGNORE, head_labels
 
 

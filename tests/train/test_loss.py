@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train.arguments import MedusaTrainingArguments
 from train.loss.chunks import chunk_rows

@@ -21,7 +21,8 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
 from medusa.fingerprint import differs
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions, load_backbone, quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer

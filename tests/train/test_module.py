@@ -12,7 +12,8 @@ from torch import nn
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import KINDS
-from medusa.heads.independent import HeadInputs, MedusaHeads, following_ids
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs, following_ids
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig

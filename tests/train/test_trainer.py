@@ -20,7 +20,8 @@ from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.fingerprint import differs, fingerprint
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.callbacks import summarize

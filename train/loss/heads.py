@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import places_of, rows_for
 from train.loss.chunked import ChunkedLoss
 from train.loss.labels import IGNORE

@@ -24,7 +24,8 @@ from decode.results import prompt_seeds
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Layout, RankPath, Tree
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 

@@ -31,7 +31,7 @@ from decode.settings import Settings
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all
 

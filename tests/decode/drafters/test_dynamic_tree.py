@@ -17,7 +17,7 @@ from decode.topology import Topology, chosen_part
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree
 
 

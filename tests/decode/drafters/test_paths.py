@@ -25,7 +25,8 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.sequential import SequentialHeads
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_steps, tiny_model
 

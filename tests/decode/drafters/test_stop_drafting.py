@@ -18,7 +18,8 @@ from decode.settings import DecodingOptions, Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads import KINDS
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_heads, random_ids
 
 NODES, HEADS = 14, 3

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
 H, V = 6, 9

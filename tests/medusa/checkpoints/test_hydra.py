@@ -18,7 +18,8 @@ from medusa.checkpoints.stored import CONFIG
 from medusa.checkpoints.stored import HYDRA_WEIGHTS as WEIGHTS
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
-from medusa.heads.independent import HeadInputs, MedusaHeads
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from train.config import HeadsConfig
 from train.heads import new_heads

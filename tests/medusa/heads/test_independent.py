@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.published import to_published
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
 K, H, V = 3, 8, 11

@@ -16,7 +16,7 @@ from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import KINDS
-from medusa.heads.independent import HeadInputs
+from medusa.heads.inputs import HeadInputs
 from medusa.heads.sequential import SequentialHeads, normalised
 
 H, V, K = 6, 11, 3

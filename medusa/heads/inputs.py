@@ -1,0 +1,37 @@
+"""The inputs of heads: hidden states, embeddings of the tokens that follow, and keys and values of earlier text.
+
+Shapes: ... any positions, K heads, H hidden size, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa.heads.context_kv import ContextKV
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of heads at some positions of some texts, in training, evaluation, calibration and decoding.
+
+    `MedusaHeads.inputs` builds these inputs from whole texts. Decoding builds them from its caches.
+    """
+
+    hidden: Tensor
+    """[..., H] hidden states of the backbone, or the output of the heads' prefix layers."""
+    following: Tensor | None = None
+    """[..., K, H] embeddings of the K tokens after each position, for kinds of heads that read these tokens."""
+    context_kv: ContextKV | None = None
+    """Keys and values of the text before each position, for kinds of heads that attend to it."""
+
+
+def following_ids(input_ids: Tensor, count: int) -> Tensor:
+    """Return the `count` tokens after each position [B, T, count] of the texts `input_ids` [B, T].
+
+    After the end of a row, its last token is repeated. A following token can belong to another packed document. Heads
+    do not learn at such positions, because their labels are in the other document, too.
+    """
+    last = input_ids[:, -1:].expand(-1, count)
+    return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)

@@ -1,0 +1,113 @@
+"""The base class of all heads: it creates heads from configs, loads and saves them, and publishes them on the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, Unpack
+
+import torch
+from torch import nn
+
+from medusa.config import MedusaConfig
+from medusa.files import Json
+from medusa.heads import class_of
+
+if TYPE_CHECKING:
+    from medusa.checkpoints.checkpoint import Checkpoint
+    from medusa.checkpoints.folder import HubOptions
+    from medusa.export.repository import PushOptions
+
+
+class PretrainedHeads(nn.Module):
+    """Heads with a config and a provenance, which can be loaded, saved and published. Each kind adds its modules."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        """Store the config; the subclass adds the modules."""
+        super().__init__()
+        self.config = config
+        self.provenance: Json | None = None
+        """The content of `provenance.json` (recipe, data, versions and results); `None` without this file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @classmethod
+    def from_config(cls, config: MedusaConfig) -> Self:
+        """Create untrained heads of the kind that `config` names."""
+        heads = class_of(config.kind)(config)
+        assert isinstance(heads, cls)
+        return heads
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the config, the tensors and the provenance of these heads; the tensors are not copied."""
+        from medusa.checkpoints.checkpoint import Checkpoint
+
+        return Checkpoint(self.config, self.state_dict(), self.provenance)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **hub: Unpack[HubOptions],
+    ) -> Self:
+        """Load heads in eval mode from a local folder, the Hub or the package, in any format of docs/formats.md.
+
+        Args:
+            name_or_path: a folder, a Hub id such as `org/heads`, or `demo` for the heads that come with the package.
+            dtype, device: by default the dtype of the file, on the CPU.
+            hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
+
+        Raises:
+            RequestError: there are no heads, a file is damaged, or a tensor is missing, unknown or of the wrong shape.
+        """
+        from medusa.checkpoints.folder import load
+
+        checkpoint = load(name_or_path, **hub)
+        with torch.device("meta"):
+            heads = cls.from_config(checkpoint.config)
+        heads.load_state_dict(checkpoint.tensors, assign=True)  # not copied
+        heads.provenance = checkpoint.provenance
+        return heads.eval().to(device=device, dtype=dtype)
+
+    def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
+        """Write the heads into `folder`, each file atomically. The folder is created if it does not exist.
+
+        Args:
+            folder: the folder to write into.
+            provenance: the content of `provenance.json`; by default the provenance of these heads.
+            overwrite: whether to replace heads that the folder already contains.
+
+        Raises:
+            RequestError: the folder contains heads and `overwrite` is false.
+        """
+        from medusa.checkpoints.folder import save
+
+        checkpoint = self.checkpoint()
+        save(checkpoint if provenance is None else replace(checkpoint, provenance=provenance), Path(folder), overwrite)
+
+    def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
+        """Publish the heads on the Hub, with a model card and code that decodes with plain transformers.
+
+        Args:
+            repo_id: the repository's id, such as `org/heads`. The repository is created if it does not exist.
+            options: `private`, `token`, `revision`, `commit_message`, `license` and `benchmark`.
+
+        Returns:
+            The address of the commit.
+        """
+        from medusa.export.repository import push
+
+        return push(self.checkpoint(), repo_id, **options)
