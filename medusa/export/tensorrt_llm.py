@@ -12,7 +12,7 @@ LOST = "greedy decoding only; one tree, given when the engine is built; Llama an
 def write(export: Export) -> Written:
     """Write `config.json`, `medusa_lm_head.safetensors` and the tree `medusa_choices.json` for TensorRT-LLM.
 
-    Every written head has an LM head. The user passes the tree to TensorRT-LLM twice: to build the engine and to run it.
+    Every written head has an LM head. The tree is needed twice: to build the engine and to run it.
 
     Raises:
         RequestError: heads of another kind, other blocks, prefix layers or a reduced vocabulary.
