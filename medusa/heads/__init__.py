@@ -1,4 +1,4 @@
-"""The kinds of heads, and the parts that kinds share."""
+"""The modules of heads: one class for each kind of heads, and the parts that the kinds share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = {
-    "medusa": "independent:MedusaHeads",  # independent of each other
-    "cascade": "sequential:CascadeHeads",  # each reads the output of the head before
-    "hydra": "sequential:HydraHeads",  # each reads the tokens guessed so far
-    "recurrent": "sequential:RecurrentHeads",  # each reads both
-    "eagle": "eagle:EagleHeads",  # one layer with attention to the text, run once a head
+    "medusa": "independent:MedusaHeads",  # the heads are independent of each other
+    "cascade": "sequential:CascadeHeads",  # each head reads the output of the previous head
+    "hydra": "sequential:HydraHeads",  # each head reads the tokens that were guessed before its own
+    "recurrent": "sequential:RecurrentHeads",  # each head reads the previous head's output and guess
+    "eagle": "eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
 }
-"""The module and the class of each kind."""
+"""The name of each kind of heads, with its module and class."""
 
 
 def class_of(kind: str) -> Callable[..., nn.Module]:
-    """The class of a kind of heads; its constructor takes a `MedusaConfig`."""
+    """Return the class of a kind of heads, such as `eagle`. Its constructor takes a `MedusaConfig`."""
     found: Callable[..., nn.Module] = resolve_name(f"medusa.heads.{KINDS[kind]}")
     return found

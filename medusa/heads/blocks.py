@@ -1,9 +1,9 @@
-"""Residual blocks of heads. All are the identity at the start, so that training begins at the backbone's guess.
+"""Residual blocks of heads. Each block that this package trains starts as the identity (Medusa paper, section 2.1).
 
-Blocks of independent heads are stacked: all heads cost a few batched matrix products instead of a Python loop. Heads
-that run one after the other have a `Stack` of layers each.
+A block of independent heads contains the weights of all K heads, so that they run as batched matrix products. Heads
+that run one after the other have a separate stack of layers for each head.
 
-Shapes: K heads, M positions, ... any positions, H hidden size, E width of an MLP, I input size.
+Shapes: K heads, M positions, ... any positions, H hidden size, E width of an MLP, I input size of a stack.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from medusa.config import GATED_EPS, MedusaConfig
 
 
 class SquareBlock(nn.Module):
-    """The paper's residual block for each of K heads: x + SiLU(x W + b), with W = b = 0 at first (section 2.1.1)."""
+    """The residual block of the Medusa paper for each of K heads: x + SiLU(x W + b). W and b start at zero."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SquareBlock(nn.Module):
 
 
 class MLPBlock(nn.Module):
-    """A residual MLP for each of K heads: x + SiLU(x U + b) D + c. Only D and c start at zero, so all weights learn."""
+    """A residual MLP for each of K heads: x + SiLU(x U + b) D + c. D, b and c start at zero, and U at random."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MLPBlock(nn.Module):
         self.down = nn.Parameter(torch.zeros(heads, inner, size))  # [K, E, H]
         self.down_bias = nn.Parameter(torch.zeros(heads, 1, size))
         self.dropout = nn.Dropout(0.0)
-        nn.init.uniform_(self.up, -(size**-0.5), size**-0.5)  # as nn.Linear draws its weights
+        nn.init.uniform_(self.up, -(size**-0.5), size**-0.5)  # the initialisation of nn.Linear
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
         inner = F.silu(torch.baddbmm(self.up_bias[heads], x_KMH, self.up[heads]))
@@ -50,10 +50,14 @@ class MLPBlock(nn.Module):
 
 
 STACKED_BLOCKS: dict[str, type[SquareBlock] | type[MLPBlock]] = {"square": SquareBlock, "mlp": MLPBlock}
+"""The block of independent heads by its name in the config."""
 
 
 class Stack(nn.Module):
-    """The residual blocks of one head. The first reads z [..., I] and adds to x [..., H]; the others read x."""
+    """The residual blocks of one head, for input z [..., I] and residual stream x [..., H].
+
+    The first block computes x + layer(z). Each later block computes x + layer(x).
+    """
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
@@ -69,25 +73,26 @@ class Stack(nn.Module):
 
 
 def square_layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """SiLU(z W + b), with W = b = 0 at the start (Hydra's block, and for I = H the paper's)."""
+    """Create the layer SiLU(z W + b), with W and b zero at the start: Hydra's block without its residual connection."""
     linear = _zeros(nn.Linear(input_size, config.hidden_size))
     return nn.Sequential(OrderedDict(linear=linear, act=nn.SiLU()))
 
 
 def mlp_layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """SiLU(z U + b) D + c, with D = c = 0 at the start."""
+    """Create the layer SiLU(z U + b) D + c, with D and c zero at the start."""
     up, down = nn.Linear(input_size, config.inner_size), _zeros(nn.Linear(config.inner_size, config.hidden_size))
     return nn.Sequential(OrderedDict(up=up, act=nn.SiLU(), down=down))
 
 
 def _zeros(linear: nn.Linear) -> nn.Linear:
+    """Set the weight and the bias of a layer to zero; return the layer."""
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
 
 
 class GatedStack(nn.Module):
-    """A Llama's gated MLP with its norm: x + D (SiLU(G n) * U n) with n = norm(x), and D = 0 at the start."""
+    """A Llama's gated MLP with its norm: x + D (SiLU(G n) * U n), where n = norm(x). D is zero at the start."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -99,13 +104,13 @@ class GatedStack(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        del z  # only attention reads the token
+        del z  # contains the token, which only the attention of EAGLE-3 reads
         inner = self.norm(x)
         return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
 
 
 class OriginalHydraStack(nn.Module):
-    """The blocks of one head in the original Hydra. The hidden state is a part of z [..., I], so x is not read."""
+    """The blocks of one head of the original Hydra. They read only z [..., I], which contains the hidden state x."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
@@ -120,7 +125,7 @@ class OriginalHydraStack(nn.Module):
 
 
 class OriginalHydraBlock(nn.Module):
-    """z R + c + SiLU(z W + b); z + SiLU(z W + b) if z already has the hidden state's size."""
+    """A block of the original Hydra: z R + c + SiLU(z W + b), or z + SiLU(z W + b) if z has the hidden size."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()

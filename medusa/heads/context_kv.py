@@ -1,16 +1,17 @@
-"""Attention of heads to the text before and to their path, with rotary positions (Su et al. 2021, arXiv 2104.09864).
+"""Attention of heads to the text and to their path in the tree, with rotary embeddings (RoPE, arXiv 2104.09864).
 
-A path's own keys are few and differ from node to node. The text's keys are many and the same for all nodes. One
-attention covers both, without a copy of the text's keys for each node. The score s_j of own key j is computed first and
-put into an extra dimension j, where own key j is 1 and all other keys are 0:
+A query attends to two sets of keys. The keys of the text are many, and all queries of a row share them. The own keys of
+a query come from its path: they are few and differ from query to query. One call of PyTorch's attention computes both,
+without copies of the text's keys. The score s_j of own key j is computed in advance and put into an extra dimension j.
+With unit vectors e_j:
 
-    query   [q ; s_0 ... s_j]        keys   [k_i ; 0]  i in the text      values   [v_i ; 0]
-                                            [0 ; e_j]  own                         [0 ; e_j]
+    query   [q ; s_0 ... s_J-1]      text    key [k_i ; 0]     value [v_i ; 0]
+                                     own     key [0 ; e_j]     value [0 ; e_j]
 
-So the softmax covers text and own keys, and the extra dimensions of its output are the weights of the own keys.
+So the softmax runs over text keys and own keys. The extra dimensions of the output are the weights of the own keys.
 
-Shapes: B rows, S pairs in the cache, Q queries a row (R of them, if only some are asked), A attention heads, D their
-size, J own keys.
+Shapes: B rows, S keys of the text, Q queries in each row, R selected queries, A attention heads, D their size, J own
+keys.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch.nn import functional as F
 from medusa.errors import RequestError
 
 BASE = 10_000.0
-"""The base of rotary positions."""
+"""The base of the rotary embeddings."""
 HEAD_SIZE = 64
-"""The usual size of attention heads."""
+"""The preferred size of attention heads."""
 NOTHING = -1e4
-"""The score of an own key that does not exist yet: its weight is 0. It is finite, as text keys multiply it by 0."""
+"""The score of an unused own key, so that its weight is 0. It is finite, because 0 times infinity is NaN."""
 
 
 class ContextKV:
-    """Keys and values of B rows, with the position of each query and the keys that it may see."""
+    """Keys and values of the text in B rows, prepared for queries at given positions with given masks."""
 
     def __init__(
         self,
@@ -41,33 +42,33 @@ class ContextKV:
         steps: int,
         place: Tensor | None = None,
     ) -> None:
-        """Prepare the attention of all steps.
+        """Prepare the keys, values, mask and rotations.
 
         Args:
-            keys, values: [B, A, S, D].
-            seen: [B, Q, S], with 1 for B or Q if they share it: True where a query may look.
-            position_ids: of the queries in the first step, in the queries' shape, or [B, 1] if a row shares one.
-            steps: number of own keys at most; each stands one position after the one before.
-            place: [R] indices of the queries among all B x Q; by default they come as [B, Q].
+            keys, values: [B, A, S, D] keys and values of the text.
+            seen: [B, Q, S] the mask, True where a query attends to the text. B or Q is 1 if all share the mask.
+            position_ids: [B, Q] positions of the first head's queries; [B, 1] if a row shares one, [R] with `place`.
+            steps: the largest number of own keys. Each is one position after the previous one.
+            place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries.
         """
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
         self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)  # [..., steps, D] each
-        self.extra = -(-steps // 8) * 8  # kernels are faster with multiples of 8
+        self.extra = -(-steps // 8) * 8  # attention kernels are faster with multiples of 8
         hidden = F.pad(~seen, (0, self.extra))[:, None]
         self.mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
         unit = F.pad(torch.eye(self.extra, dtype=keys.dtype, device=keys.device), (self.size, 0))
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
     def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to the text and the own keys.
+        """Compute the attention of queries to the keys of the text and to their own keys.
 
         Args:
-            query: [B, W, A, D] with W = Q, or any number if all share `seen`; or [R, A, D] with `place`.
-            own: [..., A, J] inner products of the queries with their own keys, not scaled.
+            query: [B, Q, A, D], with any number of queries if they share the mask; [R, A, D] with `place`.
+            own: [..., A, J] inner products of each query with its own keys, not scaled.
 
         Returns:
-            The text's part of the output, shaped like `query`, and the weights of the own keys, shaped like `own`.
+            The weighted sum of the text's values, shaped like `query`, and the weights of the own keys, like `own`.
         """
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
@@ -83,14 +84,18 @@ class ContextKV:
 
 
 def _extended(states: Tensor, unit: Tensor) -> Tensor:
-    """Append J states `unit` [J, D + J] to states [B, A, S, D]: [B, A, S + J, D + J]."""
+    """Pad keys or values [B, A, S, D] to [B, A, S + J, D + J], and write `unit` [J, D + J] into the last J of them."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :] = unit
     return out
 
 
 def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """A mask [B or 1, T, T]: True where a position sees another, at least `before` earlier and in the same document."""
+    """Build the causal mask [B, T, T] of T = `length` positions, True where the row's position attends to the column's.
+
+    The column is at least `before` positions earlier and in the same document (`document_ids` [B, T]). Without document
+    ids the mask is [1, T, T].
+    """
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
@@ -98,10 +103,10 @@ def visible(length: int, document_ids: Tensor | None, device: torch.device, befo
 
 
 def attention_heads(hidden_size: int) -> int:
-    """The number of attention heads of one even size, as near to 64 as `hidden_size` allows.
+    """Choose the number of attention heads: heads have the same even size, which is about 64.
 
     Raises:
-        RequestError: the hidden size is odd.
+        RequestError: `hidden_size` is odd.
     """
     if hidden_size % 2:
         raise RequestError(
@@ -115,7 +120,7 @@ def attention_heads(hidden_size: int) -> int:
 
 
 def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
-    """positions [...] -> cosines and sines [..., D] of their rotations; both halves are equal, as in Llama."""
+    """Compute cosines and sines [..., D] of the rotations at positions [...]; both halves are equal, as in Llama."""
     powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
     angles = position_ids[..., None].float() * base**-powers
     both = torch.cat([angles, angles], dim=-1)
@@ -123,7 +128,7 @@ def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: 
 
 
 def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [..., D] by `rope_angles`, so that inner products depend on the distance of positions alone."""
+    """Rotate queries or keys x [..., D] by the cosines and sines of `rope_angles`."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,18 +1,21 @@
-"""One autoregressive layer for all heads: EAGLE (arXiv 2401.15077), trained on its own features (EAGLE-3, HASS).
+"""EAGLE heads (arXiv 2401.15077): one layer, which runs once for each head and then reads its own output.
 
-    z = [f ; e(token)]              f: the backbone's hidden state, and from the second head on the head before's output
-    f' = f + attention(z)           over the pairs (f, token) of the text before, and those of the path so far
-    f' = f' + blocks([f' ; e(token)])
+The layer reads pairs of a feature f and the embedding e of the token after it. For head 0, f is the backbone's hidden
+state. For later heads, f is the layer's previous output f''. The LM head reads f''.
 
-Each head's output is the next head's f, and the input of the LM head. A pair's key depends on the pair alone, so that
-the accepted pairs of the text are kept without running the layer over them.
+    f'  = f + attention([f ; e])      keys and values: the earlier pairs of the text, and those of the path so far
+    f'' = f' + blocks([f' ; e])
 
-With `block: gated` it is exactly the layer of EAGLE-3 (arXiv 2503.01840) as servers run it on the last hidden state: it
-has norms with weights, a Llama's gated MLP that does not read the token, and a norm before the LM head:
+Embeddings are normalised, and so is f as an input of the attention. A key depends only on its own pair. So the keys of
+accepted tokens are cached without running the whole layer. As in EAGLE-3 and HASS, training runs the layer on its own
+outputs.
 
-    f' = f + attention(norm z)    f' = f' + D (SiLU(G norm f') * U norm f')    the LM head reads norm f'
+With `block: gated` the layer is exactly that of EAGLE-3 (arXiv 2503.01840) on the last hidden state. It has norms with
+weights, and a Llama's gated MLP (gate G, up U, down D), which does not read the token. The LM head reads norm(f''):
 
-Shapes: ... any positions or nodes, H hidden size, A attention heads, D their size, k number of the head.
+    f' = f + attention(norm [f ; e])      f'' = f' + D (SiLU(G norm(f')) * U norm(f'))
+
+Shapes: ... any positions or nodes, B rows, T tokens, H hidden size, A attention heads, D their size, k a head's index.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
 class EagleHeads(SequentialHeads):
-    """EAGLE heads, whose state is the output [..., H], and the key and value [..., 2 H] of each pair of the path."""
+    """EAGLE heads. The state is the last feature [..., H], and key and value [..., 2 H] of each pair of the path."""
 
     follows_path = uses_context = True
 
@@ -36,7 +39,7 @@ class EagleHeads(SequentialHeads):
         size = self.config.hidden_size
         self.count = attention_heads(size)
         self.size = size // self.count
-        self.pair = nn.Linear(2 * size, 3 * size, bias=False)  # to its query, key and value
+        self.pair = nn.Linear(2 * size, 3 * size, bias=False)  # computes the query, key and value of a pair
         self.out = nn.Linear(size, size, bias=False)
         nn.init.zeros_(self.out.weight)
         self.dropout = nn.Dropout(0.0)
@@ -45,14 +48,14 @@ class EagleHeads(SequentialHeads):
         if self.gated:
             self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, GATED_EPS) for _ in range(3))
 
-    def sides(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden state [..., H] and the token [..., H] of a pair, normalised for attention."""
+    def normalised_pair(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise the feature [..., H] and the token embedding [..., H] of a pair, as inputs of the attention."""
         if self.gated:
             return self.feature_norm(feature), self.token_norm(token)
         return normalised(feature), normalised(token)
 
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        pair = torch.cat(self.sides(hidden, token), dim=-1)
+        pair = torch.cat(self.normalised_pair(hidden, token), dim=-1)
         both = F.linear(pair, self.pair.weight[self.config.hidden_size :]).unflatten(-1, (2, self.count, -1))
         keys, values = both.transpose(1, 3).unbind(2)  # [B, A, T, D]
         cos, sin = rope_angles(position_ids, self.size, keys.dtype)
@@ -61,7 +64,7 @@ class EagleHeads(SequentialHeads):
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None
         feature, *path = state
-        seen_feature, token = self.sides(feature, token)
+        seen_feature, token = self.normalised_pair(feature, token)
         mixed = self.pair(torch.cat([seen_feature, token], dim=-1)).unflatten(-1, (3, self.count, -1))
         if context_kv is None:
             cos, sin = rope_angles(torch.full((), head, device=mixed.device), self.size, mixed.dtype)

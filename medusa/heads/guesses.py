@@ -1,6 +1,6 @@
-"""The quality of guesses: the rank of the right token, and the depth that a tree reaches with such ranks.
+"""The quality of guesses: ranks of the right tokens among them, and the number of tokens that a tree gets accepted.
 
-Shapes: P positions, K heads, R guesses of a head, N nodes.
+Shapes: P positions, K heads, R guesses of a head, N drafted nodes, ... any positions or heads.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from torch import Tensor
 from medusa.tree import Tree
 
 MISSED = 1 << 30
-"""The rank of a token that is not among the guesses: larger than every real rank."""
+"""The rank of a token that is not among the guesses. It is larger than every real rank."""
 
 
 def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
-    """The rank [...] of each token [...] among the guesses [..., R], best first; `MISSED` if it is absent."""
+    """Return the rank [...] of each token [...] among the guesses [..., R], from 0 for the best; `MISSED` if absent."""
     match = guesses == tokens[..., None].to(guesses.device)
     return torch.where(match.any(-1), match.int().argmax(-1), MISSED)
 
 
 def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor:
-    """The number of drafted tokens that a step from each position would accept [P].
+    """Count the drafted tokens that a decoding step at each position would accept: [P].
 
     Args:
-        tree: all nodes that can be drafted.
+        tree: the tree with all nodes that can be drafted.
         ranks: [P, K] the rank of the right token among the guesses of each head (`ranks_of`).
-        drafted: [P, N] indices of the nodes that are drafted at each position; all nodes by default.
+        drafted: [P, N] indices of the nodes that are drafted at each position; by default all nodes of the tree.
     """
     nodes, beyond = tree.num_nodes, tree.max_rank + 1
-    # The child of each node by its rank. Column `beyond` and the last row hold no children, so that walks end there.
+    # child[node, rank] is a node or -1. The last column and the last row contain only -1, so that every walk ends.
     child = torch.full((nodes + 1, beyond + 1), -1)
     child[tree.parent[1:], tree.rank[1:]] = torch.arange(1, nodes)
     is_drafted = torch.ones(len(ranks), nodes + 1, dtype=torch.bool)

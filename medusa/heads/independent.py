@@ -1,9 +1,10 @@
-"""Medusa heads: guesses for the tokens after the next one, from one hidden state of the backbone (paper section 2.1).
+"""Medusa heads: guesses for the tokens after the next one, from one hidden state (Medusa paper, section 2.1).
 
-Head k (counted from 0) guesses the token at distance k + 2 from the position of its hidden state; the backbone's own
-LM head predicts distance 1.
+The backbone's LM head predicts the token at distance 1 from the position of a hidden state. Head k, counted from 0,
+guesses the token at distance k + 2.
 
-Shapes: K heads, H hidden size, V vocabulary, N tokens that heads guess among, B rows, T tokens, ... any positions.
+Shapes: K heads (k of them run), H hidden size, V vocabulary size, N tokens that heads guess among if their vocabulary
+is reduced, B rows, T tokens, ... any positions.
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ if TYPE_CHECKING:
     from medusa.heads.prefix import Prefix
 
 LMHead = Callable[[Tensor], Tensor]
-"""hidden [..., H] -> logits [..., V]."""
+"""A function that computes logits [..., V] from hidden states [..., H]."""
 
 
 class MedusaHeads(PretrainedHeads):
-    """K independent heads on a frozen backbone's last hidden state, and the base class of all other kinds.
+    """K heads that read the backbone's last hidden state independently; also the base class of all other kinds.
 
-    With `lm_head: own` each head has an LM head. With `lm_head: shared` the caller passes the backbone's LM head in, so
-    that heads never hold a part of the backbone.
+    With `lm_head: own` each head has an LM head. With `lm_head: shared` all heads use the backbone's LM head. The
+    caller passes it to `forward`, so that the heads contain no module of the backbone.
     """
 
     follows_path: ClassVar[bool] = False
-    """Whether a guess depends on the tokens before it, so that a tree grows level by level."""
+    """Whether a head reads the tokens guessed by the previous heads, so that a tree is drafted level by level."""
     uses_context: ClassVar[bool] = False
-    """Whether heads attend to the text before, so that decoding keeps keys and values for them."""
+    """Whether heads attend to the earlier text, so that decoding caches keys and values for them."""
 
     def __init__(self, config: MedusaConfig) -> None:
+        """Create untrained heads: all blocks are the identity, and LM heads are zero until `start_from` is called."""
         super().__init__(config)
         self.vocabulary: Tensor | None
-        """[N] the tokens that heads guess among (`medusa.vocabulary`); `None`: all."""
+        """[N] ids of the tokens that heads guess among (`medusa.vocabulary`); `None`: all tokens."""
         self.register_buffer("vocabulary", None if config.vocabulary is None else torch.arange(config.vocabulary))
         self.prefix: Prefix | None = None
         if config.prefix_layers:
-            from medusa.heads.prefix import Prefix  # needs transformers; independent heads do not
+            from medusa.heads.prefix import Prefix  # imported here, because it needs transformers
 
             self.prefix = Prefix(config)
         self.make_blocks()
@@ -55,29 +57,29 @@ class MedusaHeads(PretrainedHeads):
         if config.lm_head == "own":
             if config.vocab_size is None:
                 raise RequestError("heads with LM heads of their own need heads.vocab_size; give the backbone's")
-            # [K, H, V] and contiguous: at one position a batched product over [K, V, H] is 2.6 times slower on a CPU.
+            # [K, H, V]: on a CPU, a batched product with [K, V, H] is 2.6 times slower at one position.
             tokens = config.draft_vocab_size(config.vocab_size)
             self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, tokens))
 
     def make_blocks(self) -> None:
-        """Make the modules between the hidden state and the LM head."""
+        """Create the modules between the hidden state and the LM head."""
         block, config = STACKED_BLOCKS[self.config.block], self.config
         self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
 
     def start_from(self, lm_head_weight_VH: Tensor) -> None:
-        """Copy the backbone's LM head [V, H], without its bias, into each head's, so that heads begin at its guess."""
+        """Copy the weight [V, H] of the backbone's LM head into the LM head of each head, as the start of training."""
         if self.lm_heads is not None:
             with torch.no_grad():
                 rows = slice(None) if self.vocabulary is None else self.vocabulary.to(lm_head_weight_VH.device)
                 self.lm_heads.copy_(lm_head_weight_VH[rows].T)
 
     def set_dropout(self, rate: float) -> None:
-        """Set the share of each block's output that training drops (Vaswani et al. 2017, section 5.4).
+        """Set the dropout rate of the blocks' outputs (residual dropout: Vaswani et al. 2017, section 5.4).
 
-        The share is dropped before it is added to the residual stream. Prefix layers drop nothing.
+        Prefix layers have no dropout.
 
         Raises:
-            RequestError: heads of this kind have no blocks with dropout.
+            RequestError: heads of this kind have no block with dropout.
         """
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
@@ -88,22 +90,25 @@ class MedusaHeads(PretrainedHeads):
             module.p = rate
 
     def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Run prefix layers, if there are any, on the backbone's hidden states [B, T, H] of whole texts: [B, T, H].
+        """Run the prefix layers on the backbone's hidden states [B, T, H] of whole texts, and return their output.
 
-        Positions attend to positions before them in the same document only (`document_ids` [B, T]).
+        A position attends to itself and to earlier positions of its document (`document_ids` [B, T]). Heads without
+        prefix layers return the hidden states unchanged.
         """
         if self.prefix is None:
             return hidden
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, A, T, D] of the text, for kinds that look back, with A attention heads of size D.
+        """Compute the text's keys and values [B, A, T, D], with A attention heads of size D.
+
+        Only kinds with `uses_context` implement this method.
 
         Args:
-            hidden, token: [B, T, H] hidden states, and embeddings of the tokens after them.
-            position_ids: [B, T].
+            hidden, token: [B, T, H] hidden states, and embeddings of the token after each of them.
+            position_ids: [B, T] positions of the hidden states.
         """
-        raise NotImplementedError(f"heads of kind {self.config.kind} do not look back at the text")
+        raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
 
     def inputs(
         self,
@@ -115,15 +120,15 @@ class MedusaHeads(PretrainedHeads):
         place: Tensor | None = None,
         num_heads: int | None = None,
     ) -> HeadInputs:
-        """The inputs of the heads at positions of whole texts.
+        """Compute the inputs of the heads at positions of whole texts.
 
         Args:
             hidden: [B, T, H] the backbone's hidden states.
-            input_ids: [B, T or more] the texts. Tokens after the last hidden state count as the tokens that follow it.
-            embed: the backbone's input embeddings (`Backbone.embed`).
+            input_ids: [B, T or more] token ids of the texts. They can continue after the last hidden state.
+            embed: the function from token ids to the backbone's input embeddings (`Backbone.embed`).
             position_ids, document_ids: [B, T]; by default each row is one document that starts at position 0.
-            place: [R] indices of the wanted positions among all B x T; by default all of them, as [B, T].
-            num_heads: number of heads that will run (all by default).
+            place: [R] indices of the wanted positions in the flattened [B * T]; by default all positions, as [B, T].
+            num_heads: the number of heads that will run; all heads by default.
         """
         hidden = hidden.to(self.device, self.dtype)
         rows, length = hidden.shape[:2]
@@ -136,7 +141,7 @@ class MedusaHeads(PretrainedHeads):
             with torch.no_grad():
                 token = embed(ids[..., 0]).to(hidden)
             keys, values = self.project_kv(read, token, position_ids)
-            # Each position sees the earlier pairs of its document. The pair at the position is the first of its path.
+            # A position attends to earlier positions of its document; head 0 adds the key of the position itself.
             earlier = visible(length, document_ids, hidden.device, before=1)
             positions = position_ids if place is None else position_ids.flatten()[place]
             context_kv = ContextKV(keys, values, earlier, positions, self.config.num_heads, place)
@@ -148,9 +153,10 @@ class MedusaHeads(PretrainedHeads):
         return HeadInputs(read, following, context_kv)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
-        """Run the first k = `num_heads` heads (all by default) at positions [...]: outputs [k, ..., H] for LM heads.
+        """Run the blocks of the first k = `num_heads` heads (all by default) at positions [...].
 
-        Independent heads read the hidden states alone.
+        Returns:
+            The features [k, ..., H], which are the inputs of the LM heads.
         """
         heads, hidden = slice(num_heads), inputs.hidden
         count = len(range(self.config.num_heads)[heads])
@@ -160,9 +166,14 @@ class MedusaHeads(PretrainedHeads):
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """features [k, ..., H] of the first k heads -> logits [k, ..., V], or [k, ..., N] with a `vocabulary`.
+        """Apply LM heads to the features [k, ..., H] of the first k heads.
 
-        `lm_head`: the result of `medusa.vocabulary.lm_head_for`, for heads that share the backbone's.
+        Args:
+            features: the output of `features`.
+            lm_head: the backbone's LM head, from `medusa.vocabulary.lm_head_for`; needed with `lm_head: shared`.
+
+        Returns:
+            Logits [k, ..., V], or [k, ..., N] with a reduced `vocabulary`.
         """
         if self.lm_heads is None:
             if lm_head is None:
@@ -173,5 +184,8 @@ class MedusaHeads(PretrainedHeads):
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
-        """Inputs at positions [...] -> logits [k, ..., V] of the first k = `num_heads` heads (all by default)."""
+        """Compute the logits [k, ..., V] of the first k = `num_heads` heads (all by default) at positions [...].
+
+        With a reduced `vocabulary` the logits are [k, ..., N]. `lm_head` is described in `logits`.
+        """
         return self.logits(self.features(inputs, num_heads), lm_head)

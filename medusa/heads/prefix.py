@@ -1,10 +1,10 @@
-"""Prefix attention: decoder layers of the heads over the backbone's hidden states (Hydra++, arXiv 2402.05109).
+"""Prefix layers: decoder layers between the backbone's hidden states and the heads (Hydra++, arXiv 2402.05109).
 
-A hidden state was made to predict one token. With attention to all earlier states, heads predict more tokens ahead. The
-layers are transformers' Llama layers and the identity at the start. In decoding they keep their own KV cache, which
-grows by the accepted tokens only.
+The backbone trains a hidden state to predict only the next token. Prefix layers attend to all earlier hidden states,
+which helps heads to guess tokens further ahead. The layers are transformers' Llama layers. They start as the identity.
+Decoding keeps a KV cache for them, to which it adds the accepted tokens only.
 
-Shapes: B rows, T tokens, S slots of the cache, H hidden size.
+Shapes: B rows, T tokens, S tokens in the cache after a forward, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from medusa.config import MedusaConfig, PrefixSizes
 from medusa.heads.context_kv import BASE, attention_heads, rope_angles
 
 EXPANSION = 4
+"""The width of the MLPs, as a multiple of the hidden size."""
 EPS = 1e-6
+"""The epsilon of the norms."""
 
 
 class Prefix(nn.Module):
-    """Map hidden [B, T, H] to hidden [B, T, H], where each position attends to those before it."""
+    """The stack of prefix layers and an optional norm; it maps hidden states [B, T, H] to hidden states [B, T, H]."""
 
     def __init__(self, config: MedusaConfig) -> None:
+        """Create the layers with the sizes in `config.prefix`, or with default sizes if it is `None`."""
         super().__init__()
         size = config.hidden_size
         heads = config.prefix["heads"] if config.prefix else attention_heads(size)
@@ -44,17 +47,19 @@ class Prefix(nn.Module):
         self.norm = LlamaRMSNorm(size, sizes["eps"]) if sizes["norm"] else nn.Identity()
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(config.prefix_layers))
         for name, parameter in self.layers.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream
+            if name.endswith(
+                ("o_proj.weight", "down_proj.weight")
+            ):  # they write to the residual stream, so the layer starts as the identity
                 nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        """Run all layers.
+        """Run all layers on hidden states [B, T, H].
 
         Args:
-            hidden: [B, T, H].
-            position_ids: [B, T].
-            mask: [B, 1, T, S] or broadcast to it: True, or 0, where a token attends.
-            cache: holds S - T tokens, to which these are appended; without a cache S is T.
+            hidden: the backbone's hidden states [B, T, H].
+            position_ids: [B, T] positions of the hidden states.
+            mask: a boolean mask, True where a token attends, or an additive mask; broadcast to [B, 1, T, S].
+            cache: the KV cache of S - T earlier tokens, to which the T tokens are appended; `None`: S is T.
         """
         angles = rope_angles(position_ids, self.head_size, hidden.dtype, self.base)
         for layer in self.layers:

@@ -1,17 +1,16 @@
-"""Sequential heads: head k starts from the state of head k - 1, and from the token before its own token on the path.
+"""Sequential heads: head k reads the state of head k - 1 and, in most kinds, the tokens before the one it guesses.
 
-That token is the root for head 0 and the first guess for head 1. In training it is a token of the text. In decoding it
-is a node's token, so that heads run level by level of the tree. With the hidden state h and embeddings e, head k
-computes x_k, to which the LM head is applied:
+Let h be the backbone's hidden state, t_0 the root (the next token, which the backbone has chosen), t_k the token that
+head k - 1 guesses, and e an embedding. Head k computes x_k, to which its LM head is applied:
 
-    cascade     x_k = blocks(x_{k-1})            x_{-1} = h. All guesses of a head have the same children.
-    recurrent   x_k = blocks([x_{k-1} ; e(guess k)])                          guess 0 is the root
-    hydra       x_k = blocks([h ; e(root) ; e(guess 1) ; ... ; e(guess k)])   arXiv 2402.05109
+    cascade     x_k = blocks(x_{k-1})                            with x_{-1} = h
+    recurrent   x_k = blocks([x_{k-1} ; e(t_k)])
+    hydra       x_k = blocks([h ; e(t_0) ; e(t_1) ; ... ; e(t_k)])     arXiv 2402.05109
 
-A kind can also attend to the text (`uses_context`): to pairs of a hidden state and the token after it, at all positions
-before the one that head 0 starts from.
+In training the tokens t are those of the text. In decoding they are nodes of the tree, so that recurrent and hydra
+heads run once for each level of the tree.
 
-Shapes: ... any positions or nodes, K heads, H hidden size, S size of a part of a state, V vocabulary.
+Shapes: ... any positions or nodes, K heads, H hidden size, S size of one tensor of a state, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,37 +29,37 @@ from medusa.heads.independent import LMHead, MedusaHeads
 from medusa.heads.inputs import HeadInputs
 
 State = tuple[Tensor, ...]
-"""The state that a head leaves to the next one: tensors [..., S], which all children of a node share."""
+"""The state that a head passes to the next head: tensors [..., S]. All children of a node get the same state."""
 
 
 class SequentialHeads(MedusaHeads, ABC):
-    """K heads in a row. A kind defines its modules (`make_blocks`) and the computation of one head (`step`)."""
+    """K heads that run one after the other. A subclass defines the modules (`make_blocks`) and one head (`step`)."""
 
     @abstractmethod
     def make_blocks(self) -> None: ...
 
     def begin(self, hidden: Tensor) -> State:
-        """hidden [..., H] of the backbone -> the state that head 0 starts from."""
+        """Return the state that head 0 starts from, made of the backbone's hidden states [..., H]."""
         return (hidden,)
 
     @abstractmethod
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        """Run one head.
+        """Run one head without its LM head.
 
         Args:
-            head: its number, from 0.
-            state: the state of the head before.
-            token: [..., H] embedding of the token before the guessed one, for kinds that follow the path.
-            context_kv: keys and values of the text before, for kinds that look back; `None`: there is none.
+            head: the index of the head, from 0.
+            state: the state that the previous head returned, or `begin` for head 0.
+            token: [..., H] embeddings of the tokens before the guessed ones, for kinds with `follows_path`.
+            context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text.
 
         Returns:
-            The output [..., H], to which the LM head is applied, and the state that the next head starts from.
+            The features [..., H], to which the LM head is applied, and the state for the next head.
         """
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
         hidden, following, context_kv = inputs
         if self.follows_path and following is None:
-            raise RequestError(f"heads of kind {self.config.kind} guess from the tokens before; pass `following`")
+            raise RequestError(f"heads of kind {self.config.kind} guess from earlier tokens; pass `following`")
         state, found = self.begin(hidden), []
         for head in range(self.config.num_heads if num_heads is None else num_heads):
             token = None if following is None else following[..., head, :]
@@ -69,12 +68,12 @@ class SequentialHeads(MedusaHeads, ABC):
         return torch.stack(found)
 
     def logits_of(self, head: int, features: Tensor, lm_head: LMHead) -> Tensor:
-        """features [..., H] of one head -> its logits [..., V]."""
+        """Apply the LM head of the head with index `head` to its features [..., H]; return logits [..., V]."""
         return lm_head(features) if self.lm_heads is None else features @ self.lm_heads[head]
 
 
 class StackedHeads(SequentialHeads):
-    """Sequential heads with a stack of blocks each; a kind defines the size of their inputs."""
+    """Sequential heads in which each head is a stack of blocks. A subclass defines the input size of each stack."""
 
     def make_blocks(self) -> None:
         stack = OriginalHydraStack if self.config.block == ORIGINAL_HYDRA else Stack
@@ -82,27 +81,27 @@ class StackedHeads(SequentialHeads):
 
     @abstractmethod
     def input_size(self, head: int) -> int:
-        """The size of a head's input to its first block."""
+        """Return the input size of the first block of the head with index `head`."""
 
 
 class CascadeHeads(StackedHeads):
-    """Cascaded heads, whose state is the output [..., H].
+    """Cascaded heads: each head reads the features [..., H] of the previous head, which are the state.
 
-    A guess depends on the computation of the guesses before it, not on which of them was chosen. So the tree stays a
-    product of every head's best guesses, and a step costs as much as with independent heads.
+    Cascaded heads do not read the guessed tokens. So all nodes of a level have the same guesses as children, and a
+    decoding step costs as much as with independent heads.
     """
 
     def input_size(self, head: int) -> int:
         return self.config.hidden_size
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        (above,) = state
-        feature = self.stacks[head](above, above)
+        (previous,) = state
+        feature = self.stacks[head](previous, previous)
         return feature, (feature,)
 
 
 class RecurrentHeads(StackedHeads):
-    """Recurrent heads, whose state is the output [..., H]. Inputs stay 2 H wide at every depth of the tree."""
+    """Recurrent heads: each head reads the features [..., H] of the previous head (the state) and one token."""
 
     follows_path = True
 
@@ -111,22 +110,24 @@ class RecurrentHeads(StackedHeads):
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None
-        (above,) = state
-        feature = self.stacks[head](above, torch.cat([above, normalised(token)], dim=-1))
+        (previous,) = state
+        feature = self.stacks[head](previous, torch.cat([previous, normalised(token)], dim=-1))
         return feature, (feature,)
 
 
 class HydraHeads(StackedHeads):
-    """Hydra heads, whose state is the input z of the head before [..., (k + 1) H].
+    """Hydra heads: head k reads the hidden state and all k + 1 tokens after it, as z [..., (k + 2) H].
 
-    Heads that are trained here add a block of z to h, and scale embeddings to the hidden state. The original's (block
-    `hydra`, read by `medusa.checkpoints.hydra`) add the block to a learned matrix times z instead of h, take embeddings
-    as they are, and have LM heads with a bias.
+    The state for head k is [..., (k + 1) H]: the hidden state and the first k tokens. Checkpoints of the original Hydra
+    (block `hydra`, read by `medusa.checkpoints.hydra`) differ from the heads that this package trains. The first block
+    adds its output to a learned matrix times z instead of the hidden state, embeddings are not normalised, and LM heads
+    have a bias.
     """
 
     follows_path = True
 
     def __init__(self, config: MedusaConfig) -> None:
+        """Create untrained heads, with biases of LM heads if the block is that of the original Hydra."""
         super().__init__(config)
         self.lm_biases: nn.Parameter | None = None
         if config.block == ORIGINAL_HYDRA and config.vocab_size is not None:
@@ -154,5 +155,5 @@ class HydraHeads(StackedHeads):
 
 
 def normalised(token: Tensor) -> Tensor:
-    """An embedding [..., H] at the scale of a hidden state: root mean square 1, whatever the backbone's scale."""
+    """Scale embeddings [..., H] to root mean square 1, because their scale differs from backbone to backbone."""
     return F.rms_norm(token, token.shape[-1:])
