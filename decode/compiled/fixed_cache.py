@@ -1,4 +1,4 @@
-"""KV caches of fixed shape at fixed addresses, for compiled steps: the backbone's and the heads'.
+"""KV caches of the backbone and of the heads for compiled steps, with fixed shapes and memory addresses.
 
 Shapes: B rows, S slots (the capacity), N nodes, C columns of a path, T tokens, D the tree's depth, H hidden size.
 """
@@ -23,7 +23,7 @@ from medusa.tree import Tree
 
 
 class FixedLayer(CacheLayerMixin):
-    """One layer's keys and values [B, heads, S, size], in the form that transformers' attention calls."""
+    """Keys and values [B, heads, S, head size] of one layer, with the methods that transformers' attention calls."""
 
     is_sliding = False
     is_compileable = True
@@ -38,7 +38,7 @@ class FixedLayer(CacheLayerMixin):
         raise RuntimeError("a FixedCache is made from a cache that was filled")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states [B, heads, N, size] of a step's nodes after the text; returns the whole buffers."""
+        """Write keys and values [B, heads, N, head size] of N nodes after the text; returns the whole buffers."""
         _write(self.keys, self.owner.slots, key_states)
         _write(self.values, self.owner.slots, value_states)
         return self.keys, self.values
@@ -56,10 +56,10 @@ class FixedLayer(CacheLayerMixin):
 
 
 class FixedCache(Cache):
-    """A KV cache whose shape never changes; `lengths` [B], on the device, says how many slots hold text."""
+    """A KV cache whose shape never changes; the tensor `lengths` [B] counts the slots that hold text."""
 
     def __init__(self, like: AnyCache, capacity: int) -> None:
-        """An empty cache with the layers of `like`, which must have been filled."""
+        """Make an empty cache of `capacity` slots with the layers of the cache `like`, which must hold a text."""
         self.capacity = capacity
         self.tree_layers: list[FixedLayer] = []
         for layer in like.tree_layers:
@@ -71,7 +71,7 @@ class FixedCache(Cache):
         super().__init__(layers=list(self.tree_layers))
 
     def load(self, other: AnyCache) -> None:
-        """Copy the text of `other`, and free the memory of a `TreeCache`."""
+        """Copy the keys and values of `other`; if that is a `TreeCache`, its memory is freed."""
         count = other.longest if isinstance(other, TreeCache) else other.capacity
         sources: Sequence[TreeLayer | FixedLayer] = other.tree_layers
         for layer, source in zip(self.tree_layers, sources, strict=True):
@@ -84,13 +84,13 @@ class FixedCache(Cache):
             other.release()
 
     def append_next(self, count: int) -> Tensor:
-        """Reserve the next `count` slots after the text for a forward; returns their positions [B, count]."""
+        """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
         self.slots = positions.clamp_max(self.capacity - 1)
         return positions
 
     def move(self, path: Tensor) -> None:
-        """Move the nodes path [B, C] of the last forward, in order, to the text's end (see `TreeCache.commit`)."""
+        """Move the keys and values of the nodes `path` [B, C] to right after the text, as `TreeCache.commit` does."""
         target = torch.arange(path.shape[1], device=path.device) + self.lengths[:, None]
         source = (self.lengths[:, None] + path).clamp_max(self.capacity - 1)
         for layer in self.tree_layers:
@@ -100,7 +100,7 @@ class FixedCache(Cache):
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Write states [B, heads, N, size] into the slots [B, N] of buffer [B, heads, S, size]."""
+    """Write `states` [B, heads, N, head size] into the `slots` [B, N] of `buffer` [B, heads, S, head size]."""
     if len(slots) == 1:
         buffer.index_copy_(2, slots[0], states)
     else:
@@ -109,31 +109,32 @@ def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
 
 
 def static(tensor: Tensor) -> Tensor:
-    """Mark a tensor that CUDA graphs may write to, because its address never changes."""
+    """Mark a tensor as one whose address never changes, so that CUDA graphs can update it in place; returns it."""
     torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 class FixedHeadsCache:
-    """What heads that look back keep of the text (`decode.heads_cache`), in fixed shapes."""
+    """KV caches of fixed shape for heads that attend to the text (else `decode.heads_cache.HeadsCache`)."""
 
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
-        """An empty cache for the heads of `like`; `max_depth` is that of the tree whose paths are read."""
+        """Make empty caches for the heads of `like`; `max_depth` is the depth of the tree that the heads draft."""
         self.heads: MedusaHeads = like.heads
         self.backbone: Backbone = like.backbone
         self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
         self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in _caches(like))
 
     def load(self, other: AnyHeadsCache) -> None:
-        """Copy what the heads keep of the text in `other`."""
+        """Copy the keys and values that `other` holds for the same heads."""
         for cache, source in zip((self.prefix, self.pairs), _caches(other), strict=True):
             if cache is not None and source is not None:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append accepted paths, as `HeadsCache.path` does; `end` [B] is the last column of each path.
+        """Append accepted paths; returns the hidden states that the heads read at their ends [B, H].
 
-        `counts` [B] is the number of nodes that each row keeps: 0 for rows that have ended."""
+        `before`, `hidden` and `ids` are as in `HeadsCache.path`. `end` [B] is the column of each path's last node, and
+        `counts` [B] the number of nodes that each row keeps: 0 for rows that have ended."""
         if self.prefix is not None:
             assert self.heads.prefix is not None
             cache = self.prefix
@@ -150,7 +151,7 @@ class FixedHeadsCache:
         return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
 
     def context_kv(self) -> ContextKV | None:
-        """The keys and values that the next draft looks back at; `None` for kinds that do not look back."""
+        """The keys and values of the text for the next draft; `None` for heads that do not attend to them."""
         if self.pairs is None:
             return None
         layer, lengths = self.pairs.tree_layers[0], self.pairs.lengths[:, None]
@@ -159,7 +160,7 @@ class FixedHeadsCache:
 
 
 def _caches(like: AnyHeadsCache) -> list[TreeCache | FixedCache | None]:
-    """The cache of the prefix layers and that of the pairs."""
+    """The KV caches of the heads' prefix layers and of their context attention; `None` where there is none."""
     parts = (like.prefix, like.pairs)
     return [part if part is None or isinstance(part, FixedCache) else part.cache for part in parts]
 

@@ -1,6 +1,6 @@
-"""One compiled step with its state on the device, and the compiled steps that a model keeps.
+"""Regions, which are compiled decoding steps with their caches, and the regions that a model keeps for reuse.
 
-Shapes: B rows, N nodes, D the depth, H hidden size.
+Shapes: B rows, N nodes of a draft, D its depth, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 
 KEPT = 8
-"""Regions that a model keeps, each with its cache; the least recently used one is dropped first."""
+"""Maximum number of regions that a model keeps, with their caches; the least recently used one is dropped first."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
 Key = tuple[object, ...]
-"""What a region is compiled for."""
+"""Everything that a region was compiled for; a session reuses regions with an equal key."""
 
 
 class Region:
-    """The compiled step for one batch size, capacity, tree and sampler."""
+    """A compiled step for one batch size, capacity, tree and sampler, with the caches and state of its rows."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Region:
         sampler: FixedSampler,
         hidden: Tensor,
     ) -> None:
-        """`hidden` [B, H] gives the shape and dtype of the hidden states that the drafter starts from."""
+        """Make a region; `hidden` [B, H] gives the shape and dtype of the hidden states that the drafter reads."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
@@ -54,17 +54,19 @@ class Region:
         self.hidden = static(torch.zeros_like(hidden))
         self.alive = static(torch.ones(rows, dtype=torch.long, device=device))  # 0 for rows that have ended
         self.end = min(end for end in (backbone.context, cache.capacity) if end is not None)
-        _ = drafter.propose(self.frontier()).topology.non_ancestors  # a compiled step cannot fill this cache
+        _ = drafter.propose(self.frontier()).topology.non_ancestors  # compiled steps cannot fill this cache
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run a step with uniform numbers u [B, D + 1]; returns the argument of `decode.loop.unpack`."""
+        """Run one step; returns its packed outcome, which `decode.loop.unpack` reads.
+
+        `u` [B, D + 1] are uniform random numbers, one for each token that sampling may decide."""
         with grouped(self.config), self.backbone.watched():
             packed: Tensor = self.compiled(u)
         return packed.tolist()
 
     def frontier(self) -> Frontier:
-        """Where the next step starts."""
+        """The roots and hidden states from which the next step drafts."""
         context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
         return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
 
@@ -86,7 +88,7 @@ class Region:
         return packed
 
     def _heads_read(self, draft: Draft, hidden: Tensor, accepted: Acceptance, counts: Tensor) -> Tensor:
-        """The hidden states [B, H] from which the heads start the next step, of a step's hidden [B, N, H]."""
+        """The hidden states [B, H] that the heads read in the next step, from those of all nodes [B, N, H]."""
         if self.heads_cache is None:
             return at_end(hidden, accepted)
         path = accepted.path.clamp_min(0)
@@ -97,7 +99,7 @@ class Region:
         return additive(visible_slots(topology, lengths, self.cache.capacity, kind), self.backbone.dtype)[:, None]
 
     def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
-        """Continue the texts that these caches hold, from `frontier`."""
+        """Copy the texts in these caches and their `frontier` into the region; `alive` marks unfinished rows."""
         self.cache.load(cache)
         if self.heads_cache is not None and heads_cache is not None:
             self.heads_cache.load(heads_cache)
@@ -106,15 +108,15 @@ class Region:
         self.end_rows(alive)
 
     def end_rows(self, alive: list[bool]) -> None:
-        """End the rows that are not `alive`; they stay in the batch, whose shape is fixed, and do nothing."""
+        """Freeze the rows that are not `alive`: they stay in the batch, whose shape is fixed, but no longer grow."""
         self.alive.copy_(torch.tensor(alive))
 
 
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Compile a bound method in one graph, for its object alone.
+    """Compile the bound method `step` as one graph that no other object shares.
 
-    Only the guards on tensors are kept; the region's key holds all else. Checking a thousand modules takes longer than
-    a small model's step, so they are checked once per session (`modules_key`).
+    Of torch.compile's guards only those on tensors are kept, because guards on a thousand modules take longer than a
+    step of a small model. The region's key covers the rest: `modules_key` checks modules once per session.
     """
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
@@ -132,7 +134,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 
 
 class Regions(list[tuple[Key, Region]]):
-    """A model's regions that are not in use, the latest last; a copy of the model starts with none (`__reduce__`)."""
+    """The regions of a model that no session is using, the latest last. A copy of the model has none (`__reduce__`)."""
 
     ATTRIBUTE = "_medusa_regions"
 
@@ -142,7 +144,7 @@ class Regions(list[tuple[Key, Region]]):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
-        """The regions of this model."""
+        """The regions that are stored on `model`; the first call stores an empty list."""
         return vars(model).setdefault(cls.ATTRIBUTE, cls())
 
     def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
@@ -158,23 +160,24 @@ class Regions(list[tuple[Key, Region]]):
         return make()
 
     def put_back(self, key: Key, region: Region) -> None:
-        """Return a region after use."""
+        """Store a region after use, and drop the oldest regions if there are more than `KEPT`."""
         with self.lock:
             self.append((key, region))
             del self[:-KEPT]
 
 
 def surroundings_key(backbone: Backbone) -> Key:
-    """What compiled code depends on outside the modules: attention, autocast, threads."""
+    """The part of a region's key outside the modules: attention implementation, autocast dtype, number of threads."""
     kind = backbone.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return backbone.config._attn_implementation, precision, torch.get_num_threads()
 
 
 def modules_key(module: nn.Module) -> Key:
-    """The key of a module: hooks, parameters and settings of all submodules, such as train mode or active adapters.
+    """The part of a region's key for a module: hooks, parameters and settings of all its submodules.
 
-    Tied parameters are one input of a region. The values of parameters may change."""
+    Settings are attributes such as train mode or active adapters. Parameters count by identity, dtype and device, as
+    tied parameters are one input of compiled code; their values may change."""
     return tuple(
         (
             type(part),
@@ -188,7 +191,7 @@ def modules_key(module: nn.Module) -> Key:
 
 
 def _plain(value: object) -> object:
-    """A number, string or function, or a container of these; tensors, modules and caches become `None`."""
+    """Convert an attribute for a key: numbers, strings, functions and containers of them; all else becomes `None`."""
     if isinstance(value, PLAIN):
         return value
     if type(value) is dict:

@@ -1,6 +1,6 @@
-"""Acceptance in fixed shapes: transformers' own processors, and one uniform number per token.
+"""Acceptance inside compiled steps: fixed shapes, transformers' logits processors, one uniform number per token.
 
-Shapes: B rows, N nodes, D the depth, V vocabulary, C the most children of a node, X any number of positions.
+Shapes: B rows, N nodes, D the depth of the tree, V vocabulary, C the most children of a node, X any number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from medusa.errors import RequestError
 
 
 class FixedSampler:
-    """Decides which nodes to accept inside a compiled step."""
+    """Applies the acceptance rule and the sampling options of a session inside a compiled step."""
 
     def __init__(self, target: Target, acceptor: Acceptor) -> None:
         self.acceptor, self.truncation, self.do_sample = acceptor, target.truncation, target.do_sample
@@ -29,11 +29,11 @@ class FixedSampler:
 
     @staticmethod
     def key(target: Target, acceptor: Acceptor) -> tuple[object, ...]:
-        """The sampler's part of a region's key.
+        """The part of a region's key that determines acceptance and sampling.
 
         Raises:
-            RequestError: a processor reads the text, rows differ in their options, scores are recorded, or drafts are
-                drawn."""
+            RequestError: a logits processor reads the text, rows differ in their options, scores are to be returned, or
+                drafts are sampled."""
         for processors in target.processors:
             others = [type(p).__name__ for p in processors if not isinstance(p, WARPERS)]
             if others:
@@ -51,7 +51,9 @@ class FixedSampler:
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Accept nodes by logits [B, N, V], uniform numbers u [B, D + 1] and the greatest depths allowed [B]."""
+        """Decide which nodes to accept, from the backbone's logits [B, N, V] after each node.
+
+        `u` [B, D + 1] are uniform random numbers, and `depth_limit` [B] the greatest depth that may be accepted."""
         if not self.do_sample and not self.processors:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         if self.acceptor.rule == "typical":
@@ -59,7 +61,7 @@ class FixedSampler:
         return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """The target's scores [X, V] from logits [X, V]; these processors do not read ids."""
+        """Process logits [X, V] into the target's scores [X, V]; the processors read no ids, so they get zeros."""
         ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
         processed = self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float()))
         scores = cast(Tensor, processed)
@@ -68,7 +70,7 @@ class FixedSampler:
         return scores
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """`accept_walk` with a fixed number of steps: rows that have ended stay at their node."""
+        """`decode.accept.accept_walk` in a fixed number of steps; a row whose walk has ended stays at its last node."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
@@ -85,7 +87,7 @@ class FixedSampler:
         return ended_at(draft, end, root)
 
     def _typical(self, draft: Draft, logits: Tensor, depth_limit: Tensor) -> Acceptance:
-        """`accept_longest` with typical acceptance, for all nodes at once."""
+        """`decode.accept.accept_longest` with typical acceptance, computed for all nodes at once."""
         topology, ids = draft.topology, draft.ids
         rows, nodes = ids.shape
         p = self._scores(logits.flatten(0, 1)).softmax(-1).unflatten(0, (rows, nodes))

@@ -1,4 +1,4 @@
-"""Compiled decoding: one step of `decode.loop` is one call of a compiled region."""
+"""The stepper of compiled decoding: each step of `decode.loop.run` is one call of a compiled region."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout
 
 MIN_CAPACITY = 256
-"""Slots of the smallest cache."""
+"""Number of slots of the smallest cache."""
 
 
 class CompiledStepper:
-    """Decodes a session in compiled regions (`decode.loop.Stepper`)."""
+    """Decodes the texts of a session by compiled steps (implements `decode.loop.Stepper`)."""
 
     ahead = 1024
-    """The most new tokens that the first cache can hold."""
+    """Maximum number of new tokens for which the first cache has room."""
 
     def __init__(
         self,
@@ -37,12 +37,14 @@ class CompiledStepper:
         heads: MedusaHeads | None,
         make_drafter: Callable[[], Drafter],
     ) -> None:
-        """
+        """Make a stepper that drafts on `tree`.
+
         Args:
-            heads: the drafting heads; `None` if the tree is a root alone.
+            heads: the drafting heads; `None` for plain decoding, whose tree is the root alone.
+            make_drafter: makes the drafter of a new region.
 
         Raises:
-            RequestError: something cannot be compiled."""
+            RequestError: this model, these options or this machine do not allow compiled steps."""
         require_compilable(session)
         if tree.min_probability:
             raise RequestError(ONE_SHAPE)
@@ -71,10 +73,10 @@ class CompiledStepper:
         return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Run one region; all of the time counts as `verify`.
+        """Run one compiled step, whose time all counts as the stage `verify`.
 
         Raises:
-            RequestError: torch.compile fails on this model; its region is dropped."""
+            RequestError: torch.compile fails on this model; the failed region is dropped."""
         region, target = self.region, self.session.target
         if max(self.lengths[row] for row in self.rows) + self.tree.num_nodes > region.cache.capacity:
             region = self._region(2 * region.cache.capacity, region.cache, region.heads_cache, region.frontier())
@@ -110,7 +112,7 @@ class CompiledStepper:
         return [row in self.rows for row in range(len(self.lengths))]
 
     def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
-        """A region with at least `capacity` slots, loaded with the other arguments (`Region.load`)."""
+        """Take or make a region of at least `capacity` slots, and load it with the given texts (`Region.load`)."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:
@@ -126,7 +128,7 @@ class CompiledStepper:
 
 
 def require_compilable(session: Session) -> None:
-    """Raise a `RequestError` if this model, these heads or this machine do not allow compiled steps."""
+    """Raise a `RequestError` if the session's model or options, or this machine, do not allow compiled steps."""
     backbone = session.backbone
     reason = None
     if backbone.rope_boundary is not None:
@@ -142,7 +144,7 @@ def require_compilable(session: Session) -> None:
 
 
 def _has_compiler() -> bool:
-    from torch._inductor import cpp_builder, exc  # slow to import, and needed for compiled steps only
+    from torch._inductor import cpp_builder, exc  # slow to import, and needed only here
 
     try:
         return bool(cpp_builder.get_cpp_compiler())
@@ -151,6 +153,6 @@ def _has_compiler() -> bool:
 
 
 def _tree_key(tree: Layout) -> Key:
-    """What determines the drafts that are laid out on a tree."""
+    """The part of a region's key for a tree: everything that affects its drafts."""
     nodes = (*tree.candidates.parent.tolist(), *tree.candidates.rank.tolist())
     return (tree.num_nodes, tree.temperatures, *nodes) if isinstance(tree, DynamicTree) else nodes

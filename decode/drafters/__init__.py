@@ -1,4 +1,4 @@
-"""The drafters by name. A new drafter is one file and one line in `DRAFTERS`."""
+"""The registry of drafters, and the parser of their options. A new drafter needs a file and an entry in `DRAFTERS`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from medusa.errors import RequestError
 
 DRAFTERS = {
     "heads": "decode.drafters.trained_heads:HeadsDrafterConfig",  # Medusa heads of any kind, on a tree
-    "blockwise": "decode.drafters.trained_heads:BlockwiseConfig",  # heads on a chain
+    "blockwise": "decode.drafters.trained_heads:BlockwiseConfig",  # the same heads on a chain
     "model": "decode.drafters.model:DraftModelConfig",  # a small language model
     "ngram": "decode.drafters.ngram:NgramConfig",  # what followed the last n-gram earlier in the text
-    "rest": "decode.drafters.retrieval.rest:RestConfig",  # what followed it in a datastore of other texts
+    "rest": "decode.drafters.retrieval.rest:RestConfig",  # what followed the text's end in other texts
     "lookahead": "decode.drafters.lookahead:LookaheadConfig",  # n-grams of a Jacobi iteration
-    "mix": "decode.drafters.mix:MixConfig",  # several of these
+    "mix": "decode.drafters.mix:MixConfig",  # several of the above
 }
 
 
 def parse(spec: str) -> DrafterConfig:
-    """The config that `NAME[:option,option=value,...]` describes.
+    """Parse the description of a drafter, such as `ngram:n=3,tokens=8`, and return its config.
 
     Raises:
         RequestError: there is no such drafter or option, or a value is invalid."""
@@ -63,10 +63,10 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
 
 
 def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFactory:
-    """The factory for a drafter in any form; `None` means the heads of `context`.
+    """Make the factory of a drafter from its description, config or factory; `None` means the heads of `context`.
 
     Raises:
-        RequestError: there is no such drafter, or what it needs is missing or does not fit."""
+        RequestError: there is no such drafter, or a model, table or tree for it is missing or does not fit."""
     made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(made, DrafterConfig | DrafterFactory):
         raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")

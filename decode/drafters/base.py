@@ -1,4 +1,4 @@
-"""How drafters are made: a config holds the options, a factory what was loaded, and a drafter drafts.
+"""The three forms of a drafter: a config holds its options, a factory its loaded models, and a drafter proposes drafts.
 
 DrafterConfig  --factory(context)-->  DrafterFactory  --start(session)-->  Drafter (decode.draft)
 NAME:options                          models, tables                       one batch of texts
@@ -21,30 +21,30 @@ from medusa.tree import Layout
 
 
 class DrafterFactory(ABC):
-    """Makes drafters for batches of texts, with models that are loaded and options that were checked."""
+    """A drafter with its models and tables loaded; `start` makes the drafter of one batch of texts."""
 
     num_nodes: int
-    """Nodes of the largest draft, including its root and side branches."""
+    """Number of nodes of the largest draft, including the root and side branches."""
     num_bytes: int = 0
-    """Bytes of weights and tables kept in addition to the backbone, without what grows with a text."""
+    """Bytes of weights and tables, without the backbone and without memory that grows with the text."""
     heads: MedusaHeads | None = None
-    """The drafting heads. A session also keeps what these heads read of the text."""
+    """The Medusa heads that draft; `None` if there are none. A session keeps the KV caches of these heads."""
     can_draw: bool = False
-    """Whether guesses can be drawn from the drafter's own distributions (`--draft sample`)."""
+    """Whether drafts can be sampled from the drafter's own distributions (`--draft sample`)."""
     warm_up: int = 0
-    """Steps that a drafter must see before its guesses are worth measuring."""
+    """Number of steps in which the drafter learns from the text; tests of losslessness measure it only after these."""
 
     @abstractmethod
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """Make a drafter for the texts of `session`; with `drawn` its guesses are draws."""
+        """Make a drafter for the texts of `session`; with `drawn`, it samples its drafts (`--draft sample`)."""
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
-        """The same factory with `change` applied to its tree, or itself if it has no tree."""
+        """Return a copy of this factory with `change` applied to its tree, or the factory itself if it has no tree."""
         return self
 
 
 class TextDrafterFactory(DrafterFactory):
-    """Makes drafters that read only the texts of a session."""
+    """A factory of drafters that use no model, only the texts of a session."""
 
     def __init__(
         self, num_nodes: int, make: Callable[[Session], Drafter], num_bytes: int = 0, warm_up: int = 0
@@ -56,48 +56,49 @@ class TextDrafterFactory(DrafterFactory):
 
 
 class DrafterContext(NamedTuple):
-    """The backbone that drafters are made for, and what the heads need."""
+    """What a drafter is made from: the backbone and its tokenizer, and possibly Medusa heads with a tree."""
 
     model: PreTrainedModel
     heads: MedusaHeads | None = None
     tree: TreeLike = None
-    """The tree for the heads' guesses."""
+    """The tree for drafts of the heads; `None`: the tree saved with the heads, or a default."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """The backbone's tokenizer; without it, a draft model's vocabulary is compared by its size only."""
     name: str = "the backbone"
     trust_remote_code: bool = False
     stop_drafting: float = 0.0
-    """`DynamicTree.min_probability`, for dynamic trees of the heads."""
+    """Path probability below which a dynamic tree of the heads prunes nodes; 0: no pruning."""
 
 
 class DrafterConfig(ABC):
-    """The options of a drafter, as in `NAME[:options]`, before anything is loaded.
+    """The options of a drafter, which users write as `NAME[:options]`. A config has loaded no models yet.
 
     Subclasses are dataclasses. Their fields are the options, and `__post_init__` rejects invalid values.
     """
 
     compiles: ClassVar[bool] = False
-    """Whether whole steps can be compiled."""
+    """Whether `--compile` can compile the steps of this drafter."""
     can_draw: ClassVar[bool] = False
+    """Whether drafts can be sampled (`DrafterFactory.can_draw`)."""
     first: ClassVar[str | None] = None
-    """The option whose name may be left out."""
+    """The option whose name can be left out, such as `model` in `model:demo`."""
     rest: ClassVar[str | None] = None
-    """The option that takes everything after the other options, commas included."""
+    """The option whose value is all text after the other options, commas included."""
     needs: str = "nothing"
-    """What the user must have, for tables."""
+    """What a user must provide, such as trained heads; results tables show it."""
     needs_heads: bool = False
     takes_tree: bool = False
-    """Whether the user chooses the tree for the guesses."""
+    """Whether `--tree` sets the tree of this drafter."""
 
     def check(self, config: PretrainedConfig) -> None:
-        """Check the backbone's configuration, before its weights are loaded.
+        """Check that the drafter fits the backbone's configuration, before the backbone's weights are loaded.
 
         Raises:
             RequestError: this drafter cannot draft for such a backbone."""
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """The trees for the guesses of `heads`; `tree` and `stop_drafting` are as in `DrafterContext`.
+        """Return the trees that `heads` fill in this drafter's drafts; the arguments are as in `DrafterContext`.
 
         Raises:
             RequestError: these heads cannot fill such a tree."""
@@ -105,18 +106,18 @@ class DrafterConfig(ABC):
 
     @abstractmethod
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        """Load what the drafter needs.
+        """Load the models and tables of the drafter, and make its factory.
 
         Raises:
-            RequestError: something is missing or does not fit."""
+            RequestError: a model or table is missing, or does not fit the backbone."""
 
 
 DrafterLike = DrafterFactory | DrafterConfig | str | None
-"""A drafter as Python's `generate` takes it; `None` means the heads."""
+"""A drafter as the argument of `decode.generate`: a description is a `str`, and `None` means the heads."""
 
 
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
-    """Raise a `RequestError` if a tree or `stop_drafting` was given for a drafter with its own shape."""
+    """Raise a `RequestError` if `tree` or `stop_drafting` is set, for a drafter whose own options set its tree."""
     if stop_drafting:
         raise RequestError(
             "stop-drafting works only with dynamic trees of heads; leave it out, or use this drafter's options"
@@ -126,7 +127,7 @@ def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
 
 
 def require_at_least(minimum: int, name: str, /, **options: int) -> None:
-    """Raise a `RequestError` if an option of drafter `name` is smaller than `minimum`."""
+    """Raise a `RequestError` if one of the `options` of drafter `name` is smaller than `minimum`."""
     for option, value in options.items():
         if value < minimum:
             raise RequestError(f"drafter {name}: {option} is {value}; it must be at least {minimum}")

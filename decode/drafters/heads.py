@@ -1,6 +1,6 @@
-"""Independent Medusa heads as a drafter: their guesses on a tree (Medusa paper, section 2.1.2).
+"""A drafter with independent Medusa heads, whose guesses fill a tree (Medusa paper, section 2.1.2).
 
-Shapes: B rows, K heads, k of them that the tree reaches, N nodes, V vocabulary, C contexts.
+Shapes: B rows, K heads, k of them (the depth of the tree) in use, N nodes, V vocabulary, C distributions per depth.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 
 class HeadsDrafter:
-    """Drafts with independent heads, which run only at the end of the last path, and only as many as the tree is deep.
+    """Drafts a tree with independent heads, which all read the hidden state of the token before the root.
 
-    A node holds one of its head's best guesses, whatever its ancestors hold. A dynamic tree drafts the most probable of
-    its candidates. With a `target` the tree is drawn: the children of a node, in order, are draws without replacement
-    from their head's distribution. The topology of a drawn tree is fixed in advance, because choosing nodes by what was
-    drawn would change their distribution.
+    A node at depth d holds one of head d's best guesses, whatever its ancestors hold. A dynamic tree drafts the most
+    probable of its candidates. With a `target` the draft is sampled: the children of a node are draws, in order and
+    without replacement, from their head's distribution. A sampled tree is static, because choosing nodes by the tokens
+    that were drawn would change their distribution.
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
-        """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
+        """Make a drafter that fills `tree`. A `RequestError` is raised if heads, backbone or tree do not fit."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
@@ -43,7 +43,7 @@ class HeadsDrafter:
         self.device, self.dtype = heads.device, heads.dtype
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft the heads' guesses after each row's root."""
+        """Propose a tree of the heads' guesses below the root of each row."""
         root = frontier.root
         if self.depth == 0:
             return Draft(root[:, None], self.topology)
@@ -63,12 +63,12 @@ class HeadsDrafter:
         return Draft(torch.cat([root[:, None], ids], dim=1), chosen_part(self.tree.candidates, chosen))
 
     def logits(self, frontier: Frontier) -> Tensor:
-        """Logits [k, B, V] of the k heads that the tree reaches; over the heads' own vocabulary if it is reduced."""
+        """Logits [k, B, V] of the first k heads, for a tree of depth k; V is the size of the heads' vocabulary."""
         # The heads may have another dtype than the backbone, for example float32 with a bfloat16 backbone.
         return self.heads(HeadInputs(frontier.hidden.to(self.device, self.dtype)), self.lm_head, self.depth)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
-        """Draw a draft from the heads' distributions, `copies` times from each row of the frontier."""
+        """Sample `copies` drafts for each row of `frontier` from the heads' distributions."""
         logits = over_all(self.heads, self.logits(frontier), self.backbone.vocab_size)
         root = frontier.root.repeat_interleave(copies)
         q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]
@@ -77,10 +77,10 @@ class HeadsDrafter:
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
-    """Draw a draft for roots [B] with contexts [B], from the distributions of each context and depth, q [C, k, V].
+    """Sample a draft for each `root` [B]; row b draws the children at depth d from q[context[b], d], of q [C, k, V].
 
-    All rows share the topology, and all nodes of a depth draw the same children. Exactness does not need these to be
-    independent: a path meets only one node of a depth, and the draws of different depths are independent.
+    All rows share the topology, and in a row all nodes of a depth get the same children. This is exact, because a path
+    contains only one node of each depth, and the draws of different depths are independent.
     """
     everyone = torch.arange(len(root), device=root.device)
     depths, place, ids = topology.depth[0], topology.place[0], [root[:, None]]

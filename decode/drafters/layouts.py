@@ -1,12 +1,13 @@
-"""The trees that drafts are laid out on: what a user asks for, and trees that are chosen in every step.
+"""Trees of drafts: the tree that a user asks for (`resolve_tree`), and trees chosen in every step (`DynamicTree`).
 
-A `DynamicTree` drafts the most probable nodes of a fixed set of candidates. The log probability of a path is the sum of
-its drafter's log confidences (EAGLE-2, OPT-Tree). Every step drafts the same number of nodes, so shapes are fixed and
-only the topology changes. A child is never more probable than its parent, so the most probable nodes are connected. A
-confidence is a softmax at the head's temperature, which is fitted on text that the backbone wrote
-(`decode.bench.calibration`), because heads are often too confident or not confident enough.
+A `DynamicTree` drafts the most probable nodes of a fixed set of candidates (EAGLE-2, OPT-Tree). The log probability of
+a node's path is the sum of the heads' log confidences in its tokens. A child is never more probable than its parent,
+so the most probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed. A
+confidence is a softmax probability at the head's temperature. The temperatures are fitted on text that the backbone
+wrote (`decode.bench.calibration`), because many heads are overconfident or underconfident.
 
-Shapes: B rows, K heads, R guesses of a head, S candidates, N nodes, M nodes of any set.
+Shapes: B rows, K heads, k of them in use, R guesses of a head, V vocabulary, S candidates with the root, N drafted
+nodes with the root, M nodes of any set, D depth of the candidates.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout, RankPath, Tree, load_tree
 
 TreeLike = Layout | str | Sequence[Sequence[int]] | None
-"""A tree, its name or file, its paths, or `None` for the tree saved with the heads."""
+"""A tree as users give it: an object, a name or file, a list of paths, or `None` for the tree saved with the heads."""
 TOP = 16
-"""Guesses of a head that are considered."""
+"""Number of most probable guesses of each head that a dynamic tree considers."""
 MAX_NODES, MAX_CANDIDATES = 256, 1024
 MIN_LOG_CONFIDENCE = -50.0
-"""Smaller log confidences are raised to this; no tree reaches such guesses."""
+"""Smaller log confidences are raised to this value. Guesses this improbable never enter a tree."""
 STEEPNESS = 1e-4
-"""Subtracted from log confidences per level, so that rounding never ranks a child before its parent."""
+"""Amount subtracted from the log confidence at each level, so that rounding never ranks a child above its parent."""
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicTree:
-    """In every step, the `num_nodes` most probable nodes (root included) of `candidates`."""
+    """A tree that is chosen in every step: the `num_nodes` most probable nodes (root included) of `candidates`."""
 
     num_nodes: int
     candidates: Tree
     temperatures: tuple[float, ...] = ()
-    """One temperature for each head that the candidates reach; empty: all are 1."""
+    """Softmax temperature of each head, for at least as many heads as the candidates are deep; empty: all are 1."""
     min_probability: float = 0.0
-    """Nodes whose path probability is lower are pruned with their subtrees; 0 keeps all nodes."""
+    """Nodes with a lower path probability are pruned, with their subtrees; 0: no pruning."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_probability <= 1:
@@ -60,7 +61,7 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """The tree of `num_nodes` nodes for the guesses of `num_heads` heads.
+        """Make a dynamic tree of `num_nodes` nodes, root included, for the guesses of `num_heads` heads.
 
         Raises:
             RequestError: the number of nodes is out of range."""
@@ -78,7 +79,7 @@ class DynamicTree:
         return self.candidates.max_depth
 
     def to_json(self) -> dict[str, object]:
-        """The tree as JSON, for results."""
+        """The settings of this tree as JSON, for results files; the candidates follow from them."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
@@ -89,30 +90,30 @@ class DynamicTree:
         return replace(self, candidates=self.candidates.to(device))
 
     def clip(self, max_depth: int) -> DynamicTree:
-        """The tree without candidates deeper than `max_depth`; it has fewer nodes if no more are left."""
+        """The same tree without candidates deeper than `max_depth`; `num_nodes` shrinks if fewer candidates remain."""
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Check the candidates as `Tree.require_fit` does."""
+        """Raise a `RequestError` if the candidates are deeper than `num_heads` or wider than `vocab_size`."""
         self.candidates.require_fit(num_heads, vocab_size, name)
 
     @cached_property
     def _on_path(self) -> Tensor:
-        """[S, D] the guesses on each candidate's path, as places in the flattened [K, R] table; K R stands for none."""
+        """[S, D] the guesses on each candidate's path, as indices into a flattened table [D, R]; D * R: no guess."""
         tree, top = self.candidates, self.candidates.max_rank + 1
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
     @cached_property
     def _scale(self) -> Tensor:
-        """[K, 1, 1] the temperatures; cached, because a step waits for every copy to a device."""
+        """[K, 1, 1] the temperatures as a tensor; cached, because a copy to the device would delay every step."""
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
-        """Log probabilities [k, B, V] of the heads' logits [k, B, V] at each head's temperature, float32.
+        """Log probabilities [k, B, V], float32, of the first k heads' logits [k, B, V], each at its head's temperature.
 
-        With `head`, all logits [..., V] are of that head.
+        With `head`, all logits [..., V] come from the head with this index.
         """
         if self.temperatures and head is not None:
             logits = logits.float() / self.temperatures[head]
@@ -121,46 +122,46 @@ class DynamicTree:
         return logits.log_softmax(-1, dtype=torch.float32)
 
     def path_log_probs(self, confidences: Tensor) -> Tensor:
-        """The log probability of each candidate's path [B, S], from log confidences [B, k, R] of the best guesses."""
+        """Log probability of the path to each candidate [B, S], from log confidences [B, k, R] of the best guesses."""
         used = confidences[:, : self.max_depth, : self.candidates.max_rank + 1]
         known = F.pad(bounded(used).flatten(1), (0, 1))
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """How many nodes reach `min_probability` in the row with most of them, from path log probabilities [B, M].
+        """Number of nodes with a path probability of at least `min_probability`, in the row that has most of them.
 
-        All rows of a batch draft the same number of nodes, so the other rows also draft less probable ones.
+        `log_probs` [B, M] are path log probabilities. All rows draft the same number of nodes, so other rows also
+        draft less probable nodes.
         """
         if not self.min_probability:
             return log_probs.shape[1]
         return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
 
     def most_probable(self, log_probs: Tensor) -> Tensor:
-        """The nodes to draft, root included, ascending [B, N], from path log probabilities [B, S] with the root's."""
+        """Choose the nodes to draft: ascending indices [B, N], root included, from path log probabilities [B, S]."""
         count = min(self.num_nodes - 1, self.num_worthwhile(log_probs[:, 1:]))
         best = log_probs[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
         return F.pad(best.sort(dim=-1).values, (1, 0))
 
 
 def bounded(confidences: Tensor) -> Tensor:
-    """Log confidences made finite, and large enough that rounding does not lose the difference of a level.
+    """Raise log confidences to `MIN_LOG_CONFIDENCE` or above, where float32 rounding does not lose `STEEPNESS`.
 
-    NaN (from heads that overflow in float16) becomes the minimum. `topk` treats NaN as the maximum, so it would choose
+    NaN, from heads that overflow in float16, becomes the minimum. `topk` treats NaN as the maximum, so it would choose
     a child without its parent, and the text could be wrong.
     """
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
-    """All paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
+    """Make the tree of all paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
 
-    For a path of ranks r1, r2, ..., all paths that are not longer and whose ranks are not greater are at least as
-    probable: (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included. If this measure exceeds the number of nodes, the
-    path is never chosen. Of more than MAX_CANDIDATES paths, those with the greatest measure are left out, as are ranks
-    from TOP on.
+    A path of ranks r1, r2, ... has (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included, that are not longer and
+    whose ranks are not greater. Each of them is at least as probable, so the path is never chosen if this number, its
+    measure, exceeds `num_nodes` - 1. The tree keeps the MAX_CANDIDATES smallest measures, and only ranks below TOP.
     """
     paths: list[RankPath] = []
-    # (measure, path), and for the path without its last rank the measure and the product of all r + 1.
+    # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.
     open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]
     while open_paths and len(paths) < MAX_CANDIDATES - 1:
         measure, path, above, product = heapq.heappop(open_paths)
@@ -177,12 +178,12 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 
 
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:
-    """The given tree (object, name, file or paths), else the one saved with the heads, else a default.
+    """Return the tree that `tree` describes; for `None`, the tree saved with the heads, else a default tree.
 
-    `stop_drafting`: the path probability below which a dynamic tree prunes nodes; 0: it drafts all its nodes.
+    `stop_drafting`: the path probability below which a dynamic tree prunes nodes; 0: no pruning.
 
     Raises:
-        RequestError: `tree` describes no tree, or a static tree is asked to stop drafting.
+        RequestError: `tree` describes no tree, or `stop_drafting` is set for a static tree.
     """
     resolved = _resolved(tree, heads)
     if not stop_drafting:
@@ -212,16 +213,16 @@ def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
 
 
 def default_tree(heads: MedusaHeads) -> Tree:
-    """A tree for heads without any measurement: eight nodes on a CPU, the published 64 on a GPU.
+    """The tree for heads that have none saved: 8 nodes on a CPU, and the Medusa paper's tree of 64 nodes on a GPU.
 
-    On a GPU, reading the weights takes most of a step, so nodes are nearly free. A CPU computes them one by one.
+    On a GPU, most of a step is spent on reading weights, so more nodes are nearly free. On a CPU, each node takes time.
     """
     name = "eight" if heads.device.type == "cpu" else "mc_sim_7b_63"
     return load_tree(name, heads.config.num_heads).clip(heads.config.num_heads)
 
 
 def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if the heads do not fit the backbone, or cannot fill or draw the tree."""
+    """Raise a `RequestError` if heads do not fit the backbone or the tree, or if `drawn` and the tree is dynamic."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
     tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
     if drawn:
@@ -229,13 +230,13 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
 
 
 def require_drawable(tree: Layout) -> None:
-    """Raise a `RequestError` for a dynamic tree: its guesses choose its nodes, so they cannot be drawn."""
+    """Raise a `RequestError` if `tree` is dynamic: guesses choose its nodes, so `--draft sample` would be biased."""
     if tree.is_dynamic:
         raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 
 
 def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:
-    """Raise a `RequestError` if the heads were made for another hidden size or vocabulary."""
+    """Raise a `RequestError` if the heads' hidden size or vocabulary size differs from the backbone's."""
     owner = f"they belong to {config.base_model_name_or_path or 'another backbone'}"
     if config.hidden_size != hidden_size:
         raise RequestError(f"the heads have hidden size {config.hidden_size} but the backbone {hidden_size}; {owner}")

@@ -1,17 +1,17 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the backbone's own guesses about its future, kept as n-grams.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): drafts are n-grams that the backbone predicted earlier.
 
-A window of made-up tokens, `window` columns wide and `n` - 1 levels deep, hangs under the root. The forward that
-verifies the draft also reads the window (section 4.1). Level 0 is a line that starts with the root. A column hangs from
-each of its tokens, with one level from each earlier step:
+A window of guessed tokens, `window` columns wide and `n` - 1 levels deep, hangs below the root. The forward that
+verifies the draft also reads the window (section 4.1). Level 0 is a line that starts with the root. Each of its tokens
+starts a column; each lower level holds the backbone's predictions of one earlier step:
 
     level 0   root ─ a1 ─ a2      the backbone predicts d0, d1, d2 after c0, c1, c2
                │     │    │
-    level 1    b0    b1   b2      into the pool: root b0 c0 d0, a1 b1 c1 d1, a2 b2 c2 d2
+    level 1    b0    b1   b2      new n-grams: root b0 c0 d0, a1 b1 c1 d1, a2 b2 c2 d2
                │     │    │
     level 2    c0    c1   c2      the next window: levels b, c, d, with the next root instead of b0
 
-This is a step of Jacobi iteration for every column. The pool's n-grams that start with the root are drafted, as a trie.
-Tokens of the window are never accepted.
+So every column takes one step of Jacobi iteration. The new n-grams go into a pool. The pool's n-grams that start with
+the root are drafted as a trie. Tokens of the window itself are never accepted.
 
 Shapes: B rows, W columns, M nodes of the window without its root, V vocabulary.
 """
@@ -35,14 +35,14 @@ from decode.topology import Topology
 
 @dataclass(frozen=True)
 class LookaheadConfig(DrafterConfig):
-    """Options of lookahead decoding."""
+    """Options of `--drafter lookahead` (lookahead decoding)."""
 
     window: int = 10
-    """Columns: how many n-grams a step makes."""
+    """Number of columns of the window; each column gives one n-gram per step."""
     n: int = 4
-    """Tokens of an n-gram. The first is the text's last token; the others are drafted."""
+    """Number of tokens of an n-gram: the last token of the text, and `n` - 1 tokens to draft."""
     guesses: int = 10
-    """The most n-grams to keep for each first token, and to draft: the latest ones."""
+    """Maximum number of n-grams to keep for each first token, and to draft; the latest ones are kept."""
 
     def __post_init__(self) -> None:
         require_at_least(1, "lookahead", window=self.window, guesses=self.guesses)
@@ -57,7 +57,7 @@ class LookaheadConfig(DrafterConfig):
 
 
 def window_topology(window: int, levels: int, device: torch.device) -> Topology:
-    """The topology of the root and the window under it, level by level, for all rows and steps."""
+    """The topology of the root and the window below it, numbered level by level; all rows and steps share it."""
     line, node = torch.arange(window), torch.arange(window * levels)
     column, level = node % window, node // window
     parent = torch.where(level == 0, (line - 1).clamp_min(0).repeat(levels), node - window)
@@ -66,15 +66,15 @@ def window_topology(window: int, levels: int, device: torch.device) -> Topology:
 
 
 class Pool:
-    """The latest n-grams by their first token."""
+    """A store of the latest n-grams for each first token."""
 
     def __init__(self, most: int) -> None:
-        """`most`: how many n-grams are kept for each first token."""
+        """Make an empty pool, which keeps up to `most` n-grams for each first token."""
         self.most = most
         self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Add an n-gram as the latest one; a known n-gram becomes the latest again."""
+        """Add an n-gram, or make it the latest again; beyond `most`, the oldest one of its first token is dropped."""
         held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None
@@ -82,37 +82,38 @@ class Pool:
             del held[next(iter(held))]
 
     def guesses(self, token: int) -> Iterator[tuple[int, ...]]:
-        """The tokens that followed `token` in each n-gram, latest first."""
+        """The tokens after `token` in each n-gram that starts with `token`, latest n-gram first."""
         return reversed(self.after.get(token, {}))
 
 
 class Window:
-    """The window of one row, and the pool that it fills."""
+    """The window of one row, and the pool of its n-grams."""
 
     def __init__(self, config: LookaheadConfig, text: list[int]) -> None:
-        """At first each column holds a passage of the text, so the drafts do not depend on how tokens are numbered."""
+        """Make a window whose columns are passages of the prompt, `text`: better first guesses than random tokens."""
         starts = [column * len(text) // config.window for column in range(config.window)]
         self.levels = [[text[(start + level) % len(text)] for start in starts] for level in range(config.n - 1)]
         self.pool = Pool(config.guesses)
         self.length = 0
-        """Length of the text when the window was last read."""
+        """Length of the text when the backbone last read the window."""
 
     def tokens(self, root: int, length: int) -> list[int]:
-        """The window's tokens without the root, which ends a text of `length` tokens."""
+        """Set the window's first token to `root`, the last of `length` tokens of the text; returns the other tokens."""
         self.levels[0][0], self.length = root, length
         return [token for level in self.levels for token in level][1:]
 
     def learn(self, answers: list[int]) -> None:
-        """Take the backbone's predictions after each column: n-grams for the pool, and a new last level.
+        """Add an n-gram per column to the pool, and move the window up by one level; `answers` is the new last level.
 
-        Columns advance by one position per step; advancing with the text accepts no more tokens (docs/log.md)."""
+        `answers` are the backbone's predictions after the columns. Columns move by one position per step. Moving them
+        by the number of accepted tokens did not improve acceptance (docs/log.md)."""
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]
 
 
 class LookaheadDrafter(TextDrafter):
-    """Drafts from one window and pool per row."""
+    """Drafts n-grams by lookahead decoding, with one window and one pool per row."""
 
     def __init__(self, sequences: Sequences, config: LookaheadConfig, device: torch.device) -> None:
         super().__init__(sequences)
@@ -120,14 +121,14 @@ class LookaheadDrafter(TextDrafter):
         self.topology = window_topology(config.window, config.n - 1, device)
         self.rows: dict[int, Window] = {}
         self.answers: tuple[list[int], Tensor] | None = None
-        """Rows, and the backbone's predictions after their columns [B, W], left on the device until the next step."""
+        """Rows of the last step, and the backbone's predictions after their columns [B, W], kept on the device."""
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft n-grams of the pools, with the windows as a side branch."""
+        """Draft n-grams from each row's pool, with its window as a side branch that the backbone reads."""
         self._learn()
         draft = super().propose(frontier)
         if max(map(self.sequences.tokens_left, frontier.rows)) < 3:
-            return draft  # no step is left that could draft the window's n-grams
+            return draft  # no later step could use n-grams of this window
         tokens = [self.rows[row].tokens(self._root(row), self.sequences.lengths[row]) for row in frontier.rows]
         ids = torch.tensor(tokens, device=frontier.root.device)
         return draft._replace(side_branches=(SideBranch(ids, self.topology, partial(self._receive, frontier.rows)),))
@@ -144,14 +145,14 @@ class LookaheadDrafter(TextDrafter):
         return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]
 
     def _receive(self, rows: list[int], logits: Tensor) -> None:
-        """Keep the predictions after the last level, of logits [B, M, V] after the windows' tokens."""
+        """Keep the backbone's predictions after the last level, from its logits [B, M, V] after all window tokens."""
         self.answers = rows, argmax(logits[:, -self.config.window :])
 
     def _learn(self) -> None:
         if self.answers is None:
             return
         for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
-            # Nothing is learned where no token was written, so a repeated `propose` gives the same draft.
+            # Rows without new text learn nothing, so that `propose` gives the same draft when it is called again.
             if self.sequences.lengths[row] > self.rows[row].length:
                 self.rows[row].learn(answers)
         self.answers = None

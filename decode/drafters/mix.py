@@ -1,9 +1,9 @@
-"""Several drafters at once: the union of their trees, which is verified in one forward.
+"""A mix of several drafters: the union of their trees is verified in one forward.
 
-Nodes are equal if their paths from the root hold the same tokens. Of equal nodes the first one is kept, in the order of
-the drafters, and a limit on the number of nodes drops those of the last drafters first.
+Two nodes are equal if their paths from the root hold the same tokens; the union keeps one of them. If the union has
+more nodes than its limit, nodes of the last drafters are dropped first.
 
-Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth, N nodes that are kept.
+Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from medusa.tree import Layout
 
 @dataclass
 class MixConfig(DrafterConfig):
-    """Options of a mix."""
+    """Options of `--drafter mix`: several drafters, whose drafts are joined."""
 
     parts: str
-    """The drafters joined by `+`, most trusted first: `heads+ngram:n=2,tokens=5`. They follow the other options."""
+    """The drafters joined by `+`, best first, such as `heads+ngram:n=2,tokens=5`. This option comes last."""
     nodes: int = 0
-    """The most nodes of the union, root included; 0: all."""
+    """Maximum number of nodes of the union, root included; 0: no limit."""
 
     rest = "parts"
 
@@ -67,13 +67,13 @@ class MixConfig(DrafterConfig):
 
 
 class Mix(DrafterFactory):
-    """Drafter factories whose drafts are joined."""
+    """Makes drafters that join the drafts of several drafters."""
 
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
-        """`nodes`: the most nodes of the union, root included; 0: all.
+        """Make a mix of `parts`, whose union has at most `nodes` nodes, root included; 0: no limit.
 
         Raises:
-            RequestError: two different sets of heads, as a session keeps its text for one set only."""
+            RequestError: the parts hold different heads; a session has KV caches for one set of heads only."""
         self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
         if len(several) > 1:
@@ -85,9 +85,10 @@ class Mix(DrafterFactory):
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """
+        """Start the drafter of every part, and join them.
+
         Raises:
-            RequestError: drafts are to be drawn."""
+            RequestError: `drawn` is set; a mix cannot sample its drafts."""
         if drawn:  # siblings would come from several distributions, and p / q needs one
             raise RequestError("guesses of a mix cannot be drawn; use draft topk")
         return MixDrafter([part.start(session) for part in self.parts], self.num_nodes)
@@ -97,13 +98,13 @@ class Mix(DrafterFactory):
 
 
 class MixDrafter:
-    """Drafts with every part, and joins the drafts."""
+    """Joins the drafts of several drafters into one tree of at most `num_nodes` nodes."""
 
     def __init__(self, parts: Sequence[Drafter], num_nodes: int) -> None:
         self.parts, self.num_nodes = parts, num_nodes
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft the union. If only one part drafts and its nodes fit, its draft is used as it is."""
+        """Propose the union of the parts' drafts, or one part's draft unchanged if it fits and the others are empty."""
         drafts = [part.propose(frontier) for part in self.parts]
         filled = [draft for draft in drafts if draft.topology.num_nodes > 1] or drafts[:1]
         fits = len(filled) == 1 and filled[0].topology.num_nodes <= self.num_nodes
@@ -113,17 +114,15 @@ class MixDrafter:
 
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:
-    """Join drafts with the same roots: every node once, and of all nodes the first `most`, root included.
+    """Join drafts of the same roots into one tree, which holds equal nodes once and at most `most` nodes with the root.
 
-    A parent, or the first node equal to it, always comes before its children, so the first nodes form a tree. Rows with
-    fewer nodes get arbitrary nodes after their last one.
+    Nodes keep the order of the drafts. Of equal nodes the first is kept, so a parent comes before its children, and the
+    first `most` nodes form a tree. Rows with fewer nodes are padded with tokens 0 below their last node.
     """
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1
     ids, parents, depths = [root], [torch.zeros_like(root)], [torch.zeros_like(root)]
-    texts = [
-        F.pad(root[:, :, None], (0, deepest), value=-1)
-    ]  # tokens on each node's path [B, M, D + 1], padded with -1
+    texts = [F.pad(root[:, :, None], (0, deepest), value=-1)]  # tokens on each node's path [B, M, D + 1], or -1
     for draft in drafts:
         topology = draft.topology
         ids.append(draft.ids[:, 1:])
@@ -137,8 +136,8 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
     text, number = torch.cat(texts, dim=1), torch.arange(count, device=root.device).expand(rows, -1)
     same = (text[:, :, None] == text[:, None]).all(-1)  # [B, M, M]
     first = same.to(torch.uint8).argmax(-1)  # [B, M] the first node equal to each node
-    place = (first == number).cumsum(-1) - 1  # the index of such a first node in the union
-    found = place[:, -1] + 1  # [B] nodes of each row's union
+    place = (first == number).cumsum(-1) - 1  # [B, M] the index of each first node in the union
+    found = place[:, -1] + 1  # [B] number of nodes of each row's union
     fewest, greatest = torch.stack(found.aminmax()).tolist()
     nodes = min(most, greatest)
     chosen = torch.zeros(rows, count + 1, dtype=torch.long, device=root.device)

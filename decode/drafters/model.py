@@ -1,9 +1,9 @@
-"""A small model that drafts a chain or a tree for a large one (Leviathan et al. 2023, Chen et al. 2023).
+"""A small language model drafts a chain or a tree for the backbone (Leviathan et al. 2023, Chen et al. 2023).
 
-The model reads the text into its own KV cache, then its own drafts, one level of the tree per forward. In the next step
-the accepted nodes are kept in the cache, and the others are dropped.
+The draft model has its own KV cache. It reads the text, and then its own draft, one level of the tree per forward. In
+the next step the accepted nodes of the draft stay in the cache, and the rejected nodes are dropped.
 
-Shapes: B rows, W nodes of a level that are read, A their ancestors in the tree, V vocabulary, S slots, N nodes.
+Shapes: B rows, W nodes of a level that one forward reads, A drafted ancestors of a node, V vocabulary, S cache slots.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from medusa.tree import Layout, Tree
 
 @dataclass(frozen=True)
 class DraftModelConfig(DrafterConfig):
-    """Options of a draft model."""
+    """Options of `--drafter model`: a small language model drafts."""
 
     model: str
     """A local folder, a Hub id, or demo: the draft model that comes with the embedded backbone."""
     tokens: int = 4
-    """How many tokens to draft."""
+    """Number of tokens to draft."""
     widths: str = ""
     """Children of each node by depth, as in 3x2x1: a tree instead of a chain; it replaces `tokens`."""
     nodes: int = 0
     """Nodes of a dynamic tree of depth `tokens`, root included; 0: no dynamic tree."""
     topk: int = 0
-    """Draw guesses only among this many most probable tokens; 0: among all."""
+    """With `--draft sample`: sample only among this many most probable tokens; 0: among all."""
     confidence: float = 0.0
-    """End the chain where its probability falls below this; 0: never."""
+    """Stop drafting when the probability of the whole chain falls below this value; 0: never stop early."""
 
     first = "model"
     can_draw = True
@@ -73,7 +73,7 @@ class DraftModelConfig(DrafterConfig):
 
     @property
     def tree(self) -> Layout:
-        """The shape of a draft."""
+        """The tree that `tokens`, `widths` or `nodes` describes."""
         if self.nodes:
             return DynamicTree.over_heads(self.nodes, self.tokens)
         if not self.widths:
@@ -91,12 +91,15 @@ class DraftModelConfig(DrafterConfig):
 
 
 class DraftModel(DrafterFactory):
-    """A loaded draft model and the shape of its drafts."""
+    """Makes drafters from a loaded draft model and the tree of its drafts."""
 
     can_draw = True
 
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
-        """Raise a `RequestError` if the model cannot hold a tree, or the tree is wider than its vocabulary."""
+        """Make a factory from a loaded model; `topk` and `confidence` are as in `DraftModelConfig`.
+
+        Raises:
+            RequestError: the model does not support tree attention, or the tree is wider than its vocabulary."""
         require_tree_support(model)
         require_tree_forward(model)
         tree.require_fit(tree.max_depth, Backbone(model).vocab_size)
@@ -109,13 +112,13 @@ class DraftModel(DrafterFactory):
         return ModelDrafter(self, session, session.target if drawn else None)
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DraftModel:
-        return DraftModel(self.model, change(self.tree), self.topk)
+        return DraftModel(self.model, change(self.tree), self.topk, self.confidence)
 
 
 class ModelDrafter(LevelwiseDrafter):
-    """Drafts with a small model, whose cache follows the texts of a session.
+    """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The state of a node holds the slots of its ancestors [B, W, A], counted from the text's end.
+    The `State` of a node holds the cache slots of its drafted ancestors [B, W, A]; slot 0 comes right after the text.
     """
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
@@ -128,19 +131,19 @@ class ModelDrafter(LevelwiseDrafter):
         self.cache = TreeCache(source.model.config, len(session.sequences), session.verifier.cache.capacity)
         self.rows = list(range(len(session.sequences)))
         self.text_lengths: list[int] = []
-        """Tokens of each row's text, root included: where the nodes of the last draft start in the cache."""
+        """Length of each row's text, root included. In the cache, the nodes of the last draft start at this slot."""
         self.levels_read: list[tuple[Tensor, Tensor]] = []
-        """The drafted nodes in the cache, by level: tokens [B, W] and their parents' slots [B, W], -1 for the root."""
+        """Per level of the draft in the cache, tokens [B, W] and the slots of their parents [B, W] (-1: the root)."""
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft a chain or a tree, or the root alone once the text exceeds the model's context."""
+        """Draft a chain or a tree, or the root alone if text and draft do not fit into the draft model's context."""
         longest = max(self.sequences.lengths[row] for row in frontier.rows)
         if self.backbone.context is not None and longest + self.tree.max_depth > self.backbone.context:
             return Draft(frontier.root[:, None], chain(1, frontier.root.device))
         return self._chain(frontier) if self.is_chain else super().propose(frontier)
 
     def _root_logits(self, rows: list[int]) -> Tensor:
-        """Read the new text of `rows` into the cache; returns the logits [B, V] after the texts."""
+        """Read the text that `rows` gained since the last step; returns logits [B, V] of the first token to draft."""
         if self.rows != rows:
             self._select(rows)
         if not self.text_lengths:
@@ -160,7 +163,7 @@ class ModelDrafter(LevelwiseDrafter):
         self.rows = list(rows)
 
     def _read_new_text(self, rows: list[int]) -> Tensor:
-        # Without new text, the last token is read again and gives the same logits.
+        # A row without new text reads its last token again, because the logits after it are needed.
         ends = [self.sequences.lengths[row] - 1 for row in rows]
         self.cache.cut([min(held, end) for held, end in zip(self.cache.lengths, ends, strict=True)])
         news = [self.sequences.tail(row, held) for row, held in zip(rows, self.cache.lengths, strict=True)]
@@ -172,13 +175,13 @@ class ModelDrafter(LevelwiseDrafter):
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
-        """Keep the accepted nodes in the cache, except the text's last token, which is read again for its logits."""
+        """Keep the accepted nodes in the cache, except the text's last token, whose logits `_read_new_text` needs."""
         if not self.levels_read:
             return
         levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]
         kept: list[list[int]] = []
         for place, (row, start) in enumerate(zip(self.rows, self.text_lengths, strict=True)):
-            path, at, first = [0], -1, 0  # the root, which ended the text, and then the nodes
+            path, at, first = [0], -1, 0  # the root, then the accepted nodes
             for token, (tokens, parents) in zip(self.sequences.tail(row, start)[:-1], levels, strict=False):
                 here = zip(tokens[place], parents[place], strict=True)
                 found = next((index for index, node in enumerate(here) if node == (token, at)), None)
@@ -196,11 +199,10 @@ class ModelDrafter(LevelwiseDrafter):
         return torch.tensor([line + [0] * (width - len(line)) for line in lines], device=self.device)
 
     def _chain(self, frontier: Frontier) -> Draft:
-        """Draft the most probable continuation token by token, with no node states; a single row needs no mask."""
-        logits, ids = self._root_logits(frontier.rows), [frontier.root]
-        probability = torch.ones(len(logits), device=self.device)
+        """Draft a chain by greedy decoding with the draft model; `confidence` can end the chain early."""
+        state, ids = self.begin(frontier), [frontier.root]
+        logits, probability = self._first, torch.ones(len(frontier.rows), device=self.device)
         count = min(self.tree.max_depth, max(self.sequences.tokens_left(row) for row in frontier.rows) - 1)
-        state: State = (frontier.root.new_empty(len(frontier.rows), 1, 0),)
         for depth in range(1, count + 1):
             token = argmax(logits)
             if self.source.confidence:
@@ -235,14 +237,16 @@ class ModelDrafter(LevelwiseDrafter):
         return self._candidates(logits), (seen,)
 
     def _candidates(self, logits: Tensor) -> Tensor:
-        """The logits [B, W, V], with -inf for tokens outside the `topk` most probable if guesses are drawn."""
+        """Return `logits` [B, W, V]; if drafts are sampled, -inf replaces all but the `topk` largest of each node."""
         if self.target is None or not self.source.topk or self.source.topk >= logits.shape[-1]:
             return logits
         limit = top_k(logits, self.source.topk).values[..., -1:]
         return logits.masked_fill(logits < limit, -torch.inf)
 
     def _masks(self, seen: Tensor) -> Mask | None:
-        """Masks [B, 1, W, S] of nodes that see the text and the slots `seen` [B, W, A + 1]; `None` if causal."""
+        """Attention masks [B, 1, W, S] by which W nodes see the text and the drafted slots `seen` [B, W, A + 1].
+
+        `None` stands for the causal mask of the model, which is enough for a chain."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
         starts = torch.tensor(self.text_lengths, device=self.device)

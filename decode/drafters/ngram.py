@@ -1,8 +1,8 @@
-"""Prompt lookup: draft what followed the text's last n-gram earlier (Saxena 2023; LLMA, arXiv 2304.04487).
+"""Prompt lookup decoding: drafts copy what followed an earlier n-gram (Saxena 2023; LLMA, arXiv 2304.04487).
 
-The longest n-gram at the end of the text that occurred before is looked up in an index that grows with the text. The
-tokens after it are drafted: a chain, or a trie if there are several matches. A match that reaches the end of the text
-continues with itself, as in Lempel and Ziv's compression, so a loop is predicted to any length.
+An index of the text finds earlier occurrences of the n-gram at its end, the longest n-gram first. The tokens after an
+occurrence are drafted: a chain for one occurrence, a trie for several. If they reach the end of the text, they repeat,
+as in Lempel-Ziv compression, so that a text that repeats itself is predicted to any length.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from decode.drafters.tries import TextDrafter, Trie
 
 @dataclass(frozen=True)
 class NgramConfig(DrafterConfig):
-    """Prompt lookup."""
+    """Options of `--drafter ngram` (prompt lookup decoding)."""
 
     n: int = 3
-    """Tokens of the longest n-gram to look up."""
+    """Length of the longest n-gram to look up, in tokens."""
     min_n: int = 1
-    """Tokens of the shortest n-gram to look up."""
+    """Length of the shortest n-gram to look up, in tokens."""
     tokens: int = 10
-    """The most tokens to draft after a match."""
+    """Maximum number of tokens to draft after an earlier occurrence."""
     matches: int = 1
-    """How many earlier occurrences to follow, the longest and latest first; 1 gives a chain, more give a trie."""
+    """Maximum number of earlier occurrences to draft from, first the longest, then the latest; 1 gives a chain."""
     nodes: int = 0
-    """The most nodes of the trie, root included; 0: no limit."""
+    """Maximum number of nodes of the trie, root included; 0: no limit."""
 
     def __post_init__(self) -> None:
         require_at_least(1, "ngram", min_n=self.min_n, tokens=self.tokens, matches=self.matches)
@@ -37,7 +37,7 @@ class NgramConfig(DrafterConfig):
 
     @property
     def num_nodes(self) -> int:
-        """The most nodes of a draft."""
+        """Maximum number of nodes of a draft, root included."""
         return self.nodes or 1 + self.tokens * self.matches
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
@@ -45,7 +45,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """Where the n-grams of a growing text occur, except the one at its end; it reads only new tokens."""
+    """An index of a growing text: the positions where each n-gram occurs, without the n-grams at the text's end."""
 
     def __init__(self, min_n: int, n: int) -> None:
         self.sizes = range(n, min_n - 1, -1)
@@ -54,7 +54,7 @@ class NgramIndex:
         self.indexed = 0  # n-grams that end at this position or before are indexed
 
     def extend(self, tokens: list[int]) -> None:
-        """Append `tokens` to the text."""
+        """Append `tokens` to the text, and index the n-grams that end before its new end."""
         self.text += tokens
         for end in range(self.indexed + 1, len(self.text)):
             for size in self.sizes:
@@ -63,7 +63,7 @@ class NgramIndex:
         self.indexed = max(self.indexed, len(self.text) - 1)
 
     def matches(self, most: int) -> Iterator[int]:
-        """Up to `most` positions after earlier occurrences of the text's end: longest n-grams first, then latest."""
+        """Yield up to `most` positions after earlier occurrences of the text's end: longest first, then latest."""
         found: set[int] = set()
         for size in self.sizes:
             if size > len(self.text):
@@ -76,14 +76,14 @@ class NgramIndex:
                     yield end
 
     def after(self, position: int, count: int) -> list[int]:
-        """`count` tokens from `position` on; at the end of the text they repeat from `position`."""
+        """Return `count` tokens of the text from `position` on; at the end of the text, they repeat from `position`."""
         period = self.text[position:]
         return (period * (count // len(period) + 1))[:count] if len(period) < count else period[:count]
 
 
 @dataclass(eq=False)
 class NgramDrafter(TextDrafter):
-    """Drafts what followed the end of each row earlier, with one index per row."""
+    """Drafts by prompt lookup, with one n-gram index per row."""
 
     config: NgramConfig
     rows: dict[int, NgramIndex] = field(default_factory=dict)

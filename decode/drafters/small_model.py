@@ -1,4 +1,4 @@
-"""Small models with the backbone's tokenizer: draft models, and amateurs for contrastive decoding."""
+"""Loading of small models with the backbone's tokenizer: draft models, and amateurs of contrastive decoding."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from medusa.loading import LoadOptions, load_backbone
 
 
 def small_model_path(name: str) -> str:
-    """The folder or Hub id of a small model; `demo` is the draft model that comes with the package."""
+    """The folder or Hub id of the small model `name`; `demo` is the draft model that comes with the package."""
     return str(ASSETS / "draft") if name == "demo" else name
 
 
 def load_small_model(name: str, context: DrafterContext, role: str = "draft model") -> PreTrainedModel:
-    """Load the model `name` in the backbone's dtype and on its device; `role` names it in messages.
+    """Load the model `name` in the backbone's dtype and on its device; error messages call it `role`.
 
     Raises:
-        RequestError: there is no such model, or it has another vocabulary or tokenizer."""
+        RequestError: there is no such model, or its vocabulary or tokenizer is not the backbone's."""
     backbone = Backbone(context.model)
     dtype, device = str(backbone.dtype).removeprefix("torch."), str(backbone.device)
     options = LoadOptions(dtype, device, trust_remote_code=context.trust_remote_code)
@@ -33,7 +33,7 @@ def load_small_model(name: str, context: DrafterContext, role: str = "draft mode
 def require_same_vocabulary(
     name: str, small: PretrainedConfig, backbone: PretrainedConfig, role: str = "draft model"
 ) -> None:
-    """Raise a `RequestError` if the small model has another number of tokens."""
+    """Raise a `RequestError` if the small model and the backbone differ in vocabulary size."""
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (small, backbone)]
     if sizes[0] != sizes[1]:
         raise RequestError(
@@ -48,7 +48,7 @@ def require_same_tokenizer(
     backbone_name: str,
     role: str = "draft model",
 ) -> None:
-    """Raise a `RequestError` if both have a tokenizer, and one token has different ids."""
+    """Raise a `RequestError` if a token has different ids in both tokenizers; nothing is checked if one is `None`."""
     if small is None or backbone is None:
         return
     ids, backbone_ids = small.get_vocab(), backbone.get_vocab()

@@ -1,4 +1,4 @@
-"""Trained heads of any kind as a drafter: on a tree (`--drafter heads`) or on a chain (`--drafter blockwise`)."""
+"""Drafters with trained heads of any kind: on a tree (`--drafter heads`) or on a chain (`--drafter blockwise`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from medusa.tree import Layout, Tree
 
 @dataclass(frozen=True)
 class HeadsDrafterConfig(DrafterConfig):
-    """The heads on a tree, which sets the shape and the number of nodes; there are no other options."""
+    """`--drafter heads`: trained heads draft a tree. It has no options of its own; `--tree` sets the shape."""
 
     needs = "trained heads"
     needs_heads = True
@@ -44,13 +44,13 @@ class HeadsDrafterConfig(DrafterConfig):
 
 @dataclass(frozen=True)
 class BlockwiseConfig(HeadsDrafterConfig):
-    """Blockwise parallel decoding (Stern et al. 2018): a chain of the heads' best guesses.
+    """`--drafter blockwise`: blockwise parallel decoding (Stern et al. 2018), a chain of the heads' best guesses.
 
-    The lossy rules of their section 5 are `acceptance topk:K` and `distance:D` (`decode.accept`).
+    The lossy rules of that paper's section 5 are `--acceptance topk:K` and `--acceptance distance:D` (`decode.accept`).
     """
 
     tokens: int = 0
-    """How many tokens to draft; 0: one per head."""
+    """Number of tokens to draft; 0: one per head."""
 
     takes_tree = False
 
@@ -67,7 +67,7 @@ class BlockwiseConfig(HeadsDrafterConfig):
 
 
 class TrainedHeads(DrafterFactory):
-    """Heads and the tree for their guesses."""
+    """Makes drafters from trained heads and the tree that their guesses fill."""
 
     can_draw = True
     heads: MedusaHeads
@@ -86,10 +86,10 @@ class TrainedHeads(DrafterFactory):
 def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
-    """The drafter for heads of any kind; with a `target` its guesses are draws.
+    """Make the drafter for heads of any kind; with a `target`, it samples its drafts.
 
     Raises:
-        RequestError: heads of another size than the backbone, or a tree that they cannot fill."""
+        RequestError: the heads do not fit the backbone, or cannot fill the tree."""
     if isinstance(heads, SequentialHeads) and heads.follows_path:
         return PathDrafter(heads, backbone, tree, target)
     return HeadsDrafter(heads, backbone, tree, target)

@@ -1,4 +1,4 @@
-"""Drafts from continuations that are plain ids: one trie per row, and the tensors of all rows together."""
+"""Tries of token ids, from which drafters without a model make their drafts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from decode.topology import Topology
 
 
 class Trie:
-    """The continuations of one row, with common beginnings stored once.
+    """A trie of the continuations to draft for one row: common prefixes are stored once.
 
     Node 0 is the root, and a parent comes before its children.
     """
 
     def __init__(self, num_nodes: int) -> None:
-        """`num_nodes`: the most nodes, root included."""
+        """Make a trie of the root alone, which can grow to `num_nodes` nodes, root included."""
         self.num_nodes = num_nodes
-        self.ids, self.parent, self.depth = [-1], [0], [0]  # the root's id is not known here
+        self.ids, self.parent, self.depth = [-1], [0], [0]  # -1 stands for the root's token
         self.child: dict[tuple[int, int], int] = {}
         self.is_chain = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a continuation, as far as the budget of nodes allows."""
+        """Add a continuation of the root; if the trie is full, the last tokens are dropped."""
         node = 0
         for token in tokens:
             child = self.child.get((node, token))
@@ -42,7 +42,7 @@ class Trie:
             node = child
 
     def fill(self, count: int) -> None:
-        """Add a chain of arbitrary tokens after the last node, up to `count` nodes, so that all rows have as many."""
+        """Pad the trie to `count` nodes, the number of the largest trie, with a chain below the last node."""
         while len(self.ids) < count:
             self._append(0, len(self.ids) - 1)
 
@@ -53,7 +53,7 @@ class Trie:
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
-    """The draft of one trie per row, with roots [B]."""
+    """Make the draft of a batch from one trie per row and the root tokens [B]; small tries are padded."""
     count = max(len(trie.ids) for trie in tries)
     for trie in tries:
         trie.fill(count)
@@ -68,25 +68,25 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
 
 @lru_cache(maxsize=256)
 def chain(count: int, device: torch.device) -> Topology:
-    """The topology of a root and a chain of `count - 1` nodes."""
+    """The topology of a chain of `count` nodes, root included, for all rows."""
     line = torch.arange(count, device=device)
     return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
 
 
 @dataclass(eq=False)
 class TextDrafter(ABC):
-    """Drafts one trie per row, computed on the host from the texts."""
+    """Base of drafters that make one trie of continuations per row, from the texts alone and on the CPU."""
 
     sequences: Sequences
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft the trie of each row."""
+        """Propose the continuations in each row's trie as one draft for the batch."""
         return draft_of([self.trie(row) for row in frontier.rows], frontier.root)
 
     @abstractmethod
     def trie(self, row: int) -> Trie:
-        """The continuations to draft for a row."""
+        """Make the trie of continuations to draft for a row of the session."""
 
     def depth(self, row: int, most: int) -> int:
-        """How many tokens to draft: `most`, or fewer near a row's end. Its last token is decided without a draft."""
+        """Number of tokens to draft: `most`, or fewer near a row's length limit, as each step adds one more token."""
         return min(most, self.sequences.tokens_left(row) - 1)

@@ -1,1 +1,1 @@
-"""Numeric kernels: the same numbers as PyTorch gives, faster."""
+"""Numeric operations of a decoding step: fast top-k, grouped attention and random draws."""

@@ -1,6 +1,6 @@
-"""Random numbers, from one generator per row or one for all rows, and tokens drawn by inverting cumulative sums.
+"""Random draws of tokens: from one generator per row or one for all rows, with and without replacement.
 
-Shapes: B rows, R of them that draw, M distributions that they share, V vocabulary, C draws of a row.
+Shapes: B rows, R of them that draw, M distributions that rows can share, V vocabulary, C draws per row.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 MASS_LEFT = 2**-24
-"""Siblings are drawn while more than this share of q is left; float64 sums cannot resolve less."""
+"""Drawing without replacement ends when the remaining probability is this small; float64 sums are not exact below."""
 
 
 class Draws(Protocol):
     """A source of random numbers for the rows of a batch."""
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw one token per row [R]: rows [R], probabilities [M, V], and which distribution each row takes [R]."""
+        """Draw one token [R] for each of `rows` [R]; row i uses the distribution `p[index[i]]`, of `p` [M, V]."""
         ...
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
-        """Draw `count` numbers in [0, 1) per row [R, count], float64."""
+        """Draw `count` uniform random numbers in [0, 1) for each of `rows` [R]; returns [R, count], float64."""
         ...
 
 
 class RowDraws:
-    """One generator per row, so that a row's text does not depend on the other rows of its batch.
+    """Random draws with one generator per row, so that a row's text does not depend on the rest of its batch.
 
     `None` stands for PyTorch's global generator, which `model.generate` uses.
     """
@@ -37,7 +37,7 @@ class RowDraws:
         self.generators = generators
 
     def of(self, rows: Sequence[int]) -> RowDraws:
-        """The generators of these rows, numbered from 0 again, for a batch that finished rows have left."""
+        """The draws of a smaller batch, whose rows 0, 1, ... are `rows` of this one."""
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ class RowDraws:
         return self.of(rows.tolist()).block(count, rows.device)
 
     def block(self, count: int, device: torch.device) -> Tensor:
-        """Draw `count` numbers for every row [B, count] on `device`, without waiting for the device."""
+        """Draw `count` uniform numbers for every row, [B, count] on `device`, without synchronising with it."""
         drawn = [torch.rand(count, dtype=torch.float64, generator=g, device=device) for g in self.generators]
         return torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.float64, device=device)
 
 
 class SharedDraws:
-    """One generator for all rows: for very many rows that share few distributions."""
+    """Random draws with one generator for all rows; fast for very many rows that share few distributions."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -71,17 +71,17 @@ class SharedDraws:
 
 
 def cumulative(p: Tensor) -> Tensor:
-    """Running sums [M, V] of probabilities [M, V], in float64; the last sum of a row is exactly 1."""
+    """Cumulative sums [M, V] of probabilities `p` [M, V], in float64; the last sum of each row is exactly 1."""
     sums = p.cumsum(-1, dtype=torch.float64)
     return sums.div_(sums[:, -1:].clone())
 
 
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Find the token [R] at height u [R] of running sums [M, V], for rows that take distribution `index` [R].
+    """Find the tokens [R] at the heights `u` [R] of cumulative `sums` [M, V] (inverse transform sampling).
 
-    Distribution m is shifted to the heights from m to m + 1, so that one search serves all of them. The numbers are
-    kept a few rounding units below 1 (measured at height M), so that none is rounded into the next distribution. A
-    token of probability 0 is never found, because its sum equals that of the token before.
+    Row i uses the distribution `index[i]`. The sums of distribution m are shifted to the range from m to m + 1, so that
+    one search serves all rows. Each number is kept a few rounding units below 1, so that the shift never rounds it into
+    the next distribution. A token of probability 0 is never found, because its sum equals that of the token before.
     """
     heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
     found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
@@ -89,11 +89,11 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Draw C tokens per row without replacement [R, C], from distributions q [M, V] and uniform numbers u [R, C].
+    """Draw C tokens per row without replacement [R, C], from distributions `q` [M, V] and uniform numbers `u` [R, C].
 
-    `index` [R] says which distribution each row takes. The intervals of the row's earlier draws are cut out of [0, 1),
-    and the number is stretched over the gaps. If at most `MASS_LEFT` is left, the row's first token is repeated and
-    does not count as a draw. This adds no bias: whether there is a draw depends on the earlier tokens, not on `u`.
+    Row i uses the distribution `q[index[i]]`. The intervals of tokens that the row has drawn already are cut out of
+    [0, 1), and its next number is scaled to what is left. If at most `MASS_LEFT` is left, the row's first token is
+    repeated, and acceptance skips it. This adds no bias, because it depends on the earlier tokens and not on `u`.
     """
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)

@@ -1,8 +1,8 @@
 """Argmax and top-k over a vocabulary, faster than PyTorch's on a CPU.
 
-PyTorch searches a row value by value: 1.7 ms for 64 rows of 32,000 values in float32, and 7.4 ms in bfloat16, a third
-of the forward. `amax` is vectorised, so these functions search only the blocks with the largest maxima, in 0.2 and
-0.4 ms.
+PyTorch searches a row value by value: 64 rows of 32,000 values take 1.7 ms in float32, and 7.4 ms in bfloat16. Here
+`amax`, which is vectorised, finds the maximum of each block of values, and only the blocks with the largest maxima are
+searched. This takes 0.2 and 0.4 ms.
 
 Shapes: V values in each row, in blocks of BLOCK.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK = 128
 WORTHWHILE = 1 << 14
-"""Fewest values for which this is faster than PyTorch; with fewer, seven small operations cost more than they save."""
+"""Minimum number of values for a search by blocks; for fewer values, its seven operations are slower than PyTorch."""
 
 
 def most_probable(logits: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def most_probable(logits: Tensor) -> Tensor:
 
 
 def argmax(values: Tensor) -> Tensor:
-    """The first index of the maximum [...] of values [..., V]: the result of `values.argmax(-1)`."""
+    """The first index [...] of the maximum of `values` [..., V], equal to `values.argmax(-1)`."""
     size = values.shape[-1]
     if not _pays(values, 1):
         return values.argmax(-1)
@@ -42,13 +42,13 @@ class TopK(NamedTuple):
     """The k largest values of each row, largest first; equal values come in any order."""
 
     values: Tensor
-    """[..., k]."""
+    """[..., k] the values."""
     indices: Tensor
-    """[..., k]."""
+    """[..., k] their indices in the row."""
 
 
 def top_k(values: Tensor, k: int) -> TopK:
-    """The k largest of values [..., V]: the result of `values.topk(k)`."""
+    """The k largest of `values` [..., V] and their indices, as `values.topk(k)` finds them."""
     size = values.shape[-1]
     if not _pays(values, k):
         return TopK(*values.topk(k, dim=-1))

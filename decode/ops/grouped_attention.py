@@ -1,8 +1,8 @@
-"""Attention of several tokens with a mask, without copying keys for every query head.
+"""Grouped-query attention of several tokens with a mask, without copies of the keys for every query head.
 
 If g query heads share a key head, transformers' sdpa copies keys and values g times in forwards of several tokens with
-a mask. With 32 heads on 8 and 8192 tokens of context, the copies take three quarters of the attention time of a 16-node
-step. Here the g heads are stacked as g x N queries of one key head. The results are equal, on a CPU to the last bit.
+a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of the time of
+attention. Here g x N queries use one key head without copies. The results are equal, on a CPU to the last bit.
 
 The model's configuration keeps the name "sdpa", because several models (Falcon, Gemma 4, DeepSeek 3.2) compare that
 name and use a different mask if it differs.
@@ -36,7 +36,7 @@ def sdpa_grouped(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' sdpa with its signature: query [B, H, N, D], key and value [B, H / g, S, D] -> [B, N, H, D]."""
+    """Replaces transformers' sdpa function: query [B, H, N, D], key and value [B, H / g, S, D] -> [B, N, H, D]."""
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     grouped = groups > 1 and tokens > 1 and attention_mask is not None and attention_mask.shape[1] == 1
@@ -76,7 +76,7 @@ def grouped(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _count(change: int) -> None:
-    """Count a context that opens or closes; the first one replaces the function, and the last one restores it."""
+    """Count contexts of `grouped` that open (1) or close (-1); the first replaces sdpa, and the last restores it."""
     global _active
     with _LOCK:
         _active += change

@@ -1,1 +1,1 @@
-"""Other ways to choose the text: contrastive decoding and best-first beam search."""
+"""Decoding strategies other than greedy decoding and sampling: contrastive decoding and best-first beam search."""

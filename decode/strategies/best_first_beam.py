@@ -1,11 +1,11 @@
-"""Best-first beam search (Meister, Vieira, Cotterell 2020, arXiv 2007.03909): the result of beam search in fewer calls.
+"""Best-first beam search (Meister, Vieira, Cotterell 2020, arXiv 2007.03909): beam search in fewer model calls.
 
-Beam search expands the k best hypotheses of each length. Best-first beam search always expands the most promising
-hypothesis of any length, but at most k of each length. Scores only fall as a text grows, so the hypotheses of a length
-come up in the order of their scores, and the first k are the beam. The first finished text that comes up is the best
-one, because no hypothesis in the queue can exceed its score. All hypotheses lie in one KV cache, as a tree.
+Beam search expands the k best hypotheses of each length. Best-first beam search takes the best hypothesis of any length
+from a priority queue, and expands at most k of each length. Scores only fall as a text grows. So hypotheses of one
+length leave the queue in the order of their scores, and the first k are the beam. The first finished text that leaves
+the queue is the best one, because no other hypothesis can exceed its score. All hypotheses share a KV cache, as a tree.
 
-Shapes: W hypotheses of a forward, V vocabulary.
+Shapes: W hypotheses that one forward reads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from medusa.errors import RequestError, RunError
 
 
 class Hypothesis(NamedTuple):
-    """A finished text."""
+    """A finished text with its score."""
 
     ids: list[int]
-    """The new tokens, including the EOS that ended the text."""
+    """The new tokens, including the EOS token if one ended the text."""
     log_probability: float
     score: float
     """`log_probability / len(ids) ** length_penalty`, which ranks the texts."""
@@ -45,39 +45,39 @@ class Hypothesis(NamedTuple):
 
 @dataclass
 class Search:
-    """What a search found, and what it cost."""
+    """The result of a search: the best texts, and counts of the work that was done."""
 
     hypotheses: list[Hypothesis] = field(default_factory=list)
-    """Best first."""
+    """The finished texts, best first."""
     calls: int = 0
-    """Hypotheses that were expanded, the prompt included."""
+    """Number of hypotheses that were expanded, the prompt included."""
     read: int = 0
-    """Hypotheses that the model read; some of them are read in advance and never expanded."""
+    """Number of hypotheses that the model read; some are read in advance and never expanded."""
     forwards: int = 0
     dropped: int = 0
-    """Hypotheses beyond `max_queued`; if 0, beam search finds the same texts."""
+    """Number of hypotheses dropped by `max_queued`; if 0, the texts are those of beam search."""
 
     def beam_calls(self, num_beams: int) -> int:
-        """The fewest calls that beam search needs: `num_beams` for each length up to that of the best text."""
+        """The fewest calls of beam search: the prompt, and `num_beams` for each token of the best text but the last."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 
 @dataclass(eq=False)
 class _Partial:
-    """A hypothesis; it is finished if `is_end`. The root stands for the prompt alone."""
+    """A hypothesis: the tokens after the prompt, finished if `is_end`. The root has no tokens."""
 
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0
     is_end: bool = False
     parent: _Partial | None = None
     slots: tuple[int, ...] = ()
-    """The cache slots of its tokens, counted from the prompt's end; set when it is read."""
+    """Cache slots of `ids`, where 0 is the first slot after the prompt; set when the model reads the hypothesis."""
     following: list[tuple[int, float]] | None = None
-    """The best next tokens and their log-probabilities; set when it is read."""
+    """The best next tokens and their log-probabilities; set when the model reads the hypothesis."""
 
 
 Scorer = Callable[[Sequence[_Partial]], Tensor]
-"""Returns logits [W, V] after the prompt and each hypothesis, whose parent was given before it."""
+"""A function from W hypotheses to the logits [W, V] after each one. Parents must be passed before their children."""
 
 
 @torch.inference_mode()
@@ -93,19 +93,19 @@ def best_first_beam(
     batch_size: int | None = None,
     max_queued: int | None = None,
 ) -> Search:
-    """Find the texts of beam search, `model.generate` with `num_beams` and `early_stopping="never"`.
+    """Find the texts of beam search (`model.generate` with `num_beams`, `early_stopping="never"`) in fewer calls.
 
     Args:
-        model: any causal model; one that cannot hold a tree reads every hypothesis from the start of the prompt.
+        model: any causal model; one without tree attention reads each hypothesis from the start of the prompt.
         input_ids: one prompt, [T] or [1, T].
-        length_penalty: divides log-probabilities by the length to this power, as in transformers; 0: no division.
-            Above 0, more is read, because scores are bounded by those at the greatest length.
+        length_penalty: scores are log-probabilities divided by the length to this power, as in transformers. Above 0,
+            more hypotheses are read, because bounds on their scores assume the greatest length.
         num_return_sequences: how many of the best texts to return, at most `num_beams`.
         eos_token_id: tokens that end a text; -1: none; by default those of the model's generation config.
-        batch_size: hypotheses per forward, by default `num_beams`. The next ones in the queue are read in advance,
-            some in vain; 1 reads only what is needed. The texts are the same.
-        max_queued: the most hypotheses in the queue (section 5.3, memory-reduced); `None`: all. The worst ones are
-            dropped, so the texts may differ from those of beam search.
+        batch_size: hypotheses per forward, by default `num_beams`. Each forward also reads the next hypotheses in the
+            queue, and some of them are never expanded; with 1, none is read in advance. The texts are the same.
+        max_queued: the most hypotheses in the queue (section 5.3, memory-reduced search); `None`: no limit. The worst
+            hypotheses are dropped, so the texts may differ from those of beam search.
 
     Raises:
         RequestError: an option is out of range, or the prompt does not fit.
@@ -161,16 +161,16 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """The tokens that a beam could take after each of W hypotheses, and their log-probabilities, from logits [W, V].
+    """Find the next tokens of W hypotheses that can enter the beam, with log-probabilities, from logits [W, V].
 
-    They are its k best continuations without an end, and all ends among the k best."""
+    The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text."""
     log_p = logits.float().log_softmax(-1)
     best = top_k(log_p, min(num_beams + len(ends), log_p.shape[-1]))
     return [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 
 class _Queue:
-    """Hypotheses, the most promising first, and of each length at most as many as a beam holds."""
+    """A priority queue of hypotheses by `bound`, which gives out at most `num_beams` of each length to expand."""
 
     def __init__(self, num_beams: int, longest: int, length_penalty: float, max_queued: int | None) -> None:
         self.num_beams, self.longest, self.length_penalty = num_beams, longest, length_penalty
@@ -178,15 +178,16 @@ class _Queue:
         self.heap: list[tuple[float, int, _Partial]] = []
         self.number = count()  # breaks ties: the first hypothesis wins
         self.taken: Counter[int] = Counter()
-        """By length, how many hypotheses were expanded: the beam."""
+        """Number of hypotheses given out to expand, by length; these are the beam."""
         self.seen: dict[int, list[float]] = defaultdict(list)
-        """By length, the log-probabilities of all hypotheses that came up."""
+        """Log-probabilities of all hypotheses that left the queue, by length."""
         self.dropped = 0
 
     def bound(self, partial: _Partial) -> float:
-        """The score of a finished text, or an upper bound of the scores of all continuations.
+        """The score of a finished hypothesis, or an upper bound on the scores of an unfinished one's continuations.
 
-        Log-probabilities only fall. A positive power of the length favours the greatest length, others the present one.
+        Continuations have a lower log-probability, which is negative. If `length_penalty` is above 0, the bound divides
+        it by the penalty of the greatest length; otherwise by that of the hypothesis' own length.
         """
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty
@@ -199,7 +200,7 @@ class _Queue:
             self.dropped += len(live) - len(self.heap)
 
     def pop(self) -> _Partial | None:
-        """The most promising hypothesis that beam search would have kept; `None` if none is left."""
+        """Remove and return the best hypothesis that beam search would also keep; `None` if none is left."""
         while self.heap:
             partial = heapq.heappop(self.heap)[2]
             length, log_p = len(partial.ids), partial.log_probability
@@ -212,7 +213,7 @@ class _Queue:
         return None
 
     def next_to_read(self, most: int) -> list[_Partial]:
-        """Up to `most` unread hypotheses that are likely to come up next."""
+        """Up to `most` hypotheses that the model has not read yet, and that are likely to leave the queue next."""
         waiting = (entry for entry in self.heap if not entry[2].is_end and entry[2].following is None)
         return [entry[2] for entry in heapq.nsmallest(most, (e for e in waiting if self._in_beam(e[2])))]
 
@@ -221,17 +222,17 @@ class _Queue:
 
 
 def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
-    """A scorer with a cache if the model can hold a tree; longrope would rotate a cached text again at its boundary."""
+    """Make the scorer of a model: `OnTree`, or `WholeTexts` if the model cannot keep a tree in its KV cache."""
     try:
         require_tree_forward(model)
     except RequestError:
         return WholeTexts(model, prompt)
-    backbone = Backbone(model)
+    backbone = Backbone(model)  # longrope changes the rotation of cached keys when a text crosses its boundary
     return WholeTexts(model, prompt) if backbone.rope_boundary is not None else OnTree(backbone, prompt)
 
 
 class WholeTexts:
-    """Reads every text from its start, without a cache: for any causal model, and as an oracle for `OnTree`."""
+    """A scorer that reads every text from its start, without a KV cache: for any causal model, and to test `OnTree`."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int]) -> None:
         self.model, self.start = model, prompt
@@ -239,7 +240,7 @@ class WholeTexts:
     def __call__(self, partials: Sequence[_Partial]) -> Tensor:
         texts = [[*self.start, *partial.ids] for partial in partials]
         ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-        for row, text in enumerate(texts):  # padded on the right, which a causal model never sees
+        for row, text in enumerate(texts):  # padded on the right, where no causal model attends
             ids[row, : len(text)] = torch.tensor(text)
         logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
         last = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
@@ -247,14 +248,14 @@ class WholeTexts:
 
 
 class OnTree:
-    """Keeps the prompt in a cache, followed by one token for every hypothesis that was read: a tree that grows."""
+    """A scorer with one KV cache, which holds the prompt and then one token per hypothesis that was read: a tree."""
 
     def __init__(self, backbone: Backbone, prompt: list[int]) -> None:
         self.backbone, self.start = backbone, prompt
         self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256)
         self.layers = LayerKinds(backbone.config)
         self.depths: list[int] = []
-        """Positions of the nodes in the slots after the prompt, counted from the prompt's end."""
+        """Position of the token in each slot after the prompt, where 0 is the first position after the prompt."""
 
     def __call__(self, partials: Sequence[_Partial]) -> Tensor:
         backbone, device, prompt_length = self.backbone, self.backbone.device, len(self.start)

@@ -1,8 +1,8 @@
-"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): the target is the contrast of two models.
+"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): a large and a small model are contrasted.
 
-It prefers tokens that the backbone, the expert, predicts more strongly than a small model, the amateur. Every drafter
-and acceptance rule works with this target. The amateur reads what the backbone reads, the prompts and in each step the
-same tree, into a cache of its own. The contrast replaces the logits before temperature and penalties.
+A token scores high if the backbone (the expert) predicts it more strongly than a small model (the amateur). These
+scores replace the backbone's logits before temperature and penalties, so every drafter and acceptance rule works with
+them. The amateur has its own KV cache. It reads what the backbone reads: the prompts, and in each step the same tree.
 
 Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
@@ -30,21 +30,21 @@ from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 
 MIN_LOG_PROB = -1e4
-"""Lower log probabilities of the amateur are raised to this, so that a token it excludes has a finite score."""
+"""Lower log probabilities of the amateur are raised to this value, so that all scores are finite."""
 
 
 @dataclass(frozen=True)
 class Contrast(ContrastOptions):
-    """Combines the predictions of both models.
+    """The contrast of contrastive decoding: scores tokens by the predictions of both models.
 
     Without `beta` a score is log p(expert) - log p(amateur), as in the paper. With it, a score is
     (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
     """
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
-        """The scores [..., V] that replace the expert's logits [..., V]; -inf for implausible tokens (section 3.2-3.3).
+        """Score tokens [..., V] by the logits of both models; implausible tokens get -inf (sections 3.2 and 3.3).
 
-        They are float32, or float64 if the expert's logits are."""
+        Scores are float32, or float64 if the expert's logits are."""
         dtype = torch.promote_types(expert.dtype, torch.float32)
         expert_log_p = expert.to(dtype).log_softmax(-1)
         amateur_log_p = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(MIN_LOG_PROB)
@@ -55,20 +55,20 @@ class Contrast(ContrastOptions):
         return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
 
     def margin(self, expert: Tensor) -> Tensor:
-        """How far each token lies above the plausibility limit [..., V], from the expert's logits [..., V]."""
+        """Log-probability of each token above the threshold of plausibility [..., V], from the expert's logits."""
         limit = math.log(self.alpha) if self.alpha else -math.inf
         return expert - expert.amax(-1, keepdim=True) - limit
 
     @property
     def weights(self) -> tuple[float, float]:
-        """How much a score changes with the expert's logit, and with the amateur's."""
+        """Factors by which a token's score changes with the expert's logit, and with the amateur's."""
         expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
         return expert, amateur / self.temperature
 
 
 @dataclass(frozen=True)
 class Amateur:
-    """A small model with the backbone's vocabulary, and its contrast (a `decode.verify.VerifierFactory`)."""
+    """The small model of contrastive decoding, with the contrast (implements `decode.verify.VerifierFactory`)."""
 
     model: PreTrainedModel
     contrast: Contrast = Contrast()
@@ -76,10 +76,10 @@ class Amateur:
 
     @classmethod
     def of(cls, given: AmateurLike) -> Amateur | None:
-        """An amateur from what Python's `generate` takes.
+        """Make an `Amateur` from the argument `amateur` of `decode.generate`; `None` stays `None`.
 
         Raises:
-            RequestError: it is no model."""
+            RequestError: `given` is not a model."""
         if given is None or isinstance(given, Amateur):
             return given
         if not isinstance(given, PreTrainedModel):
@@ -87,24 +87,24 @@ class Amateur:
         return cls(given, name=given.config._name_or_path or "amateur")
 
     def context(self, backbone: Backbone) -> int | None:
-        """The shorter context of both models."""
+        """Context length that both models can read; `None` without a limit."""
         contexts = (backbone.context, Backbone(self.model).context)
         return min((context for context in contexts if context is not None), default=None)
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> ContrastVerifier:
-        """A verifier that runs both models, with empty caches of `capacity` slots."""
+        """Make a verifier that runs both models, with an empty KV cache of `capacity` slots each."""
         expert, amateur = (Verifier.with_cache(each, sequences, capacity) for each in (backbone, Backbone(self.model)))
         return ContrastVerifier(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request]) -> None:
-        """Raise a `RequestError` if vocabularies differ, a prompt does not fit, or the amateur cannot verify a tree."""
+        """Raise a `RequestError` if the amateur's vocabulary, context or attention does not suit the requests."""
         require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
         require_tree_forward(self.model)
         require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")
         require_longrope_alone(self.model, requests)
 
     def to_dict(self) -> dict[str, object]:
-        """The amateur for JSON."""
+        """The amateur's name and the options of the contrast, for results files in JSON."""
         return {"model": self.name} | asdict(self.contrast)
 
 
@@ -112,7 +112,7 @@ AmateurLike = Amateur | PreTrainedModel | None
 
 
 class ContrastVerifier(Verifier):
-    """Runs both models over each draft; both caches keep the same nodes."""
+    """Verifies drafts by contrastive decoding: both models read each draft, and their caches keep the same nodes."""
 
     def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
         super().__init__(expert.backbone, expert.cache, expert.sequences)
@@ -122,7 +122,7 @@ class ContrastVerifier(Verifier):
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
 
     def read(self, draft: Draft) -> Readout:
-        """The expert's hidden states [B, N, H], and the contrast [B, N, V] instead of its logits."""
+        """Read a draft with both models; returns the expert's hidden states [B, N, H] and the scores [B, N, V]."""
         return self._contrasted(super().read(draft), self.amateur.read(draft))
 
     def _contrasted(self, expert: Readout, amateur: Readout) -> Readout:
@@ -142,13 +142,14 @@ class ContrastVerifier(Verifier):
 
 
 class ContrastProcessor(LogitsProcessor):
-    """Contrastive decoding as a `logits_processor` of one call of `model.generate`, with a stock cache for the amateur.
+    """Contrastive decoding as a logits processor for one call of `model.generate`, the baseline without drafts.
 
-    `generate` would apply its own penalties before it, so pass penalties after it in the same list.
+    `model.generate` applies penalties from its own options before this processor. To apply them after the contrast, as
+    `decode.generate` does, pass their processors after this one in `logits_processor`.
     """
 
     def __init__(self, amateur: Amateur, attention_mask: Tensor) -> None:
-        """`attention_mask` [B, T] of prompts that are padded on the left."""
+        """Make a processor for a batch of prompts with this `attention_mask` [B, T], padded on the left."""
         self.amateur, self.mask = amateur, attention_mask
         self.cache = DynamicCache(config=amateur.model.config)
 

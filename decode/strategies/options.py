@@ -1,4 +1,4 @@
-"""Options of contrastive decoding and of the searches."""
+"""Options of contrastive decoding, beam search and best-first beam search."""
 
 from __future__ import annotations
 

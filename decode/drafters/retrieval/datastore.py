@@ -1,15 +1,15 @@
-"""A datastore: much text as token ids, and the places of all its suffixes in order (REST, arXiv 2311.08252, section 3).
+"""Datastores for REST (arXiv 2311.08252, section 3): the token ids of many documents, with a suffix array for searches.
 
     DIR/tokens.bin       the ids of all documents, `end` after each; uint16 if the vocabulary allows, else uint32
-    DIR/order.bin        uint32, the place of every token, sorted by the DEPTH tokens from there on
-    DIR/datastore.json   written last: the tokenizer, the settings and the counts
-    DIR/building.json    instead of datastore.json during the build: its progress
+    DIR/order.bin        the suffix array, uint32: all positions of ids, sorted by the DEPTH tokens from there on
+    DIR/datastore.json   written last: tokenizer, settings and counts
+    DIR/building.json    the progress of the build; datastore.json replaces it at the end
 
-Both .bin files are memory-mapped, so an open datastore takes only the memory of the pages that are read. A search
-bisects `order`: it reads log2(n) places of n tokens, 26 for 100 MB of text. A build takes 6 n bytes on disk (8 n with
-uint32), and the memory of one piece or one group of places (`decode.drafters.retrieval.suffix_array`). Progress is
-recorded after every block of text and every group. A build that continues cuts off what was written after the last
-record, so the files are the same as those of an uninterrupted build.
+The id `end` is the vocabulary size. Both .bin files are memory-mapped, so an open datastore uses memory only for the
+pages that are read. A search bisects order.bin: among n tokens it reads log2(n) positions, 26 for 100 MB of text. A
+build writes 6 n bytes (8 n with uint32), and needs memory for one group of positions (`suffix_array`). Progress is
+recorded after every block of text and every group. A build that is run again first cuts the files to the last record,
+so they become the same as those of an uninterrupted build.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from medusa.files import disk_may_fill, read_json, require_absent, write_json
 TOKENS, ORDER, DONE, BUILDING = "tokens.bin", "order.bin", "datastore.json", "building.json"
 FORMAT = 1
 MOST = 2**32 - DEPTH
-"""The most tokens of a datastore, because places are uint32."""
+"""Maximum number of tokens of a datastore, because positions are uint32."""
 Facts = dict[str, Any]
 """The content of a JSON file."""
 
 
 class Piece(NamedTuple):
-    """A part of a document, small enough to be tokenised at once."""
+    """A part of a document that is tokenised at once."""
 
     where: str
-    """File and line, for messages to the user."""
+    """File and line of the piece, for error messages."""
     content: str | list[int]
-    """Text, or the ids of a text that is already tokenised."""
+    """Text, or token ids if the text is already tokenised."""
     ends: bool = True
     """Whether the document ends with this piece."""
 
     def to_bytes(self) -> bytes:
-        """The content, to compare the text of two runs by its digest."""
+        """The piece as bytes for a digest, by which a continued build checks that the text is the same."""
         return json.dumps([self.content, self.ends]).encode()
 
 
 class Match(NamedTuple):
-    """Where the end of a text occurs in a datastore."""
+    """The occurrences of the last tokens of a text in a datastore."""
 
     size: int
-    """Tokens that agree."""
+    """Number of the text's last tokens that occur."""
     first: int
-    """Start of the range of `order` with these tokens."""
+    """Index in `Datastore.order` of the first occurrence."""
     last: int
-    """End of that range, exclusive."""
+    """Index in `Datastore.order` after the last occurrence."""
 
 
 class Datastore:
-    """A complete datastore, open for searches."""
+    """A finished datastore, opened for searches."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raise a `RequestError` if there is no datastore, its build is unfinished, or its files are damaged."""
+        """Open a datastore, or raise a `RequestError` if it is missing, unfinished or damaged."""
         self.folder = Path(folder)
         if not (self.folder / DONE).is_file():
             if (self.folder / BUILDING).is_file():
@@ -85,7 +85,7 @@ class Datastore:
         self.order = _mapped(self.folder / ORDER, np.dtype(np.uint32), self.about["tokens"] - self.about["documents"])
 
     def require_vocabulary(self, vocab_size: int, name: str) -> None:
-        """Raise a `RequestError` if the datastore holds ids that the backbone `name` does not have."""
+        """Raise a `RequestError` if the datastore holds ids outside the vocabulary of the backbone `name`."""
         if self.about["largest"] >= vocab_size:
             raise RequestError(
                 f"the datastore {self.folder} belongs to {self.about['backbone']}: it holds the id "
@@ -93,7 +93,7 @@ class Datastore:
             )
 
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
-        """Check that `tokenizer`, of the backbone `name`, is the datastore's; `None` is not checked.
+        """Check that the datastore was built with `tokenizer`, which belongs to the backbone `name`; `None` passes.
 
         Raises:
             RequestError: the datastore was built with another tokenizer."""
@@ -106,10 +106,10 @@ class Datastore:
             )
 
     def longest(self, text: list[int], min_n: int = 1) -> Match | None:
-        """The longest end of `text`, of `min_n` to DEPTH tokens, that occurs within a document."""
+        """Find the longest suffix of `text` that occurs in a document, from `min_n` to DEPTH tokens, or `None`."""
         found: Match | None = None
         low, high = min_n, min(len(text), DEPTH)
-        while low <= high:  # where a long end occurs, so do the shorter ones
+        while low <= high:  # where a long suffix occurs, so do the shorter ones
             size = (low + high) // 2
             wanted, key = text[-size:], partial(self._suffix, count=size)
             first = bisect_left(range(len(self.order)), wanted, key=key)
@@ -128,9 +128,10 @@ class Datastore:
         return self.tokens[place : place + count].tolist()
 
     def after(self, match: Match, count: int, most: int) -> list[list[int]]:
-        """Up to `count` tokens after each occurrence of a match, fewer where the document ends.
+        """Return the `count` tokens after each occurrence of `match`, or fewer where a document ends.
 
-        Of more than `most` occurrences, every k-th is taken. They are sorted, so frequencies stay the same."""
+        If there are more than `most` occurrences, every k-th one is taken. As occurrences are sorted by what follows,
+        the frequencies of continuations stay about the same."""
         step = -(-(match.last - match.first) // most)
         places = self.order[match.first : match.last : step].astype(np.int64) + match.size
         following = np.minimum(places[:, None] + np.arange(count), len(self.tokens) - 1)
@@ -143,14 +144,14 @@ def _dtype(end: int) -> np.dtype:
 
 
 def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
-    """A plain array over the file's pages, because each slice of a `memmap` takes microseconds."""
+    """Map a file of `count` numbers into memory, as a plain array because slices of a `memmap` take microseconds."""
     if not path.is_file() or path.stat().st_size != count * dtype.itemsize:
         raise RequestError(f"{path} is missing or damaged; build the datastore again with --overwrite")
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | None:
-    """The size and the digest of a vocabulary, which tell tokenizers apart."""
+    """The vocabulary size and SHA-256 of a tokenizer, to tell tokenizers apart; `None` for no tokenizer."""
     if tokenizer is None:
         return None
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])))
@@ -158,7 +159,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | 
 
 
 def require_output(folder: Path, overwrite: bool) -> None:
-    """Raise a `RequestError` if `folder` holds something that a build can neither continue nor replace."""
+    """Raise a `RequestError` if `folder` holds other files, or a finished datastore without `overwrite`."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names -= {path.name for path in _temporary_files(folder)}
     if names and not names & {DONE, BUILDING}:
@@ -168,7 +169,7 @@ def require_output(folder: Path, overwrite: bool) -> None:
 
 
 def _temporary_files(folder: Path) -> list[Path]:
-    """Files that a killed run was writing (`medusa.files.replacing`)."""
+    """Temporary files that an interrupted build left in `folder` (`medusa.files.replacing`)."""
     return [path for name in (BUILDING, DONE) for path in folder.glob(f".{name}.*")]
 
 
@@ -180,18 +181,18 @@ def build(
     overwrite: bool = False,
     tell: Callable[[str], None] = lambda message: None,
 ) -> Facts:
-    """Build a datastore, or continue a build with the same `about`; returns the content of datastore.json.
+    """Build a datastore in `folder`, or continue its build; returns the content of datastore.json.
 
     Args:
-        pieces: the text; a build that continues needs the same pieces in the same order.
-        encode: returns the ids of a piece.
-        about: `backbone`, `tokenizer` (`tokenizer_fingerprint`), `vocab_size`, and everything else that the ids
-            depend on.
-        tell: receives messages about the progress.
+        pieces: the text; to continue a build, give the same pieces in the same order.
+        encode: tokenises a piece.
+        about: `backbone`, `tokenizer` (`tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids
+            depend on; to continue a build, give the same.
+        tell: a callback for progress messages.
 
     Raises:
-        RequestError: the output exists, or was started with other settings or text; there is no text, or its ids
-            belong to another tokenizer.
+        RequestError: `folder` holds other files, a finished datastore, or a build with other settings or text; the
+            text is empty, or has ids of another tokenizer.
         RunError: the disk is full.
     """
     builder = _Builder(folder, about | {"format": FORMAT, "depth": DEPTH}, overwrite)
@@ -203,7 +204,7 @@ def build(
 
 
 class _Builder:
-    """Writes the files of a datastore, and records its progress in building.json."""
+    """Writes the files of a datastore, and records the progress in building.json."""
 
     def __init__(self, folder: Path, about: Facts, overwrite: bool) -> None:
         require_output(folder, overwrite)
@@ -216,7 +217,7 @@ class _Builder:
         for path in _temporary_files(folder):
             path.unlink()
         counts = {"pieces": 0, "groups": 0, "largest": 0, "documents": 0, "bytes": {TOKENS: 0, ORDER: 0}}
-        digest = hashlib.sha256().hexdigest()  # of the pieces
+        digest = hashlib.sha256().hexdigest()  # of the pieces that were read
         self.state: Facts = {"about": self.about, "digest": digest, "read": False} | counts
         if (folder / BUILDING).is_file():
             self.state = read_json(folder / BUILDING)
@@ -225,7 +226,7 @@ class _Builder:
         write_json(folder / BUILDING, self.state)
 
     def read(self, pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], tell: Callable[[str], None]) -> None:
-        """Tokenise the remaining pieces."""
+        """Tokenise the pieces that no earlier run has read, and append their ids to tokens.bin."""
         digest, remaining, size = hashlib.sha256(), iter(pieces), self.dtype.itemsize
         for piece in islice(remaining, self.state["pieces"]):
             digest.update(piece.to_bytes())
@@ -258,7 +259,7 @@ class _Builder:
             self._record(file, TOKENS, digest=digest.hexdigest(), read=True)
 
     def sort(self, tell: Callable[[str], None]) -> None:
-        """Sort the remaining groups."""
+        """Sort the groups of positions that no earlier run has sorted, and append them to order.bin."""
         tokens = _mapped(self.folder / TOKENS, self.dtype, self.state["bytes"][TOKENS] // self.dtype.itemsize)
         with self._open(ORDER) as file:
             for number, (low, high) in enumerate(first_groups(tokens, self.end)):
@@ -270,7 +271,7 @@ class _Builder:
                 tell(f"{file.tell() // 4 / 1e6:.0f} of {len(tokens) / 1e6:.0f} M tokens sorted")
 
     def finish(self) -> Facts:
-        """Write datastore.json; returns its content."""
+        """Write datastore.json and remove building.json; returns the content of datastore.json."""
         tokens = self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH
         about = (
             self.about | {"tokens": tokens} | {name: self.state[name] for name in ("documents", "largest", "digest")}
@@ -280,7 +281,7 @@ class _Builder:
         return about
 
     def _open(self, name: str) -> IO[bytes]:
-        """Open a file to append to, cut to the length that was recorded."""
+        """Open a file of the datastore for appending, cut to its length at the last record of progress."""
         path, size = self.folder / name, self.state["bytes"][name]
         path.touch()
         if path.stat().st_size < size:
@@ -289,7 +290,7 @@ class _Builder:
         return path.open("ab")
 
     def _record(self, file: IO[bytes], name: str, **done: str | bool | int) -> None:
-        """Record the progress, after the file's content has reached the disk."""
+        """Flush `file` to disk, then record the progress `done` in building.json."""
         file.flush()
         os.fsync(file.fileno())
         self.state["bytes"][name] = file.tell()

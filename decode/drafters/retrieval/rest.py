@@ -1,7 +1,7 @@
-"""Retrieval: what followed the text's last tokens in a datastore of other texts (REST, arXiv 2311.08252).
+"""Retrieval-based drafting: drafts copy what followed the text's end in a datastore (REST, arXiv 2311.08252).
 
-The longest end of the text that the datastore contains is looked up. What follows its occurrences is merged into a
-trie, whose most frequent nodes are drafted (section 3.2). No model is needed, but a datastore of similar text.
+Each step looks up the longest suffix of the text that occurs in the datastore. The tokens after its occurrences form a
+trie, whose most frequent nodes are drafted (section 3.2). No draft model is needed, only a datastore of similar text.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from medusa.errors import RequestError
 
 @dataclass(frozen=True)
 class RestConfig(DrafterConfig):
-    """Options of retrieval from a datastore."""
+    """Options of `--drafter rest` (retrieval from a datastore)."""
 
     datastore: str
     """A folder made by `medusa datastore build`."""
     nodes: int = 16
-    """The most nodes of a draft, root included."""
+    """Maximum number of nodes of a draft, root included."""
     tokens: int = 6
-    """The most tokens to draft after a match."""
+    """Maximum number of tokens to draft after an occurrence."""
     n: int = DEPTH
-    """Tokens of the longest end of the text to look up."""
+    """Length of the longest suffix of the text to look up, in tokens."""
     min_n: int = 2
-    """Tokens of the shortest end to look up."""
+    """Length of the shortest suffix of the text to look up, in tokens."""
     matches: int = 100
-    """The most occurrences whose continuations are counted, spread evenly over all occurrences."""
+    """Maximum number of occurrences whose continuations are counted; of more, evenly spaced ones are taken."""
 
     first = "datastore"
     needs = "a datastore"
@@ -53,6 +53,7 @@ class RestConfig(DrafterConfig):
 
     @cached_property
     def opened(self) -> Datastore:
+        """The datastore, opened at first use."""
         return Datastore(self.datastore)
 
     def check(self, config: PretrainedConfig) -> None:
@@ -69,7 +70,7 @@ class RestConfig(DrafterConfig):
 
 @dataclass(eq=False)
 class RestDrafter(TextDrafter):
-    """Looks up the end of every row in each step; nothing is kept between steps."""
+    """Drafts by looking up the end of each row's text in the datastore, again in every step."""
 
     config: RestConfig
 
@@ -82,15 +83,16 @@ class RestDrafter(TextDrafter):
 
 
 def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
-    """The trie, `count` tokens deep, of what the datastore holds after the end of `text`."""
+    """Look up the longest suffix of `text` in the datastore; returns a trie of its continuations of `count` tokens."""
     match = config.opened.longest(text[-config.n :], config.min_n)
     return most_frequent(config.opened.after(match, count, config.matches) if match else (), config.nodes)
 
 
 def most_frequent(continuations: Iterable[list[int]], num_nodes: int) -> Trie:
-    """The `num_nodes` most frequent nodes of a trie, root included; ties go to the shallower node, then to the first.
+    """Make a trie of `num_nodes` nodes, root included, from the most frequent prefixes of `continuations`.
 
-    A node is at least as frequent as its children together, so the parents of the chosen nodes are chosen too.
+    Ties go to the shorter prefix, then to the first. A prefix is at least as frequent as each of its extensions, so the
+    parents of the chosen nodes are chosen too.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for line, times in Counter(map(tuple, continuations)).items():

@@ -1,8 +1,8 @@
-"""A suffix array cut off at DEPTH tokens: all places of a text, sorted by the DEPTH tokens from there on.
+"""Suffix arrays made in bounded memory: all positions of a text, sorted by the DEPTH tokens from each position on.
 
-Memory is bounded. Places are taken in groups whose first tokens are neighbours. A group of at most GROUP places is
-sorted at once, by keys of as many tokens as 64 bits hold, with 60 to 80 bytes per place. A larger one, such as the
-spaces of source code, is first split by its next token, with 11 bytes per place: 130 MB for 12 M places.
+A group holds all positions whose first token is in one range of ids, and groups are sorted one by one. A group of at
+most GROUP positions is sorted at once, by 64-bit keys of several tokens, with 60 to 80 bytes per position. A larger
+group, such as all spaces of source code, is first split by its next token, with 11 bytes per position.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEPTH = 16
-"""Tokens by which suffixes are sorted, and so the longest match that can be found; REST also takes 16."""
+"""Number of tokens by which suffixes are sorted, and so the longest match that a search finds; 16 as in REST."""
 GROUP = 2**20
-"""The most places sorted at once."""
+"""Maximum number of positions that are sorted at once."""
 BLOCK = 2**22
-"""Tokens searched at once."""
+"""Number of tokens that are read at once."""
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
-    """Ranges of first tokens [low, high) that hold at most `size` places each (GROUP), or are a single token.
+    """Split the token ids into ranges [low, high), each of one id or with at most `size` positions (default: GROUP).
 
-    tokens [n + DEPTH] with ids below `end`; `end` itself separates documents and follows the last one, DEPTH times.
+    `tokens` [n + DEPTH] holds ids below `end`. The id `end` follows each document, and DEPTH more follow the last.
     """
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """The places [uint32] whose token is in [low, high), sorted by their suffixes, then by place."""
+    """Yield the positions of ids in [low, high) in parts, as uint32, sorted by the DEPTH tokens from each one on."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:
@@ -40,7 +40,7 @@ def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | No
             yield _sorted(tokens, places, depth, bits)
         else:
             following = np.empty(len(places), tokens.dtype)
-            for start in range(0, len(places), BLOCK):  # in blocks, as an index takes 8 bytes per place
+            for start in range(0, len(places), BLOCK):  # in blocks, as an index takes 8 bytes per position
                 at = places[start : start + BLOCK].astype(np.int64)
                 following[start : start + BLOCK] = tokens[at + depth]
             parts = [
@@ -67,7 +67,7 @@ def _counts(tokens: NDArray, vocab_size: int) -> NDArray:
 
 
 def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
-    """Join neighbouring tokens into ranges that hold at most `size` places, given the places of each token [V]."""
+    """Join neighbouring ids into ranges of at most `size` positions, from the number of positions of each id [V]."""
     groups: list[tuple[int, int]] = []
     held = 0
     for token in np.flatnonzero(counts).tolist():
@@ -81,7 +81,7 @@ def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
 
 
 def _sorted(tokens: NDArray, places: NDArray, depth: int, bits: int) -> NDArray:
-    """Sort places by their tokens from `depth` to DEPTH, each token in `bits` bits of a key."""
+    """Sort positions by the tokens at offsets `depth` to DEPTH from there; a token takes `bits` bits of a sort key."""
     at, keys = places.astype(np.int64), []
     for start in range(depth, DEPTH, 64 // bits):
         key = np.zeros(len(places), np.uint64)
