@@ -115,7 +115,7 @@ def static(tensor: Tensor) -> Tensor:
 
 
 class FixedHeadsCache:
-    """KV caches of fixed shape for heads that attend to the text (else `decode.heads_cache.HeadsCache`)."""
+    """KV caches of fixed shape for heads that attend to the text, as `HeadsCache` in eager decoding."""
 
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
         """Make empty caches for the heads of `like`; `max_depth` is the depth of the tree that the heads draft."""
@@ -131,7 +131,7 @@ class FixedHeadsCache:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append accepted paths; returns the hidden states that the heads read at their ends [B, H].
+        """Append each row's accepted path; returns the hidden states at the paths' ends [B, H], for the next draft.
 
         `before`, `hidden` and `ids` are as in `HeadsCache.path`. `end` [B] is the column of each path's last node, and
         `counts` [B] the number of nodes that each row keeps: 0 for rows that have ended."""
@@ -151,7 +151,7 @@ class FixedHeadsCache:
         return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
 
     def context_kv(self) -> ContextKV | None:
-        """The keys and values of the text for the next draft; `None` for heads that do not attend to them."""
+        """The keys and values of the text for the next draft; `None` for heads that do not attend to it."""
         if self.pairs is None:
             return None
         layer, lengths = self.pairs.tree_layers[0], self.pairs.lengths[:, None]

@@ -1,4 +1,4 @@
-"""Regions, which are compiled decoding steps with their caches, and the regions that a model keeps for reuse.
+"""Regions: compiled decoding steps with their caches. A model keeps some of its regions for reuse.
 
 Shapes: B rows, N nodes of a draft, D its depth, H hidden size.
 """
@@ -20,9 +20,8 @@ from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, Fix
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Draft, Drafter, Frontier
 from decode.loop import at_end, pack
-from decode.masks import LayerKind, LayerKinds, additive, visible_slots
+from decode.masks import LayerKinds, additive, visible_slots
 from decode.ops.grouped_attention import grouped
-from decode.topology import Topology
 from medusa.backbone import Backbone
 
 KEPT = 8
@@ -76,7 +75,9 @@ class Region:
         topology = draft.topology
         positions = (lengths[:, None] + topology.depth).clamp_max(self.end - 1)
         cache.append_next(topology.num_nodes)
-        masks = self.layers.masks(lambda kind: self._mask(kind, topology, lengths))
+        masks = self.layers.masks(
+            lambda kind: additive(visible_slots(topology, lengths, cache.capacity, kind), self.backbone.dtype)[:, None]
+        )
         readout = self.backbone.forward(draft.ids, cache, position_ids=positions, attention_mask=masks)
         accepted = self.sampler.accept(draft, readout.logits, u, self.end - 1 - lengths)
         if topology.max_children > 1:
@@ -94,9 +95,6 @@ class Region:
         path = accepted.path.clamp_min(0)
         states = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1])).to(self.hidden.dtype)
         return self.heads_cache.path(self.hidden, states, draft.ids.gather(1, path), accepted.length - 1, counts)
-
-    def _mask(self, kind: LayerKind, topology: Topology, lengths: Tensor) -> Tensor:
-        return additive(visible_slots(topology, lengths, self.cache.capacity, kind), self.backbone.dtype)[:, None]
 
     def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
         """Copy the texts in these caches and their `frontier` into the region; `alive` marks unfinished rows."""
@@ -136,8 +134,6 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 class Regions(list[tuple[Key, Region]]):
     """The regions of a model that no session is using, the latest last. A copy of the model has none (`__reduce__`)."""
 
-    ATTRIBUTE = "_medusa_regions"
-
     def __init__(self) -> None:
         super().__init__()
         self.lock = Lock()
@@ -145,7 +141,7 @@ class Regions(list[tuple[Key, Region]]):
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
         """The regions that are stored on `model`; the first call stores an empty list."""
-        return vars(model).setdefault(cls.ATTRIBUTE, cls())
+        return vars(model).setdefault("_medusa_regions", cls())
 
     def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
         return Regions, ()
@@ -191,7 +187,7 @@ def modules_key(module: nn.Module) -> Key:
 
 
 def _plain(value: object) -> object:
-    """Convert an attribute for a key: numbers, strings, functions and containers of them; all else becomes `None`."""
+    """Convert an attribute of a module for a key: numbers, strings, functions and containers stay; else `None`."""
     if isinstance(value, PLAIN):
         return value
     if type(value) is dict:

@@ -1,6 +1,6 @@
 """Acceptance inside compiled steps: fixed shapes, transformers' logits processors, one uniform number per token.
 
-Shapes: B rows, N nodes, D the depth of the tree, V vocabulary, C the most children of a node, X any number.
+Shapes: B rows, N nodes, D the depth of the tree, V vocabulary, C the most children of a node, X positions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ class FixedSampler:
         """The part of a region's key that determines acceptance and sampling.
 
         Raises:
-            RequestError: a logits processor reads the text, rows differ in their options, scores are to be returned, or
-                drafts are sampled."""
-        for processors in target.processors:
-            others = [type(p).__name__ for p in processors if not isinstance(p, WARPERS)]
-            if others:
-                raise RequestError(
-                    f"--compile cannot be combined with {others[0]}, which reads the text; use only temperature, "
-                    "top-k, top-p, min-p and the like, or leave out --compile"
-                )
+            RequestError: a processor reads the text, rows differ in options, scores are kept or drafts are sampled."""
+        others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
+        if others:
+            raise RequestError(
+                f"--compile cannot be combined with {others[0]}, which reads the text; use only temperature, top-k, "
+                "top-p, min-p and the like, or leave out --compile"
+            )
         kinds = [[(type(p), _values(p)) for p in row] for row in target.processors]
         if any(kind != kinds[0] for kind in kinds):
             raise RequestError("--compile needs the same sampling options in all rows of a batch")
@@ -63,14 +61,13 @@ class FixedSampler:
     def _scores(self, logits: Tensor) -> Tensor:
         """Process logits [X, V] into the target's scores [X, V]; the processors read no ids, so they get zeros."""
         ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-        processed = self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float()))
-        scores = cast(Tensor, processed)
+        scores = cast(Tensor, self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float())))
         if self.truncation is not None:
             scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
         return scores
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """`decode.accept.accept_walk` in a fixed number of steps; a row whose walk has ended stays at its last node."""
+        """Accept as `decode.accept.accept_walk`, in a fixed number of steps; finished walks stay at their last node."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
@@ -87,7 +84,7 @@ class FixedSampler:
         return ended_at(draft, end, root)
 
     def _typical(self, draft: Draft, logits: Tensor, depth_limit: Tensor) -> Acceptance:
-        """`decode.accept.accept_longest` with typical acceptance, computed for all nodes at once."""
+        """Accept as `decode.accept.accept_longest` with typical acceptance, computed for all nodes at once."""
         topology, ids = draft.topology, draft.ids
         rows, nodes = ids.shape
         p = self._scores(logits.flatten(0, 1)).softmax(-1).unflatten(0, (rows, nodes))

@@ -37,7 +37,7 @@ class CompiledStepper:
         heads: MedusaHeads | None,
         make_drafter: Callable[[], Drafter],
     ) -> None:
-        """Make a stepper that drafts on `tree`.
+        """Make a stepper for the texts of `session`, whose drafts fill `tree`.
 
         Args:
             heads: the drafting heads; `None` for plain decoding, whose tree is the root alone.
@@ -73,7 +73,7 @@ class CompiledStepper:
         return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Run one compiled step, whose time all counts as the stage `verify`.
+        """Run one compiled step; `timer` counts all of its time as the stage `verify`.
 
         Raises:
             RequestError: torch.compile fails on this model; the failed region is dropped."""
@@ -112,7 +112,7 @@ class CompiledStepper:
         return [row in self.rows for row in range(len(self.lengths))]
 
     def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
-        """Take or make a region of at least `capacity` slots, and load it with the given texts (`Region.load`)."""
+        """Take or make a region of at least `capacity` slots, and load the texts into it (`Region.load`)."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:

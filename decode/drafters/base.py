@@ -32,7 +32,7 @@ class DrafterFactory(ABC):
     can_draw: bool = False
     """Whether drafts can be sampled from the drafter's own distributions (`--draft sample`)."""
     warm_up: int = 0
-    """Number of steps in which the drafter learns from the text; tests of losslessness measure it only after these."""
+    """Number of steps that the drafter needs to collect guesses; tests of losslessness start after these steps."""
 
     @abstractmethod
     def start(self, session: Session, drawn: bool = False) -> Drafter:
@@ -85,7 +85,7 @@ class DrafterConfig(ABC):
     rest: ClassVar[str | None] = None
     """The option whose value is all text after the other options, commas included."""
     needs: str = "nothing"
-    """What a user must provide, such as trained heads; results tables show it."""
+    """What a user must provide for this drafter, such as trained heads, as tables of results show it."""
     needs_heads: bool = False
     takes_tree: bool = False
     """Whether `--tree` sets the tree of this drafter."""
@@ -113,11 +113,11 @@ class DrafterConfig(ABC):
 
 
 DrafterLike = DrafterFactory | DrafterConfig | str | None
-"""A drafter as the argument of `decode.generate`: a description is a `str`, and `None` means the heads."""
+"""A drafter in any form that `decode.generate` takes: factory, config, description, or `None` for the heads."""
 
 
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
-    """Raise a `RequestError` if `tree` or `stop_drafting` is set, for a drafter whose own options set its tree."""
+    """For drafters whose own options set the tree: raise a `RequestError` if `tree` or `stop_drafting` is set."""
     if stop_drafting:
         raise RequestError(
             "stop-drafting works only with dynamic trees of heads; leave it out, or use this drafter's options"

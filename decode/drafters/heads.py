@@ -31,7 +31,7 @@ class HeadsDrafter:
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
-        """Make a drafter that fills `tree`. A `RequestError` is raised if heads, backbone or tree do not fit."""
+        """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
         require_draftable(heads.config, backbone, tree, drawn=target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
@@ -77,7 +77,7 @@ class HeadsDrafter:
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
-    """Sample a draft for each `root` [B]; row b draws the children at depth d from q[context[b], d], of q [C, k, V].
+    """Sample a draft for each `root` [B]: row b draws its nodes of depth d from `q[context[b], d - 1]`, `q` [C, k, V].
 
     All rows share the topology, and in a row all nodes of a depth get the same children. This is exact, because a path
     contains only one node of each depth, and the draws of different depths are independent.

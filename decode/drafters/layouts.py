@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class DynamicTree:
     """Softmax temperature of each head, for at least as many heads as the candidates are deep; empty: all are 1."""
     min_probability: float = 0.0
     """Nodes with a lower path probability are pruned, with their subtrees; 0: no pruning."""
+    is_dynamic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_probability <= 1:
@@ -69,10 +71,6 @@ class DynamicTree:
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
         return cls(num_nodes, _candidates(num_nodes, num_heads), temperatures)
-
-    @property
-    def is_dynamic(self) -> bool:
-        return True
 
     @property
     def max_depth(self) -> int:
@@ -100,7 +98,7 @@ class DynamicTree:
 
     @cached_property
     def _on_path(self) -> Tensor:
-        """[S, D] the guesses on each candidate's path, as indices into a flattened table [D, R]; D * R: no guess."""
+        """[S, D] the guesses on each candidate's path: indices into flattened guesses [D, R], padded with D * R."""
         tree, top = self.candidates, self.candidates.max_rank + 1
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
@@ -111,7 +109,7 @@ class DynamicTree:
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
-        """Log probabilities [k, B, V], float32, of the first k heads' logits [k, B, V], each at its head's temperature.
+        """Log-softmax [k, B, V] of the first k heads' logits [k, B, V], divided by each head's temperature; float32.
 
         With `head`, all logits [..., V] come from the head with this index.
         """
@@ -130,8 +128,7 @@ class DynamicTree:
     def num_worthwhile(self, log_probs: Tensor) -> int:
         """Number of nodes with a path probability of at least `min_probability`, in the row that has most of them.
 
-        `log_probs` [B, M] are path log probabilities. All rows draft the same number of nodes, so other rows also
-        draft less probable nodes.
+        `log_probs` [B, M] are path log probabilities. All rows draft this number, some of them less probable nodes.
         """
         if not self.min_probability:
             return log_probs.shape[1]
@@ -145,7 +142,7 @@ class DynamicTree:
 
 
 def bounded(confidences: Tensor) -> Tensor:
-    """Raise log confidences to `MIN_LOG_CONFIDENCE` or above, where float32 rounding does not lose `STEEPNESS`.
+    """Clamp log confidences to at least `MIN_LOG_CONFIDENCE`, so that rounding to float32 never loses `STEEPNESS`.
 
     NaN, from heads that overflow in float16, becomes the minimum. `topk` treats NaN as the maximum, so it would choose
     a child without its parent, and the text could be wrong.
@@ -156,9 +153,9 @@ def bounded(confidences: Tensor) -> Tensor:
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
     """Make the tree of all paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
 
-    A path of ranks r1, r2, ... has (r1 + 1) + (r1 + 1)(r2 + 1) + ... paths, itself included, that are not longer and
-    whose ranks are not greater. Each of them is at least as probable, so the path is never chosen if this number, its
-    measure, exceeds `num_nodes` - 1. The tree keeps the MAX_CANDIDATES smallest measures, and only ranks below TOP.
+    The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... So many paths, itself included, are
+    not longer and have no greater ranks, and each of them is at least as probable. A path is therefore never chosen if
+    its measure exceeds `num_nodes` - 1. Ranks from TOP on are left out, as are great measures beyond MAX_CANDIDATES.
     """
     paths: list[RankPath] = []
     # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.
@@ -178,7 +175,7 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 
 
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:
-    """Return the tree that `tree` describes; for `None`, the tree saved with the heads, else a default tree.
+    """Return the tree that `tree` describes; for `None`, the tree saved with the heads, or a default tree.
 
     `stop_drafting`: the path probability below which a dynamic tree prunes nodes; 0: no pruning.
 
@@ -213,7 +210,7 @@ def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
 
 
 def default_tree(heads: MedusaHeads) -> Tree:
-    """The tree for heads that have none saved: 8 nodes on a CPU, and the Medusa paper's tree of 64 nodes on a GPU.
+    """The tree for heads without a saved tree: 8 nodes on a CPU, and the Medusa paper's tree of 64 nodes on a GPU.
 
     On a GPU, most of a step is spent on reading weights, so more nodes are nearly free. On a CPU, each node takes time.
     """
@@ -222,7 +219,7 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or the tree, or if `drawn` and the tree is dynamic."""
+    """Raise a `RequestError` if heads do not fit the backbone or tree, or a dynamic tree is to be sampled."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
     tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
     if drawn:

@@ -74,7 +74,7 @@ class Pool:
         self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Add an n-gram, or make it the latest again; beyond `most`, the oldest one of its first token is dropped."""
+        """Add an n-gram as the latest of its first token, or move it there; beyond `most`, the oldest is dropped."""
         held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None
@@ -98,12 +98,12 @@ class Window:
         """Length of the text when the backbone last read the window."""
 
     def tokens(self, root: int, length: int) -> list[int]:
-        """Set the window's first token to `root`, the last of `length` tokens of the text; returns the other tokens."""
+        """Set the window's first token to `root`, which ends a text of `length` tokens; returns the other tokens."""
         self.levels[0][0], self.length = root, length
         return [token for level in self.levels for token in level][1:]
 
     def learn(self, answers: list[int]) -> None:
-        """Add an n-gram per column to the pool, and move the window up by one level; `answers` is the new last level.
+        """Add an n-gram per column to the pool, drop the first level, and append `answers` as the last level.
 
         `answers` are the backbone's predictions after the columns. Columns move by one position per step. Moving them
         by the number of accepted tokens did not improve acceptance (docs/log.md)."""

@@ -104,7 +104,7 @@ class MixDrafter:
         self.parts, self.num_nodes = parts, num_nodes
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Propose the union of the parts' drafts, or one part's draft unchanged if it fits and the others are empty."""
+        """Propose the union of the parts' drafts. If only one part has guesses and they fit, that is its draft."""
         drafts = [part.propose(frontier) for part in self.parts]
         filled = [draft for draft in drafts if draft.topology.num_nodes > 1] or drafts[:1]
         fits = len(filled) == 1 and filled[0].topology.num_nodes <= self.num_nodes
@@ -117,7 +117,7 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
     """Join drafts of the same roots into one tree, which holds equal nodes once and at most `most` nodes with the root.
 
     Nodes keep the order of the drafts. Of equal nodes the first is kept, so a parent comes before its children, and the
-    first `most` nodes form a tree. Rows with fewer nodes are padded with tokens 0 below their last node.
+    first `most` nodes form a tree. Rows with fewer nodes are padded with nodes below their last node.
     """
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1

@@ -44,11 +44,11 @@ class DraftModelConfig(DrafterConfig):
     """Options of `--drafter model`: a small language model drafts."""
 
     model: str
-    """A local folder, a Hub id, or demo: the draft model that comes with the embedded backbone."""
+    """A local folder, a Hub id, or `demo`, the draft model that comes with the embedded backbone."""
     tokens: int = 4
     """Number of tokens to draft."""
     widths: str = ""
-    """Children of each node by depth, as in 3x2x1: a tree instead of a chain; it replaces `tokens`."""
+    """Number of children of a node by depth, such as 3x2x1, for a tree instead of a chain; replaces `tokens`."""
     nodes: int = 0
     """Nodes of a dynamic tree of depth `tokens`, root included; 0: no dynamic tree."""
     topk: int = 0
@@ -133,7 +133,7 @@ class ModelDrafter(LevelwiseDrafter):
         self.text_lengths: list[int] = []
         """Length of each row's text, root included. In the cache, the nodes of the last draft start at this slot."""
         self.levels_read: list[tuple[Tensor, Tensor]] = []
-        """Per level of the draft in the cache, tokens [B, W] and the slots of their parents [B, W] (-1: the root)."""
+        """For each level of the last draft: tokens [B, W], and the slots of their parents [B, W] (-1: the root)."""
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft a chain or a tree, or the root alone if text and draft do not fit into the draft model's context."""
@@ -244,9 +244,7 @@ class ModelDrafter(LevelwiseDrafter):
         return logits.masked_fill(logits < limit, -torch.inf)
 
     def _masks(self, seen: Tensor) -> Mask | None:
-        """Attention masks [B, 1, W, S] by which W nodes see the text and the drafted slots `seen` [B, W, A + 1].
-
-        `None` stands for the causal mask of the model, which is enough for a chain."""
+        """Masks [B, 1, W, S] by which nodes attend to the text and the slots `seen` [B, W, A + 1]; `None`: causal."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
         starts = torch.tensor(self.text_lengths, device=self.device)

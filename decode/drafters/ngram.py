@@ -26,7 +26,7 @@ class NgramConfig(DrafterConfig):
     tokens: int = 10
     """Maximum number of tokens to draft after an earlier occurrence."""
     matches: int = 1
-    """Maximum number of earlier occurrences to draft from, first the longest, then the latest; 1 gives a chain."""
+    """Maximum number of earlier occurrences to draft from (1: a chain); longer n-grams first, then later ones."""
     nodes: int = 0
     """Maximum number of nodes of the trie, root included; 0: no limit."""
 
@@ -63,7 +63,7 @@ class NgramIndex:
         self.indexed = max(self.indexed, len(self.text) - 1)
 
     def matches(self, most: int) -> Iterator[int]:
-        """Yield up to `most` positions after earlier occurrences of the text's end: longest first, then latest."""
+        """Yield up to `most` positions after earlier occurrences of the text's end: longer ones first, then later."""
         found: set[int] = set()
         for size in self.sizes:
             if size > len(self.text):

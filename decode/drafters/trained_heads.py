@@ -22,7 +22,7 @@ from medusa.tree import Layout, Tree
 
 @dataclass(frozen=True)
 class HeadsDrafterConfig(DrafterConfig):
-    """`--drafter heads`: trained heads draft a tree. It has no options of its own; `--tree` sets the shape."""
+    """`--drafter heads`: trained heads draft a tree, which `--tree` sets. There are no other options."""
 
     needs = "trained heads"
     needs_heads = True

@@ -42,7 +42,7 @@ class Trie:
             node = child
 
     def fill(self, count: int) -> None:
-        """Pad the trie to `count` nodes, the number of the largest trie, with a chain below the last node."""
+        """Pad the trie to `count` nodes, the size of the batch's largest trie, with a chain below the last node."""
         while len(self.ids) < count:
             self._append(0, len(self.ids) - 1)
 
@@ -53,7 +53,7 @@ class Trie:
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
-    """Make the draft of a batch from one trie per row and the root tokens [B]; small tries are padded."""
+    """Make the draft of a batch from one trie per row and the root tokens [B]; smaller tries are padded."""
     count = max(len(trie.ids) for trie in tries)
     for trie in tries:
         trie.fill(count)
@@ -88,5 +88,5 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for a row of the session."""
 
     def depth(self, row: int, most: int) -> int:
-        """Number of tokens to draft: `most`, or fewer near a row's length limit, as each step adds one more token."""
+        """Number of tokens to draft: `most`, or fewer near a row's length limit; each step adds one more token."""
         return min(most, self.sequences.tokens_left(row) - 1)

@@ -20,11 +20,9 @@ class Draws(Protocol):
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
         """Draw one token [R] for each of `rows` [R]; row i uses the distribution `p[index[i]]`, of `p` [M, V]."""
-        ...
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
         """Draw `count` uniform random numbers in [0, 1) for each of `rows` [R]; returns [R, count], float64."""
-        ...
 
 
 class RowDraws:
@@ -37,7 +35,7 @@ class RowDraws:
         self.generators = generators
 
     def of(self, rows: Sequence[int]) -> RowDraws:
-        """The draws of a smaller batch, whose rows 0, 1, ... are `rows` of this one."""
+        """Select rows of the batch: row i of the result draws with the generator of row `rows[i]`."""
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ def cumulative(p: Tensor) -> Tensor:
 
 
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Find the tokens [R] at the heights `u` [R] of cumulative `sums` [M, V] (inverse transform sampling).
+    """Draw tokens [R] by inverse transform sampling, from cumulative `sums` [M, V] and uniform numbers `u` [R].
 
     Row i uses the distribution `index[i]`. The sums of distribution m are shifted to the range from m to m + 1, so that
     one search serves all rows. Each number is kept a few rounding units below 1, so that the shift never rounds it into

@@ -2,7 +2,7 @@
 
 If g query heads share a key head, transformers' sdpa copies keys and values g times in forwards of several tokens with
 a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of the time of
-attention. Here g x N queries use one key head without copies. The results are equal, on a CPU to the last bit.
+attention. Here the g heads become g x N queries of one key head. The results are equal, on a CPU to the last bit.
 
 The model's configuration keeps the name "sdpa", because several models (Falcon, Gemma 4, DeepSeek 3.2) compare that
 name and use a different mask if it differs.

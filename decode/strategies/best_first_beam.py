@@ -77,7 +77,7 @@ class _Partial:
 
 
 Scorer = Callable[[Sequence[_Partial]], Tensor]
-"""A function from W hypotheses to the logits [W, V] after each one. Parents must be passed before their children."""
+"""A function from W hypotheses to logits [W, V] of their next tokens, called for parents before their children."""
 
 
 @torch.inference_mode()
@@ -186,8 +186,8 @@ class _Queue:
     def bound(self, partial: _Partial) -> float:
         """The score of a finished hypothesis, or an upper bound on the scores of an unfinished one's continuations.
 
-        Continuations have a lower log-probability, which is negative. If `length_penalty` is above 0, the bound divides
-        it by the penalty of the greatest length; otherwise by that of the hypothesis' own length.
+        Continuations have a lower log-probability, which is negative. If `length_penalty` is above 0, the bound assumes
+        the greatest length allowed; otherwise it uses the hypothesis' own length.
         """
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty

@@ -1,4 +1,4 @@
-"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): a large and a small model are contrasted.
+"""Contrastive decoding (Li et al. 2022, arXiv 2210.15097): scores contrast a large and a small model.
 
 A token scores high if the backbone (the expert) predicts it more strongly than a small model (the amateur). These
 scores replace the backbone's logits before temperature and penalties, so every drafter and acceptance rule works with
@@ -35,7 +35,7 @@ MIN_LOG_PROB = -1e4
 
 @dataclass(frozen=True)
 class Contrast(ContrastOptions):
-    """The contrast of contrastive decoding: scores tokens by the predictions of both models.
+    """The scoring function of contrastive decoding, with its constants.
 
     Without `beta` a score is log p(expert) - log p(amateur), as in the paper. With it, a score is
     (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
@@ -55,7 +55,7 @@ class Contrast(ContrastOptions):
         return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
 
     def margin(self, expert: Tensor) -> Tensor:
-        """Log-probability of each token above the threshold of plausibility [..., V], from the expert's logits."""
+        """Log-probability of each token less the plausibility threshold [..., V], from the expert's logits [..., V]."""
         limit = math.log(self.alpha) if self.alpha else -math.inf
         return expert - expert.amax(-1, keepdim=True) - limit
 
@@ -68,7 +68,7 @@ class Contrast(ContrastOptions):
 
 @dataclass(frozen=True)
 class Amateur:
-    """The small model of contrastive decoding, with the contrast (implements `decode.verify.VerifierFactory`)."""
+    """The small model of contrastive decoding and the scoring function (a `decode.verify.VerifierFactory`)."""
 
     model: PreTrainedModel
     contrast: Contrast = Contrast()
@@ -97,7 +97,7 @@ class Amateur:
         return ContrastVerifier(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request]) -> None:
-        """Raise a `RequestError` if the amateur's vocabulary, context or attention does not suit the requests."""
+        """Raise a `RequestError` if the amateur's vocabulary, context or attention does not fit model and requests."""
         require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
         require_tree_forward(self.model)
         require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")

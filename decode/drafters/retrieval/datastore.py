@@ -60,7 +60,7 @@ class Match(NamedTuple):
     """The occurrences of the last tokens of a text in a datastore."""
 
     size: int
-    """Number of the text's last tokens that occur."""
+    """Number of tokens that match, up to the end of the text."""
     first: int
     """Index in `Datastore.order` of the first occurrence."""
     last: int
@@ -106,7 +106,7 @@ class Datastore:
             )
 
     def longest(self, text: list[int], min_n: int = 1) -> Match | None:
-        """Find the longest suffix of `text` that occurs in a document, from `min_n` to DEPTH tokens, or `None`."""
+        """Find the longest suffix of `text`, of `min_n` to DEPTH tokens, that occurs in a document, or `None`."""
         found: Match | None = None
         low, high = min_n, min(len(text), DEPTH)
         while low <= high:  # where a long suffix occurs, so do the shorter ones
@@ -181,11 +181,11 @@ def build(
     overwrite: bool = False,
     tell: Callable[[str], None] = lambda message: None,
 ) -> Facts:
-    """Build a datastore in `folder`, or continue its build; returns the content of datastore.json.
+    """Build a datastore in `folder`, or continue an unfinished build; returns the content of datastore.json.
 
     Args:
         pieces: the text; to continue a build, give the same pieces in the same order.
-        encode: tokenises a piece.
+        encode: returns the token ids of a piece.
         about: `backbone`, `tokenizer` (`tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids
             depend on; to continue a build, give the same.
         tell: a callback for progress messages.
@@ -273,15 +273,14 @@ class _Builder:
     def finish(self) -> Facts:
         """Write datastore.json and remove building.json; returns the content of datastore.json."""
         tokens = self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH
-        about = (
-            self.about | {"tokens": tokens} | {name: self.state[name] for name in ("documents", "largest", "digest")}
-        )
+        counts = {name: self.state[name] for name in ("documents", "largest", "digest")}
+        about = self.about | {"tokens": tokens} | counts
         write_json(self.folder / DONE, about)
         (self.folder / BUILDING).unlink()
         return about
 
     def _open(self, name: str) -> IO[bytes]:
-        """Open a file of the datastore for appending, cut to its length at the last record of progress."""
+        """Open a .bin file for appending, after cutting it to the length that building.json records."""
         path, size = self.folder / name, self.state["bytes"][name]
         path.touch()
         if path.stat().st_size < size:

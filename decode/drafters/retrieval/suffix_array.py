@@ -29,7 +29,7 @@ def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tup
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """Yield the positions of ids in [low, high) in parts, as uint32, sorted by the DEPTH tokens from each one on."""
+    """Yield, in parts, the positions (uint32) of ids in [low, high), sorted by the DEPTH tokens from each one on."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:
@@ -81,7 +81,7 @@ def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
 
 
 def _sorted(tokens: NDArray, places: NDArray, depth: int, bits: int) -> NDArray:
-    """Sort positions by the tokens at offsets `depth` to DEPTH from there; a token takes `bits` bits of a sort key."""
+    """Sort positions by the tokens at offsets from `depth` to DEPTH; a token takes `bits` bits of a sort key."""
     at, keys = places.astype(np.int64), []
     for start in range(depth, DEPTH, 64 // bits):
         key = np.zeros(len(places), np.uint64)

@@ -97,7 +97,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
     llama: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every node of a level expanded, the tree equals a search over all paths."""
-    monkeypatch.setattr(levelwise, "min_width", lambda nodes: nodes)
+    monkeypatch.setattr(levelwise, "width_of", lambda tree: tree.num_nodes)
     heads, start, temperatures = heads_for(llama, kind), frontier(llama), (0.7, 1.0, 1.5)
     tree = DynamicTree.over_heads(nodes, 3, temperatures)
     with torch.no_grad():
