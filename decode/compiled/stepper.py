@@ -129,8 +129,7 @@ class CompiledStepper:
 
 def require_compilable(session: Session) -> None:
     """Raise a `RequestError` if the session's model or options, or this machine, do not allow compiled steps."""
-    backbone = session.backbone
-    reason = None
+    backbone, reason = session.backbone, ""
     if backbone.rope_boundary is not None:
         reason = "longrope rotates a text by its length"
     elif len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:

@@ -140,6 +140,11 @@ def test_a_text_beyond_the_draft_models_context(llama: Any) -> None:
         assert result.new_ids == expected.new_ids
 
 
+def test_another_shape_keeps_the_options(llama: Any) -> None:
+    changed = DraftModel(llama, Tree.chain(3), topk=5, confidence=0.5).reshaped(lambda tree: tree.clip(1))
+    assert (changed.tree.max_depth, changed.topk, changed.confidence) == (1, 5, 0.5)
+
+
 def test_unsupported_requests_are_rejected(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
     tiny_model("llama", vocab_size=VOCAB + 1).save_pretrained(tmp_path / "other")
     ids = torch.tensor([PROMPTS[0]])
