@@ -51,7 +51,7 @@ class StageTimer(Timer):
 
 @dataclass
 class Contender:
-    """A decoding method in a benchmark, with its results."""
+    """A decoding method that takes part in a benchmark, with its results."""
 
     name: str
     method: Method
@@ -95,7 +95,7 @@ def run_rounds(
 ) -> None:
     """Decode `batches` of prompts with every contender, and store the results in the contenders.
 
-    A prompt gets the same random seed with every contender and in every batch size.
+    A prompt gets the same random seed with every contender, whatever the batch size.
 
     Args:
         rounds: number of times that all batches are decoded, after a warm-up with the first batch.
@@ -204,7 +204,7 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """For each node of the draft tree, the fraction of steps that accepted the node. Other nodes are left out.
+    """For each node of the draft tree that some step accepted, the fraction of steps that accepted the node.
 
     Args:
         ranks: for each text [P, K], the rank of the correct token among the guesses of each head, as

@@ -23,6 +23,7 @@ from decode.bench.figures import BenchmarkResult, Interval, MethodFigures, Promp
 from medusa.errors import RequestError
 
 NUM_DRAWS = 2000
+"""Number of bootstrap draws."""
 COVERAGE = 0.95
 
 
@@ -185,7 +186,7 @@ def _differences(earlier: dict[str, object], later: dict[str, object]) -> list[t
 
 
 def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, MethodFigures]) -> list[Change]:
-    """List the changes of method `name` between two runs, given as figures by method name."""
+    """List how the figures of method `name` changed. `earlier`, `later`: the figures of each run, by method name."""
     then, now = ({method: Sample.of(run[method].prompts or []) for method in run} for run in (earlier, later))
     # Both runs share one draw of prompts, unless their batches differ. Rounds are drawn for each run.
     drawn_then, drawn_now = then[name].resampling(), now[name].resampling(seed=1)

@@ -46,7 +46,7 @@ class BenchmarkJob(Job):
     """The category of each prompt; `None` if it has none."""
     rounds: int = 3
     command: str = ""
-    """The user's command line, which the result quotes."""
+    """The command line that started the benchmark, for the result."""
 
     def __post_init__(self) -> None:
         require_tree_support(self.loaded.model)
@@ -54,13 +54,15 @@ class BenchmarkJob(Job):
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
     def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
-        """Decode the prompts with all contenders in turns, with a progress bar called `title`."""
+        """Decode the job's prompts with all contenders, `rounds` times. `title`: of the progress bar."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
         run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
 
     def by_transformers(self, name: str, settings: Settings, **assistance: object) -> Contender:
-        """Make a contender called `name` from `model.generate`. `assistance`: options of its assisted generation."""
+        """Make a contender that decodes with transformers' `model.generate`.
+
+        `assistance`: options of assisted generation, such as `prompt_lookup_num_tokens`."""
         return Contender(name, transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance))
 
 
@@ -70,7 +72,7 @@ def prompts_hash(prompts: Sequence[list[int]]) -> str:
 
 
 def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> BenchmarkResult:
-    """Run a benchmark: measure all methods, and describe the machine and the settings. `others`: more contenders."""
+    """Run a benchmark: measure all methods, and describe machine and settings. `others`: methods that a user added."""
     methods = measure_methods(job, others)
     memory = MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
     about = BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
@@ -154,13 +156,8 @@ def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: f
     return total / max(count, 1)
 
 
-def prompt_lookup(job: BenchmarkJob) -> Contender:
-    """Make a contender that decodes with the prompt lookup of transformers."""
-    return job.by_transformers("prompt lookup", job.settings, prompt_lookup_num_tokens=10)
-
-
 def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
-    """Make a contender that decodes with the assisted generation of transformers. `name`: the draft model's name.
+    """Make a contender that decodes with transformers' assisted generation. `name`: the draft model's name or folder.
 
     Raises:
         RequestError: the draft model does not exist, or its vocabulary or tokenizer differs from the backbone's."""
@@ -170,9 +167,9 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add two figures that only a report shows: how often each node was accepted, and the stored calibration.
+    """Add two entries to `figures` that only a report shows: acceptance by node, and the stored calibration.
 
-    `calibrations`: the files in which a calibration for this job is searched, in this order."""
+    `calibrations`: paths of the files in which the stored calibration is looked up."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))

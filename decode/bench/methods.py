@@ -75,7 +75,7 @@ def medusa_method(
     keep_hidden: bool = False,
     drafter: DrafterLike = None,
 ) -> Method:
-    """Make a method that decodes with `drafter`, by default with the heads on `tree`. The drafter is loaded here."""
+    """Make a method that decodes with `drafter`, by default with `heads` on `tree`. The drafter is loaded only once."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
     return DrafterMethod(model, source, settings, tokenizer, clock, keep_hidden)
@@ -169,7 +169,7 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[
 def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tensor) -> dict[str, object]:
     """Make the arguments with which `generate` contrasts the backbone with the model `amateur`.
 
-    They apply the repetition penalty after the contrast, as our own loop does; `generate` would apply it before."""
+    The repetition penalty is applied after the contrast, as in our own loop; `generate` would apply it before."""
     processors = LogitsProcessorList([ContrastProcessor(amateur, attention_mask)])
     if settings.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
@@ -177,7 +177,7 @@ def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tenso
 
 
 def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> None:
-    """Cut the new tokens of one row after the first end token or stop string, and set the finish reason.
+    """Cut the new tokens of one row after its first end token or stop string, and set the finish reason.
 
     `generate` continues a finished row until all rows of the batch have ended."""
     length = len(result.new_ids)
@@ -205,7 +205,7 @@ class Job:
     drafter: str = "heads"
     """The drafter with its options, as the user typed it."""
     tree: object = None
-    """The description of the tree in the result."""
+    """The tree's description for the result: its paths, or the options of a dynamic tree."""
     batch_size: int = 1
     seed: int = 0
     start_progress: StartProgress = lambda title, total: lambda count=1: None

@@ -100,7 +100,9 @@ class ApiAnswer:
         return self.head | {"object": kind, "choices": choices} | more
 
     async def _until_all_ended(self, left: asyncio.Future[None] | None = None) -> AsyncIterator[tuple[int, RowEvent]]:
-        """Yield (index of a row, event) until all rows have ended. `left`: is done when the client has disconnected.
+        """Yield (index of a row, event) until all rows have ended.
+
+        `left`: a future that is done when the client has disconnected.
 
         Raises:
             ApiError: decoding failed, or the client has disconnected."""
@@ -183,7 +185,7 @@ class CompletionApi:
         )
 
     async def health(self, request: HttpRequest) -> Response:
-        """Report whether the worker thread is running: status 200 or 503."""
+        """Answer with status 200 if the worker thread is running, else with status 503."""
         alive = self.worker.is_alive
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
 

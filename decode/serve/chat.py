@@ -117,13 +117,13 @@ class Side:
         return joined(self.pieces)
 
     def step(self) -> None:
-        """Decode one step."""
+        """Decode one step of this text."""
         step = next(self.steps, None)
         self.pieces += self.stream.end() if step is None else self.stream.step(step.ids[0])
         self.finished = step is None
 
     def stop(self) -> None:
-        """Stop decoding before the text ends."""
+        """End this text now."""
         if not self.finished:
             self.run.stop()
             self.pieces += self.stream.end()
@@ -149,11 +149,11 @@ class Snapshot(NamedTuple):
     seconds: float
     tau: float
     finish_reason: str | None
-    """`None` while the text is being written."""
+    """The reason why the text ended; `None` while it is decoded."""
 
     @classmethod
     def at(cls, side: Side) -> Snapshot:
-        """Copy the present state of a side."""
+        """Make a snapshot of one side of a race as it is now."""
         result = side.result
         reason = result.finish_reason if side.finished else None
         return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)

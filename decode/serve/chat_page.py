@@ -143,7 +143,7 @@ class ChatPage:
         """The event that stops the current answer when it is set; `None` while no answer is written."""
 
     def build(self) -> None:
-        """Add all elements to the page."""
+        """Add the header, the log of messages and the input field to the page."""
         ui.colors(primary=ACCENT)
         ui.add_css((STATIC / "chat.css").read_text(encoding="utf-8"))
         ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")

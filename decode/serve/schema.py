@@ -31,13 +31,7 @@ UNSUPPORTED: dict[str, object] = {  # unsupported parameters of the API, with th
     "functions": [],
     "response_format": {"type": "text"},
 }
-IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "parallel_tool_calls",
-    "service_tier",
-}  # accepted parameters that have no effect on the text
+IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier"}  # accepted without an effect
 
 
 class ApiError(Exception):
@@ -137,9 +131,8 @@ class GenerationRequest(StrictModel):
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         for name in filter(given.__contains__, UNSUPPORTED):
             value, neutral = given.pop(name), UNSUPPORTED[name]
-            if value != neutral or isinstance(value, bool) != isinstance(
-                neutral, bool
-            ):  # 0 == False in Python, but `logprobs: 0` is a request
+            # 0 == False in Python, but `logprobs: 0` asks for log probabilities.
+            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
                 raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
         return given
 

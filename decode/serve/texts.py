@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import NamedTuple
 
@@ -51,9 +52,7 @@ class TextGenerator:
     def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:
         """Decode a few tokens, with and without the drafter, so that the first answer is as fast as later answers."""
         for plain in [True] if self.source is None else [True, False]:
-            for count, _ in enumerate(self.run(prompt, settings, plain=plain), 1):
-                if count == WARM_UP_STEPS:
-                    break
+            list(islice(self.run(prompt, settings, plain=plain), WARM_UP_STEPS))
 
 
 class TextPiece(NamedTuple):
@@ -90,7 +89,7 @@ class TextStream:
         """Whether the text contains a stop string, which ends it."""
 
     def step(self, ids: Sequence[int]) -> list[TextPiece]:
-        """Add the ids of a decoding step, root first, and return the pieces of text that are certain now."""
+        """Add the ids of a decoding step, root first, and return the pieces of text that can no longer change."""
         for place, token in enumerate(ids):
             self.ids.append(token)
             text = self._new_text()
@@ -99,7 +98,7 @@ class TextStream:
         return self._release(self._possible_stop())
 
     def end(self) -> list[TextPiece]:
-        """Return the remaining pieces after the last ids."""
+        """End the text, and return the pieces that were still waiting."""
         if text := self._new_text():
             self._take(text, drafted=False)
         return self._release(0)

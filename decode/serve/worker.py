@@ -145,9 +145,7 @@ class BatchWorker:
             return []
         first = self.waiting[0]
         alike = [row for row in self.waiting if row.batch_key == first.batch_key]
-        alike.sort(
-            key=lambda row: abs(len(row.prompt) - len(first.prompt))
-        )  # `first` stays first; equal lengths keep the order of arrival
+        alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # a stable sort: `first` stays first
         batch = alike[: self.batch_size]
         self.waiting = [row for row in self.waiting if not any(row is taken for taken in batch)]
         return batch

@@ -222,7 +222,9 @@ def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, 
     from decode.bench.calibration.stored import files_for
     from medusa.commands.models import heads_folder
 
-    further = [measure.prompt_lookup(job)] if options.prompt_lookup else []
+    further = []
+    if options.prompt_lookup:
+        further.append(job.by_transformers("prompt lookup", job.settings, prompt_lookup_num_tokens=10))
     if options.draft_model:
         further.append(measure.assisted_by(job, options.draft_model, options.load.trust_remote_code))
     further += [Contender(name, job.drafted(job.settings, source=source)) for name, source in others.items()]

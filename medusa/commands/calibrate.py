@@ -44,11 +44,12 @@ class CalibrateOptions(CommandOptions):
 
 
 def run(options: CalibrateOptions) -> None:
-    from decode.bench.calibration.calibrate import calibrate, measured_tau
+    from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.recording import continued_texts, own_texts
     from decode.bench.calibration.stored import files_for, store
-    from decode.bench.methods import medusa_method
+    from decode.bench.methods import medusa_method, one_by_one
     from decode.bench.report.terminal import print_calibration
+    from decode.results import tau
     from medusa.commands import models
 
     output, seed = options.output, options.runtime.seed
@@ -69,7 +70,8 @@ def run(options: CalibrateOptions) -> None:
         status.update("measuring tau")
         seeds, measured = [seed] * len(held_out), None
         if held_out:
-            measured = measured_tau(medusa_method(model, heads, settings, tokenizer, found.tree), held_out, seeds)
+            method = medusa_method(model, heads, settings, tokenizer, found.tree)
+            measured = tau(one_by_one(method, held_out, seeds))
     found.texts.source = options.prompts.prompts or found.texts.source
     place = store(files_for(models.heads_folder(options.models.heads)), found)
     print_calibration(output.console, found, measured, place)

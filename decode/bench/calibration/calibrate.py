@@ -52,7 +52,7 @@ def calibrate(
 
     Args:
         texts: prompts with their continuations, decoded by the backbone with `settings`.
-        sizes: numbers of nodes of the trees to try; by default `sizes_for` the device and the batch size.
+        sizes: numbers of nodes of the trees to try; by default those that `sizes_for` returns.
         rounds: number of times that each tree is timed.
         on_progress: callback that receives the name of each stage when it begins.
 
@@ -125,13 +125,13 @@ def _trees(
 def _expected_tau(
     tree: Layout, recording: Recording, heads: MedusaHeads, method: Callable[..., Method], prompts: list[list[int]]
 ) -> float:
-    """Predict tau of a tree on texts like the recorded ones. `method`: makes the decoding method for a given tree."""
+    """Predict tau of a tree on new texts of the same kind. `method`: makes the decoding method for a given tree."""
     if isinstance(tree, Tree):
         return predicted_tau_held_out(tree.num_nodes, recording)
     if not heads.follows_path:
         return predicted_tau(tree, recording)  # one temperature per head cannot overfit the texts
     # These heads guess differently on each path, which the recording cannot show, so the prompts are decoded again.
-    return measured_tau(method(tree=tree), prompts, range(len(prompts)))
+    return tau(one_by_one(method(tree=tree), prompts, range(len(prompts))))
 
 
 def time_steps(
@@ -147,10 +147,8 @@ def time_steps(
     """Measure the seconds of a decoding step with each tree. The trees take turns in each round.
 
     The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
-    The batch holds the first `batch_size` prompts, repeated if there are fewer.
-
-    Args:
-        steps: number of steps that are timed for each tree in each round.
+    The batch holds the first `batch_size` prompts, repeated if there are fewer. `steps`: number of steps to time for
+    each tree in each round.
     """
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
@@ -175,12 +173,7 @@ def time_steps(
     return [sorted(found)[len(found) // 4] for found in times]
 
 
-def measured_tau(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> float:
-    """Measure tau by decoding the prompts one by one, each with its seed."""
-    return tau(one_by_one(method, prompts, seeds))
-
-
 def best_of(points: Sequence[CalibrationPoint]) -> int:
-    """Return the index of the fastest point; 0 (plain decoding) unless another is `WORTHWHILE` times as fast."""
+    """Return the index of the fastest tree; 0 (plain decoding) unless another tree is `WORTHWHILE` times as fast."""
     best = max(range(len(points)), key=lambda index: points[index].tokens_per_second)
     return best if points[best].tokens_per_second >= WORTHWHILE * points[0].tokens_per_second else 0

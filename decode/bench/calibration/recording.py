@@ -45,7 +45,7 @@ def continued_texts(
     settings: Settings,
     seed: int,
 ) -> list[Text]:
-    """Continue prompts by plain decoding with `settings`. `seed`: from which each prompt's own seed is derived."""
+    """Continue prompts by plain decoding with `settings`. The random seed of each prompt is derived from `seed`."""
     method, seeds, texts = plain_method(model, settings, tokenizer), prompt_seeds(seed, range(len(prompts))), []
     for start in range(0, len(prompts), BATCH_SIZE):
         batch = slice(start, start + BATCH_SIZE)
@@ -54,10 +54,10 @@ def continued_texts(
 
 
 def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
-    """Generate texts with the backbone, without given prompts. Every call returns the same texts.
+    """Generate texts with the backbone, for a user without prompts. Every call returns the same texts.
 
-    The prompts are sampled at temperature 1 after the BOS token, or after a random token if `bos` is `None`. The
-    continuations are decoded with `settings`.
+    The prompt of each text is sampled at temperature 1 after the BOS token `bos`, or after a random token if `bos` is
+    `None`. The continuations are decoded with `settings`.
     """
     backbone = Backbone(model)
     random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
@@ -83,13 +83,13 @@ class Recording:
     best: list[Tensor] = field(default_factory=list)
     """[P, K, TOP] logits of the best guesses of each head."""
     log_z: list[Tensor] = field(default_factory=list)
-    """[P, K, G] log-sum-exp of each head's logits, divided by each of TEMPERATURES."""
+    """[P, K, G] log-sum-exp of each head's logits, after dividing them by each of TEMPERATURES."""
     right: list[Tensor] = field(default_factory=list)
     """[P, K] logit of the correct token; NaN if the text has ended or the heads' vocabulary lacks the token."""
 
     @property
     def tokens(self) -> int:
-        """Number of positions in all texts."""
+        """Number of recorded positions in all texts together."""
         return sum(len(ranks) for ranks in self.ranks)
 
     @property
@@ -103,7 +103,7 @@ class Recording:
         return Recording(*([column[text] for text in texts] if column else [] for column in columns))
 
     def fit_temperatures(self) -> tuple[float, ...]:
-        """Fit one temperature per head, which makes the correct tokens most probable (Guo et al. 2017)."""
+        """Fit one temperature per head, at which the correct tokens are most probable (Guo et al. 2017)."""
         right, log_z = torch.cat(self.right), torch.cat(self.log_z)  # [P, K], [P, K, G]
         loss = (log_z - right[:, :, None] / torch.tensor(TEMPERATURES)).nanmean(0)  # [K, G]
         return tuple(TEMPERATURES[index] for index in loss.argmin(-1).tolist())
@@ -126,22 +126,19 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Rec
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
         states = backbone.hidden_states(ids[:, :-1], use_cache=False)
-        before = torch.arange(
-            len(prompt) - 1, states.shape[1], device=states.device
-        )  # the position before each new token
+        before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the position before each token
         _record(recording, heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), new)
     return recording
 
 
 def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> None:
-    """Add the guesses for one text to `recording`. `inputs`: of the P positions before each of the P tokens `new`.
+    """Add the heads' guesses for the P tokens `new` of one text to `recording`.
 
-    At a position, the next token is the root. Head k (from 0) guesses the token k + 1 positions after the root.
+    `inputs`: the heads' inputs at the P positions just before these tokens. Each token is the root of a step, in which
+    head k (from 0) guesses the token k + 1 positions after the root.
     """
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
-    targets = torch.stack(
-        [ahead.roll(-k) for k in range(1, num_heads + 1)]
-    )  # [K, P]; tokens that wrap around are masked below
+    targets = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; wrapped tokens are masked below
     features, parts, lm_head = heads.features(inputs), [], lm_head_for(heads, backbone)
     # The logits [K, P, V] of a long text would not fit into memory, so they are computed in parts.
     for part, target in zip(features.split(AT_ONCE, dim=1), targets.split(AT_ONCE, dim=1), strict=True):
@@ -226,7 +223,7 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
 
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
-    """Count the positions at which each path of ranks consists of correct tokens.
+    """Count for each path, given as ranks of guesses, at how many positions all its tokens are correct.
 
     `tree`: only positions where steps with this tree start are counted; with `None`, all positions."""
     counts: Counter[RankPath] = Counter()

@@ -87,7 +87,7 @@ class Calibration:
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
-    """Describe what a calibration depends on: machine, backbone, heads, dtype, batch size and sampling options."""
+    """Describe what a calibration is valid for: machine, backbone, heads, dtype, batch size and sampling options."""
     here = machine()
     return {
         **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
@@ -110,12 +110,12 @@ def files_for(heads_folder: Path | None) -> list[Path]:
 
 
 def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
-    """Load the calibration for the situation `wanted` from the first file that has it; `None` if no file has it."""
+    """Load the calibration for the situation `wanted` from the first file that has it; `None` if none has."""
     return next((Calibration.from_json(entry) for entry in _entries(places) if entry["holds_for"] == wanted), None)
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """Load the heads' temperatures from a calibration in any situation; `None` if there is none."""
+    """Load the temperatures that any stored calibration of these heads has fitted; `None` if there is none."""
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)

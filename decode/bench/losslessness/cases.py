@@ -26,15 +26,15 @@ class GoodnessOfFit(NamedTuple):
     total_variation: float
     """Total variation distance: half the sum of |frequency - probability| over all outcomes."""
     expected_total_variation: float
-    """Mean of `total_variation` over correct samples of this size, if frequencies are normally distributed."""
+    """Mean `total_variation` of as many draws from the expected probabilities, by the normal approximation."""
     std_of_difference: float
     """Root mean square of frequency - probability over all outcomes."""
     expected_std: float
-    """Expected `std_of_difference` of correct samples: the root of mean(p (1 - p)) / n, for n draws."""
+    """Expected `std_of_difference` of n draws from the expected probabilities p: the root of mean(p (1 - p)) / n."""
     chi2: float
     degrees_of_freedom: int
     p_value: float
-    """Probability that a correct sample deviates even more; 0 if an outcome of probability 0 was drawn."""
+    """Probability that draws from the expected probabilities deviate at least as much; 0 if `impossible` is above 0."""
     impossible: int
     """Number of draws whose outcome has probability 0."""
 
@@ -120,7 +120,7 @@ class Rule(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether samples must follow `against`, so that a failed test is an error. The other rules are lossy."""
+        """Whether samples must follow the distribution `against`, so that a failed test is an error."""
         return self.acceptance == "rejection" or self.against == "truncated target"
 
 
@@ -163,7 +163,7 @@ class Case:
     drawn drafts to two children per node."""
 
     def tests(self) -> Iterator[tuple[int, GoodnessOfFit]]:
-        """Yield (number of tokens that the test covers, test) for each reported test of the case."""
+        """Yield the two tests to report: (1, test of the first drafted token) and (2, test of both drafted tokens)."""
         yield from ((1, self.first), (2, self.joint))
 
     def to_json(self) -> list[dict[str, object]]:
@@ -201,7 +201,7 @@ def p_values(cases: Sequence[Case]) -> list[float]:
 
 
 def figures_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
-    """Format all tests as a table: the column names, and one row of texts per test."""
+    """Format the tests of all cases as a table: the column names, and one row of cells per test."""
     head = ["rule", "draft", "prompt", "T", "top-p", "tokens", "variation", "expected", "std of difference"]
     head += ["expected", "p-value", "verdict", "accepted"]
     smallest, rows = threshold(cases), []

@@ -191,7 +191,7 @@ class Experiment:
         self.after_firsts = context.expected(texts) if self.is_independent else context.verified(self.firsts)
         known = [] if self.is_independent else zip(self.firsts, self.after_firsts, strict=True)
         self.known: dict[int, Tensor] = dict(known)
-        """Cache of the target's scores [V] after the root and a token, by token; computed by tree forwards."""
+        """Cache of the target's scores [V] after the root and one more token, by this token; from tree forwards."""
 
     @torch.inference_mode()
     def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda draws: None) -> Case:
@@ -228,7 +228,10 @@ class Experiment:
         )
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
-        """Sample `draws` steps with `take`, and count their tokens. `same`: all draws are equal, so only one is taken.
+        """Sample `draws` steps with `take`, and count their tokens.
+
+        Args:
+            same: whether all draws are equal, so that one is taken and counted `draws` times.
 
         Returns:
             counts of the token after the root [V], counts of the token after each first token [F, V], and the number
@@ -253,9 +256,9 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores after the first tokens, [F, V].
+        """Return the target's scores [F, V] after each of the F most probable tokens that can follow the root.
 
-        They are the scores [N, V] of the draft's nodes, or those of another forward if the draft lacks the token."""
+        For tokens in the draft, they are taken from `scores` [N, V], which the forward over the draft returned."""
         found = self.after_firsts.clone()
         for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])
@@ -264,7 +267,7 @@ class Experiment:
         return found
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
-        """Make the function that samples steps of `--draft topk`: all rows share one draft and its scores [N, V]."""
+        """Make a function that samples steps with `--draft topk`. All rows share one draft and its scores [N, V]."""
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
             return scores, nodes
@@ -283,7 +286,7 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Take:
-        """Make the function that samples steps of `--draft sample`: each row draws a tree from the drafter."""
+        """Make a function that samples steps with `--draft sample`. Each row draws its tree from the drafter."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
         source = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))

@@ -58,7 +58,7 @@ class Divergence:
     medusa_token: int | None
     """The token of decoding with the drafter at `position`; `None` if this text is shorter."""
     gap: float | None
-    """Logit of `plain_token` minus logit of `medusa_token`, from a forward without a tree; `None` if a token is."""
+    """Logit of `plain_token` minus logit of `medusa_token`, from a forward without a tree; `None` if a text ended."""
     top2_gap: float
     """Logit of the most probable token minus logit of the second most probable token."""
     bound: float

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -30,20 +29,9 @@ from medusa.files import readable, write_text
 SHOWN_SHARE = 0.01  # nodes that a smaller share of steps accepts are not drawn; dynamic trees have many of them
 
 
-class Picture(NamedTuple):
-    """A figure with its name, which its PNG file and the ids in its SVG start with."""
-
-    name: str
-    figure: Figure
-
-    def svg(self, caption: str) -> Markup:
-        """Render the figure as inline SVG for a template. Screen readers read `caption`."""
-        return Markup(themed_svg(self.figure, re.sub(r"\W+", "-", self.name), caption))
-
-
 @dataclass
 class ReportPage:
-    """An HTML report: the name of its template, the values that the template shows, and the pictures by name."""
+    """An HTML report: the file name of its template, the values that the template shows, and the pictures by name."""
 
     template: str
     title: str
@@ -52,7 +40,7 @@ class ReportPage:
     figures: Mapping[str, Figure]
 
     def html(self) -> str:
-        """Render the whole page."""
+        """Render the page as HTML."""
         environment = Environment(
             loader=FileSystemLoader(plots.FOLDER / "templates"),
             autoescape=True,
@@ -64,13 +52,13 @@ class ReportPage:
         return environment.get_template(self.template).render(
             self.content,
             title=self.title,
-            drawn={name: Picture(name, figure) for name, figure in self.figures.items()},
+            drawn={name: partial(themed_svg, name, figure) for name, figure in self.figures.items()},
             colors=plots.COLORS,
             css=Markup((plots.FOLDER / "report.css").read_text(encoding="utf-8")),
         )
 
     def save(self, path: Path) -> None:
-        """Write the page to a file."""
+        """Write the page to the file `path`."""
         write_text(path, self.html())
 
     def save_pictures(self, folder: Path) -> None:
@@ -84,9 +72,11 @@ def fixed(value: float, digits: int = 0) -> str:
     return f"{value:.{digits}f}"
 
 
-def themed_svg(figure: Figure, prefix: str, label: str) -> str:
-    """Render a figure as inline SVG with the colours of the page's theme. Its ids start with `prefix`."""
-    out = io.StringIO()
+def themed_svg(name: str, figure: Figure, caption: str) -> Markup:
+    """Render a figure as inline SVG, whose colours follow the page's theme. Screen readers read `caption`.
+
+    `name`: the beginning of all ids in the SVG, which must differ between the figures of a page."""
+    out, prefix = io.StringIO(), re.sub(r"\W+", "-", name)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     svg = out.getvalue()
@@ -101,11 +91,11 @@ def themed_svg(figure: Figure, prefix: str, label: str) -> str:
     for name, light in plots.INK.items():
         svg = svg.replace(light, f"var(--{name})")
     svg = svg.replace("#000000", "var(--ink)")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{Markup.escape(label)}" ', 1)
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{Markup.escape(caption)}" ', 1))
 
 
 def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]) -> ReportPage:
-    """Make the page of a benchmark run, of comparisons with earlier runs, or of both."""
+    """Make the report of a benchmark run, of comparisons between runs, or of both."""
     content: dict[str, object] = {"result": result, "comparisons": comparisons}
     title, figures = "Benchmarks compared", {}
     if result is not None:
@@ -146,7 +136,7 @@ def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
 
 
 def verify_page(outcome: VerificationResult) -> ReportPage:
-    """Make the page of a verification."""
+    """Make the report of a verification: the comparison of greedy texts, and the tests of samples."""
     asked, amateur = outcome.asked, outcome.asked.settings.amateur
     drafter = f"the heads {asked.heads}" if asked.heads else f"drafts by {asked.drafter}"
     groups: dict[str, list[Case]] = {}

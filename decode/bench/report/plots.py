@@ -18,17 +18,17 @@ FOLDER = Path(__file__).parent
 COLORS: dict[str, tuple[str, str]] = read_json(FOLDER / "colors.json")
 """Colours by name, as (light theme, dark theme). HTML pages replace the light colours of pictures by CSS variables."""
 INK = {name: light for name, (light, _) in COLORS.items()}
-"""The light colours by name, which pictures are drawn with."""
+"""Colours of the light theme by name. Pictures are drawn with these colours."""
 WIDTH = 5.2  # inches: two pictures fit side by side on a desktop, and 10-point text stays readable on a phone
 STAGE_INK = ("medusa", "amber", "violet", "blue", "plain")
 CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
-"""Titles of the figures that are drawn for each point of a calibration, by field name."""
+"""Fields of `CalibrationPoint` that are drawn for the trees of a calibration, with their titles."""
 TOKENS_SHOWN = 24
 CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
 def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figure:
-    """Make a figure with one plot. `draw`: draws `data` on the axes; `height`: of the figure, in inches."""
+    """Make a figure that contains one plot, drawn by `draw(axes, *data)`. `height`: of the figure, in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.subplots(), *data)
     return figure
@@ -40,7 +40,7 @@ def height_of(bars: int) -> float:
 
 
 def plain_frame(axes: Axes) -> None:
-    """Remove the top and right lines of the frame."""
+    """Remove the top and right lines of the frame around a plot."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -133,7 +133,7 @@ def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
 
 
 def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
-    """Draw the tree from left to right. Wider lines lead to nodes that more steps accept.
+    """Draw the draft tree from left to right. Wider lines lead to nodes that more steps accept.
 
     The label of a node is the rank of its guess (from 1), and the fraction of steps that accept it."""
     heights: dict[tuple[int, ...], float] = {}
@@ -181,7 +181,7 @@ def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
 
 
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
-    """Draw one figure of a calibration against the number of nodes. `figure`: a key of `CALIBRATED`."""
+    """Draw tau, time or speed of the trees in a calibration against their size. `figure`: a key of `CALIBRATED`."""
     points, best = calibration.points, calibration.best
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
         if mine := {point.nodes: getattr(point, figure) for point in points if point.dynamic == dynamic}:

@@ -27,7 +27,7 @@ def table_of(columns: Sequence[str], title: str | None = None, justify: Literal[
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:
-    """Print the figures of a benchmark."""
+    """Print the figures of a benchmark: a table of all methods, then details of the drafter."""
     settings, machine, medusa = result.settings, result.machine, result.medusa
     table = table_of(
         ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
@@ -98,7 +98,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
     """Print the trees that a calibration tried, with the chosen one.
 
-    `measured`: tau of the chosen tree on held-out texts, if measured. `place`: the file that stores the calibration."""
+    `measured`: tau of the chosen tree on held-out texts, if measured. `place`: the file that holds the calibration."""
     table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
