@@ -111,7 +111,7 @@ class Region:
 
 
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Compile the bound method `step` as one graph that no other object shares.
+    """Compile the bound method `step` as one graph; other objects do not share the compiled code.
 
     Of torch.compile's guards only those on tensors are kept, because guards on a thousand modules take longer than a
     step of a small model. The region's key covers the rest: `modules_key` checks modules once per session.

@@ -21,7 +21,7 @@ from medusa.tree import Layout
 
 
 class DrafterFactory(ABC):
-    """A drafter with its models and tables loaded; `start` makes the drafter of one batch of texts."""
+    """A factory of drafters: it holds the loaded models and tables, and makes a drafter for each batch of texts."""
 
     num_nodes: int
     """Number of nodes of the largest draft, including the root and side branches."""
@@ -85,7 +85,7 @@ class DrafterConfig(ABC):
     rest: ClassVar[str | None] = None
     """The option whose value is all text after the other options, commas included."""
     needs: str = "nothing"
-    """What a user must provide for this drafter, such as trained heads, as tables of results show it."""
+    """What a user must provide for this drafter, such as trained heads; tables of results show it."""
     needs_heads: bool = False
     takes_tree: bool = False
     """Whether `--tree` sets the tree of this drafter."""
@@ -98,7 +98,7 @@ class DrafterConfig(ABC):
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """Return the trees that `heads` fill in this drafter's drafts; the arguments are as in `DrafterContext`.
+        """Return the trees for the guesses of `heads`, none if the drafter uses no heads (see `DrafterContext`).
 
         Raises:
             RequestError: these heads cannot fill such a tree."""

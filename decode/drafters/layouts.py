@@ -93,7 +93,7 @@ class DynamicTree:
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Raise a `RequestError` if the candidates are deeper than `num_heads` or wider than `vocab_size`."""
+        """Raise a `RequestError` if the candidates are deeper than `num_heads`, or have ranks beyond `vocab_size`."""
         self.candidates.require_fit(num_heads, vocab_size, name)
 
     @cached_property
@@ -128,7 +128,7 @@ class DynamicTree:
     def num_worthwhile(self, log_probs: Tensor) -> int:
         """Number of nodes with a path probability of at least `min_probability`, in the row that has most of them.
 
-        `log_probs` [B, M] are path log probabilities. All rows draft this number, some of them less probable nodes.
+        `log_probs` [B, M] are path log probabilities. All rows draft this many nodes, so some of them are less probable.
         """
         if not self.min_probability:
             return log_probs.shape[1]
@@ -219,7 +219,7 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or tree, or a dynamic tree is to be sampled."""
+    """Raise a `RequestError` if heads do not fit the backbone or tree, or if `drawn` is set for a dynamic tree."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
     tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
     if drawn:

@@ -56,7 +56,7 @@ def levels_of(tree: Tree) -> list[Level]:
 
 
 def width_of(tree: DynamicTree) -> int:
-    """Number of nodes to expand per level: the root of the tree's size, or more if a shallow tree needs more.
+    """Number of nodes to expand per level: the square root of `num_nodes`, or more if a shallow tree needs more.
 
     Measured: expanding 2 is as good as all for 8 nodes, and 3 for 16. For 64 nodes, 8 cost 1 % of tokens per step.
     """
@@ -187,7 +187,7 @@ class LevelwiseDrafter(ABC):
 
 
 def _most_probable(tree: DynamicTree, ids: Tensor, parent: Tensor, log_probs: Tensor, depth: Tensor) -> Draft:
-    """Make a draft of the most probable grown nodes, root included, from tensors [B, nodes] of all grown nodes."""
+    """Make a draft of the root and the most probable nodes, from tensors [B, nodes] of all nodes that were grown."""
     chosen = tree.most_probable(log_probs)
     nodes = chosen.shape[1]
     place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))

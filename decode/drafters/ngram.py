@@ -1,6 +1,6 @@
-"""Prompt lookup decoding: drafts copy what followed an earlier n-gram (Saxena 2023; LLMA, arXiv 2304.04487).
+"""Prompt lookup decoding (Saxena 2023; LLMA, arXiv 2304.04487): drafts copy what followed the same n-gram earlier.
 
-An index of the text finds earlier occurrences of the n-gram at its end, the longest n-gram first. The tokens after an
+An index finds earlier occurrences of the n-grams at the end of the text, the longest n-gram first. The tokens after an
 occurrence are drafted: a chain for one occurrence, a trie for several. If they reach the end of the text, they repeat,
 as in Lempel-Ziv compression, so that a text that repeats itself is predicted to any length.
 """

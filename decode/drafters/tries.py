@@ -62,8 +62,7 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
     if all(trie.is_chain for trie in tries):
         return Draft(ids, chain(count, root.device))
     parent, depth = torch.tensor([trie.parent for trie in tries]), torch.tensor([trie.depth for trie in tries])
-    deepest = int(depth.max())
-    return Draft(ids, Topology.from_parents(parent.to(root.device), depth.to(root.device), deepest, count - 1))
+    return Draft(ids, Topology.from_parents(parent.to(root.device), depth.to(root.device), int(depth.max()), count - 1))
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ class Draws(Protocol):
     """A source of random numbers for the rows of a batch."""
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw one token [R] for each of `rows` [R]; row i uses the distribution `p[index[i]]`, of `p` [M, V]."""
+        """Draw a token for each of `rows` [R], where `rows[i]` uses the distribution `p[index[i]]` of `p` [M, V]."""
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
         """Draw `count` uniform random numbers in [0, 1) for each of `rows` [R]; returns [R, count], float64."""
@@ -28,7 +28,7 @@ class Draws(Protocol):
 class RowDraws:
     """Random draws with one generator per row, so that a row's text does not depend on the rest of its batch.
 
-    `None` stands for PyTorch's global generator, which `model.generate` uses.
+    A generator `None` stands for PyTorch's global generator, which `model.generate` uses.
     """
 
     def __init__(self, generators: Sequence[torch.Generator | None]) -> None:

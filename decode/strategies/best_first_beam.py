@@ -58,7 +58,7 @@ class Search:
     """Number of hypotheses dropped by `max_queued`; if 0, the texts are those of beam search."""
 
     def beam_calls(self, num_beams: int) -> int:
-        """The fewest calls of beam search: the prompt, and `num_beams` for each token of the best text but the last."""
+        """Number of calls that beam search needs at least: 1 for the prompt, and `num_beams` per further token."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 
@@ -213,9 +213,9 @@ class _Queue:
         return None
 
     def next_to_read(self, most: int) -> list[_Partial]:
-        """Up to `most` hypotheses that the model has not read yet, and that are likely to leave the queue next."""
-        waiting = (entry for entry in self.heap if not entry[2].is_end and entry[2].following is None)
-        return [entry[2] for entry in heapq.nsmallest(most, (e for e in waiting if self._in_beam(e[2])))]
+        """Up to `most` unread hypotheses that are likely to leave the queue next, so that one forward can read them."""
+        unread = (e for e in self.heap if not e[2].is_end and e[2].following is None and self._in_beam(e[2]))
+        return [entry[2] for entry in heapq.nsmallest(most, unread)]
 
     def _in_beam(self, partial: _Partial) -> bool:
         return partial.is_end or self.taken[len(partial.ids)] < self.num_beams

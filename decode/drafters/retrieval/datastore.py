@@ -60,7 +60,7 @@ class Match(NamedTuple):
     """The occurrences of the last tokens of a text in a datastore."""
 
     size: int
-    """Number of tokens that match, up to the end of the text."""
+    """Number of matching tokens at the end of the text."""
     first: int
     """Index in `Datastore.order` of the first occurrence."""
     last: int
