@@ -97,7 +97,7 @@ IDENTITY = ("command", "date", "commit", "memory")
 """Settings and machine facts that a comparison does not list, because they differ between any two runs."""
 VERSIONS = ("torch", "transformers", "python", "medusa")
 BASELINES = {"speedup": "plain", "speedup_vs_generate": "transformers"}
-"""The method that each kind of speedup is relative to."""
+"""For each kind of speedup, the name of the method that it is relative to."""
 LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau"}
 
 

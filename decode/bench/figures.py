@@ -1,6 +1,6 @@
 """The figures of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/measuring.md).
 
-Files that earlier versions wrote may lack the fields that have defaults.
+tau is the mean number of tokens per step, root included. Files of earlier versions may lack the fields with defaults.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PromptFigures:
 
 @dataclass
 class PositionFigures:
-    """tau of the steps whose roots lie in one stretch of the new text."""
+    """tau of the steps whose roots lie in one stretch of the generated text."""
 
     start: int
     """Number of new tokens before the stretch."""
@@ -201,7 +201,7 @@ class BenchmarkResult:
         return self.methods["medusa"]
 
     def to_json(self) -> dict[str, object]:
-        """Return the content of the JSON file."""
+        """Return the content of the file that `medusa benchmark --json` writes."""
         content: dict[str, object] = {
             "machine": asdict(self.machine),
             "settings": self.settings.to_json(),

@@ -190,7 +190,7 @@ class CompletionApi:
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
 
     async def models(self, request: HttpRequest) -> Response:
-        """List the models of the server, which has a single one."""
+        """List the available models. A server has a single model."""
         return JSONResponse({"object": "list", "data": [self.about]})
 
     async def model(self, request: HttpRequest) -> Response:

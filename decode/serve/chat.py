@@ -75,7 +75,7 @@ class Conversation:
         self.turns.append(turn)
 
     def reset(self) -> None:
-        """Remove all turns."""
+        """Remove all turns from the conversation."""
         self.turns.clear()
 
     def _templated(self, message: str) -> list[int]:
@@ -108,7 +108,7 @@ class Side:
 
     @property
     def result(self) -> Result:
-        """The result of decoding so far, including the seconds."""
+        """The result of this text so far, with its decoding time so far."""
         self.run.results[0].seconds = self.run.seconds
         return self.run.results[0]
 
@@ -133,8 +133,8 @@ class Side:
 def race(sides: Sequence[Side]) -> Iterator[None]:
     """Decode several texts until all are finished, one step at a time; yields after each step.
 
-    The next step is always one of the text that has taken the least time so far. So only one text is decoded at a time,
-    and each still appears to grow at its own speed.
+    The next step always belongs to the text that has taken the least time so far. So only one text is decoded at a
+    time, and each text still appears to grow at its own speed.
     """
     while unfinished := [side for side in sides if not side.finished]:
         min(unfinished, key=lambda side: side.run.seconds).step()

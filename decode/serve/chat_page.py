@@ -43,7 +43,7 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PageConfig:
-    """What all open chat pages share: the worker with the model, the default settings, and the names to show."""
+    """The values that all open chat pages share: the worker with the model, default settings, and names to show."""
 
     worker: ChatWorker
     settings: Settings
@@ -94,10 +94,6 @@ def marked(pieces: Sequence[TextPiece]) -> str:
         before, _, after = text.partition(guessed) if guessed else (text, "", "")
         html += escape(before) + (f"<mark>{escape(guessed)}</mark>" if guessed else "") + escape(after)
     return html
-
-
-def _temperature_label(value: float) -> str:
-    return f"Temperature {value:.1f}" if value else "Temperature 0: greedy"
 
 
 class Card:
@@ -177,7 +173,9 @@ class ChatPage:
             label = ui.label()
             temperature = ui.slider(min=0, max=1.5, step=0.1, value=self.settings.temperature)
             temperature.props("aria-label=Temperature")
-            label.bind_text_from(temperature, "value", _temperature_label)
+            label.bind_text_from(
+                temperature, "value", lambda t: f"Temperature {t:.1f}" if t else "Temperature 0: greedy"
+            )
             ui.label("Maximum of new tokens")
             length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
             length.props("dense outlined aria-label='Maximum of new tokens'")

@@ -117,7 +117,7 @@ class GenerationRequest(StrictModel):
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
-    """Number of texts for each prompt."""
+    """Number of texts to generate for each prompt."""
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions = Field(StreamOptions(), description='an object such as {"include_usage": true}')
 

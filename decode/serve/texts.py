@@ -130,7 +130,7 @@ class TextStream:
         return next((n for n in lengths if any(string.startswith(waiting[-n:]) for string in self.stop)), 0)
 
     def _release(self, kept: int) -> list[TextPiece]:
-        """Return the waiting pieces, and keep only their last `kept` characters waiting."""
+        """Return the waiting pieces without their last `kept` characters, which go on waiting."""
         given, self.waiting = _split(self.waiting, len(joined(self.waiting)) - kept)
         return given
 

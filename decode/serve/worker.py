@@ -25,7 +25,7 @@ from medusa.backbone import Backbone
 
 
 class RowEvent(NamedTuple):
-    """A message from the worker about one row: new text, the end of the text, or an error."""
+    """A message from the worker about one requested text: some new text, the end of the text, or an error."""
 
     text: str = ""
     finish_reason: str | None = None

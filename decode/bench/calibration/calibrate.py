@@ -34,7 +34,7 @@ from medusa.tree import Layout, Tree
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Numbers of nodes of the trees to try. A tree of 1 node is plain decoding."""
 WORTHWHILE = 1.02
-"""Predicted speedup over plain decoding that a tree needs to be chosen. Errors of timing are about as large."""
+"""Smallest predicted speedup over plain decoding with which a tree is chosen. Timing errors are about as large."""
 WARM_UP = 2  # steps at the beginning of each timing that do not count
 
 

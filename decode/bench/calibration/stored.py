@@ -71,7 +71,7 @@ class Calibration:
 
     @property
     def tree(self) -> Layout:
-        """The best tree."""
+        """The best tree, as drafters take it."""
         if self.best.dynamic:
             return DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
         return Tree.from_paths(self.best.paths)

@@ -308,7 +308,7 @@ class Experiment:
         return take
 
     def _after(self, tokens: list[int]) -> Tensor:
-        """Return the target's scores after the root and each of `tokens`, [number of tokens, V], using a cache."""
+        """Return the target's scores [number of tokens, V] after the root and each of `tokens`. Results are cached."""
         missing = [token for token in tokens if token not in self.known]
         fresh = dict(zip(missing, self.context.verified(missing), strict=True)) if missing else {}
         found = self.known | fresh
