@@ -32,7 +32,7 @@ class FixedSampler:
         """The part of a region's key that determines acceptance and sampling.
 
         Raises:
-            RequestError: a processor reads the text, rows differ in options, scores are kept or drafts are sampled."""
+            RequestError: a processor reads the text, rows differ in options, or scores or sampled drafts are wanted."""
         others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
         if others:
             raise RequestError(

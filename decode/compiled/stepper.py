@@ -112,7 +112,7 @@ class CompiledStepper:
         return [row in self.rows for row in range(len(self.lengths))]
 
     def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
-        """Take or make a region of at least `capacity` slots, and load the texts into it (`Region.load`)."""
+        """Take or make a region of at least `capacity` slots, and load the other arguments into it (`Region.load`)."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:

@@ -109,7 +109,7 @@ class DynamicTree:
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
-        """Log-softmax [k, B, V] of the first k heads' logits [k, B, V], divided by each head's temperature; float32.
+        """Log-softmax [k, B, V] of the first k heads' logits [k, B, V], each divided by its head's temperature.
 
         With `head`, all logits [..., V] come from the head with this index.
         """
@@ -128,7 +128,7 @@ class DynamicTree:
     def num_worthwhile(self, log_probs: Tensor) -> int:
         """Number of nodes with a path probability of at least `min_probability`, in the row that has most of them.
 
-        `log_probs` [B, M] are path log probabilities. All rows draft this many nodes, so some of them are less probable.
+        `log_probs` [B, M] are path log probabilities. Every row drafts this many nodes, even if some are less probable.
         """
         if not self.min_probability:
             return log_probs.shape[1]
@@ -153,9 +153,10 @@ def bounded(confidences: Tensor) -> Tensor:
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
     """Make the tree of all paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
 
-    The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... So many paths, itself included, are
-    not longer and have no greater ranks, and each of them is at least as probable. A path is therefore never chosen if
-    its measure exceeds `num_nodes` - 1. Ranks from TOP on are left out, as are great measures beyond MAX_CANDIDATES.
+    The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... This is the number of paths, itself
+    included, that are not longer and have no greater rank. All of them are at least as probable, so a path is never
+    chosen if its measure exceeds `num_nodes` - 1. Ranks from TOP on are left out, and of more than MAX_CANDIDATES nodes
+    those with the greatest measures.
     """
     paths: list[RankPath] = []
     # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.
