@@ -1,4 +1,4 @@
-"""Training heads on a frozen backbone."""
+"""Training of Medusa heads on a frozen backbone."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ __all__ = ["MedusaTrainer", "MedusaTrainingArguments"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the Trainer, and with it transformers, only when it is asked for."""
+    """Import the public classes on first use, because they import transformers, which takes seconds."""
     if name in __all__:
         return getattr(import_module("train.trainer"), name)
     raise AttributeError(f"module 'train' has no attribute {name!r}")

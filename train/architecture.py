@@ -18,16 +18,16 @@ from typing import NamedTuple
 from medusa.config import GATED
 from train.config import NUM_HEADS, HeadsConfig
 
-TREE = 1.6  # T(n) / T(1) for useful tree sizes: eight nodes on a CPU, some dozens on a GPU
+TREE = 1.6  # T(n) / T(1) at useful tree sizes: eight nodes on a CPU, a few dozen on a GPU
 OVERHEAD = 5e6  # fixed cost of a forward, in weights (1.3 ms on a CPU for 6 layers)
-LOSS = 2.4  # fitted to tau at inner widths of 256 and 512 with H = 64; less is lost at H = 256
-OWN_GAIN = 1.03  # tau of MLP heads with LM heads of their own, over that with the shared one
+LOSS = 2.4  # fitted to tau at inner widths of 256 and 512 with H = 64; narrow heads lose less tau at H = 256
+OWN_GAIN = 1.03  # tau of MLP heads with their own LM heads, divided by tau with the shared LM head
 NEARLY = 0.995  # narrower heads within 0.5 % of the fastest win: they train faster and take less memory
 WIDTHS = [2**power for power in range(5, 16)]
 
 
 class BackboneSizes(NamedTuple):
-    """The sizes of a backbone that determine the default shape of heads."""
+    """The sizes of a backbone from which the default shape of its heads is chosen."""
 
     hidden_size: int
     vocab_size: int
@@ -35,7 +35,7 @@ class BackboneSizes(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """The shape of heads: their blocks and LM heads, named as in `MedusaConfig`."""
+    """The shape of heads: their blocks and LM heads. The fields have the names that they have in `MedusaConfig`."""
 
     block: str
     num_layers: int
@@ -44,28 +44,31 @@ class HeadShape(NamedTuple):
 
 
 def learning_rate(hidden_size: int) -> float:
-    """The default peak learning rate: 5e-3 at H = 64 and 3e-3 at 256 did best; the same law gives 1e-3 at 4096."""
+    """The default peak learning rate of heads for a backbone of this hidden size H.
+
+    5e-3 was best at H = 64 and 3e-3 at H = 256. A power law through these two points gives 1e-3 at H = 4096.
+    """
     return 5e-3 * (64 / hidden_size) ** 0.37
 
 
 def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
-    """Choose the shape of heads for a backbone of these sizes; keys that `asked` sets are kept."""
+    """Choose the shape of heads for a backbone of these sizes. Keys that the recipe sets in `asked` are kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
     if asked.block == GATED:  # three matrices instead of two; servers give it the backbone's LM head
         inner = max(64, round(inner / 96) * 64)  # whole tiles, also after a server splits them over GPUs
         return HeadShape(GATED, 1, asked.expansion or inner / sizes.hidden_size, asked.lm_head or "shared")
-    # Two blocks guess a little better than one of twice the width, if neither is narrower than the hidden state.
+    # Two blocks guess a little better than one block of twice the width, if neither is narrower than H.
     layers = asked.layers or (2 if inner >= 2 * sizes.hidden_size else 1)
     expansion = asked.expansion or inner / layers / sizes.hidden_size
     return HeadShape("mlp", layers, expansion, asked.lm_head or ("own" if own else "shared"))
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
-    """Total inner width of the MLP heads with the highest expected speed, and whether they have own LM heads.
+    """The inner width of the MLP heads with the highest expected speed, and whether they have their own LM heads.
 
-    Of nearly equal speeds, the narrowest heads win.
+    The inner width is the sum over the blocks of a head. If several widths are nearly as fast, the narrowest wins.
     """
     kinds = [(inner, own) for inner in WIDTHS for own in (False, True)]
     speeds = {kind: expected_speed(sizes, num_heads, *kind) for kind in kinds}
@@ -73,7 +76,12 @@ def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
 
 
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:
-    """Expected decoding speed, tau / (T(n) + T(heads)), up to a constant factor."""
+    """The expected decoding speed with MLP heads, tau / (T(n) + T(heads)), up to a constant factor.
+
+    Args:
+        inner: inner width of a head, summed over its blocks.
+        own: whether each head has its own LM head.
+    """
     lm_heads = (num_heads if own else 1) * sizes.hidden_size * sizes.vocab_size
     heads = num_heads * 2 * inner * sizes.hidden_size + lm_heads
     tau = (1 - LOSS / inner**0.5) * (OWN_GAIN if own else 1.0)

@@ -1,4 +1,4 @@
-"""The training arguments: transformers' `TrainingArguments` with our defaults and the fields that heads need."""
+"""The training arguments: transformers' `TrainingArguments`, with other defaults and the fields that heads need."""
 
 from __future__ import annotations
 
@@ -24,60 +24,61 @@ PLAIN = {int, str, float, bool, NoneType}
 
 @dataclass
 class MedusaTrainingArguments(TrainingArguments):
-    """The fields of a recipe's section `training`."""
+    """The training arguments of heads: the keys of a recipe's section `training`."""
 
     objective: Annotated[str, OneOf(*OBJECTIVES)] = "argmax"
-    """Target of a head at a position: text (the text's token there), argmax (the backbone's most probable token there,
-    which greedy acceptance compares with) or distill (the backbone's distribution there)."""
+    """What a head learns at a position: text (the text's token), argmax (the backbone's most probable token, with which
+    greedy acceptance compares) or distill (the backbone's distribution over tokens)."""
     teacher_temperature: Annotated[float, Gt(0)] = 1.0
-    """Temperature of the backbone's distributions, for distill."""
+    """Temperature of the backbone's distributions, with the objective distill."""
     hard_label_weight: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of distill's target that goes to the most probable token alone."""
+    """With the objective distill: share of the target's probability that is moved to the most probable token."""
     head_weighting: Annotated[str | None, OneOf(*WEIGHTINGS)] = None
-    """dpace (each position's share in the expected number of accepted guesses; the default) or decay (head k's loss
-    counts head_decay^k; the default if head_decay is given)."""
+    """Loss weights of the heads: dpace (by how much each guess adds to the expected number of accepted guesses; the
+    default) or decay (head_decay^k for head k; the default if head_decay is given)."""
     head_decay: Annotated[float | None, Gt(0), Le(1)] = None
-    """Base of head k's loss weight head_decay^k; 0.8 with decay (paper, section 2.2.1)."""
+    """Base of the loss weight head_decay^k of head k, from 0; by default 0.8 (paper, section 2.2.1)."""
     dpace_smoothing: Annotated[float, Ge(0), Le(1)] = 0.5
-    """0: dpace as derived; 1: as if all heads were always right."""
+    """Smoothing of the probabilities in dpace's weights: 0 for none; 1 weights heads as if all were always right."""
     hidden_noise: Annotated[float, Ge(0)] = 0.0
-    """Amplitude a of the noise on the hidden states that heads read in training: uniform from -a r to a r in every
-    component, where r is the state's root mean square (EAGLE: from -0.1 to 0.1 for every r); 0: none."""
+    """Amplitude a of uniform noise on the hidden states that heads read in training; 0: none. Each component gets noise
+    from -a r to a r, where r is the root mean square of the hidden state (EAGLE: from -0.1 to 0.1)."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Dropout on the outputs of the heads' blocks (Hydra++: 0.2); 0: none."""
+    """Dropout rate on the outputs of the heads' blocks (Hydra++: 0.2); 0: none."""
     scheduled_sampling: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Probability that a head is shown the previous head's guess instead of the text's token. It rises from 0 to this
-    value over the run. For heads that follow the path."""
+    """Probability that a head reads the previous head's guess instead of the text's token. It rises from 0 to this
+    value over the run. Only for kinds of heads that follow the path."""
     loss_backend: Annotated[str, OneOf(*BACKENDS)] = "auto"
-    """chunked (auto's choice), plain (all logits at once) or liger (its kernels; a GPU only)."""
+    """How the loss is computed: chunked (the choice of auto), plain (all logits at once) or liger (its kernels; needs a
+    GPU)."""
     log_lines: bool = True
     """Print every line of the log, in addition to the progress bar."""
     max_minutes: Annotated[float | None, Gt(0)] = None
-    """Time budget; sets max_steps, and the learning rate falls with the time spent."""
+    """Time budget in minutes: the run ends by the clock, and the learning rate falls with the time spent."""
     eval_tree: str = "mc_sim_7b_63"
-    """Tree whose expected tau evaluation reports, cut to the number of heads."""
+    """Tree whose expected tau is reported by evaluations; it is cut to the number of heads."""
     early_stopping_patience: Annotated[int | None, Ge(1)] = None
-    """Stop after so many evaluations without a better metric_for_best_model (eval_loss)."""
+    """Stop after this many evaluations in a row without a better metric_for_best_model (by default eval_loss)."""
     max_cpu_minutes: Annotated[float | None, Gt(0)] = None
-    """max_minutes in CPU time of this process: compares recipes fairly on a busy machine."""
+    """Like max_minutes, but in CPU time of this process, to compare recipes fairly on a busy machine."""
     learning_rate: float = 3e-3
-    """Peak learning rate; `medusa train` chooses it by the hidden size."""
+    """Peak learning rate; `medusa train` chooses its default by the hidden size."""
     per_device_train_batch_size: int = 4
-    """Packed rows per step and device."""
+    """Number of packed rows in a batch, for each device."""
     warmup_steps: float = 0.02
-    """Steps of warm-up, or below 1 a share of the run."""
+    """Number of warm-up steps; a value below 1 is a share of the run."""
     adam_beta2: float = 0.95
     """Adam's beta2; below the usual 0.999, because runs are short."""
     logging_steps: float = 20
-    """Steps between lines of the log."""
+    """Number of steps between two lines of the log."""
     save_total_limit: int | None = 2
     """Number of checkpoints to keep."""
     remove_unused_columns: bool = False
-    """Must stay false: the loss reads all columns of a row."""
+    """Whether the Trainer drops columns of the data; must be false, because the loss reads all of them."""
     ddp_find_unused_parameters: bool | None = False
-    """Whether DDP looks for parameters without a gradient; all heads learn in every step."""
+    """Whether DDP looks for parameters without a gradient; not needed, because all heads learn in every step."""
     restore_callback_states_from_checkpoint: bool = True
-    """Whether a resumed run has only the rest of its time budget."""
+    """Whether a resumed run restores its callbacks, and so continues with the rest of its time budget."""
 
     def __post_init__(self) -> None:
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
@@ -100,14 +101,17 @@ class MedusaTrainingArguments(TrainingArguments):
 
     @property
     def weighting(self) -> Weighting:
-        """The weights of the heads' errors in the loss."""
+        """The rule for the loss weights of the heads."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
 
 
 @cache
 def training_section() -> type[Section]:
-    """Make the section `training` from the fields of `MedusaTrainingArguments`, checked where their type is plain."""
+    """Make the class of a recipe's section `training` from the fields of `MedusaTrainingArguments`.
+
+    Values are checked where a field's type is a plain one, such as `int` or `str | None`.
+    """
     hints = get_type_hints(MedusaTrainingArguments, include_extras=True)
     kinds: dict[str, tuple[object, None]] = {
         field.name: (_yaml_type(hints[field.name]), None) for field in fields(MedusaTrainingArguments)
@@ -116,7 +120,11 @@ def training_section() -> type[Section]:
 
 
 def _yaml_type(hint: object) -> object:
-    """A field's type as YAML can hold it: an enumeration is given as a string; other types accept anything."""
+    """The type that YAML values of a field must have, from the field's type `hint`.
+
+    Enumerations are removed, because YAML gives them as strings. A type that is not plain becomes `object`, which
+    accepts any value. Limits such as `Ge(0)` are kept.
+    """
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
     kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))

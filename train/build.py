@@ -1,4 +1,4 @@
-"""From a recipe to the objects of a run: its arguments, the backbone, the data, the heads and the trainer."""
+"""The objects of a training run, made from its recipe: arguments, backbone, data, heads and trainer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from train.trainer import MedusaTrainer
 from train.vocabulary import most_frequent, require_worthwhile
 
 Rows = PackedDataset | StreamedDataset | Features
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second one is the old name
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is its name in older transformers
 
 
 class LoadedRun(NamedTuple):
-    """The parts of a run, without its trainer."""
+    """Everything that a training run needs, except its trainer."""
 
     config: TrainConfig
     arguments: MedusaTrainingArguments
@@ -39,15 +39,19 @@ class LoadedRun(NamedTuple):
     dataset: Rows
     evaluated: Rows | None
     quality_rows: Rows
-    """Rows on which an adapted backbone's perplexity is measured."""
+    """Rows on which the perplexity of an adapted backbone is measured."""
     heads: MedusaHeads
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Check a recipe, load the backbone and the data, and make the heads.
+    """Check a recipe, load its backbone and its data, and make its heads.
+
+    Args:
+        checkpoint: checkpoint from which the run is to resume, if any.
+        quiet: print no information about the heads, and show no progress bar.
 
     Raises:
-        RequestError: an error of the recipe; something cannot be loaded; or the heads differ from the checkpoint's.
+        RequestError: the recipe has an error, something cannot be loaded, or the heads differ from the checkpoint's.
     """
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
@@ -65,17 +69,17 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     if config.adapter is not None and config.adapter.quality_data is not None:
         changed = {"path": config.adapter.quality_data, "exclude": None, "streaming": False}
         quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
-    set_seed(arguments.seed)  # the heads' start depends on the seed alone
+    set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
     heads = _heads(config, loaded, dataset, quiet)
     require_adaptable(config, heads)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
-    """Check a recipe before any weights are loaded; returns its training arguments and the backbone's configuration.
+    """Check a recipe before any weights are loaded. Return its training arguments and the backbone's configuration.
 
     Raises:
-        RequestError: no such data or backbone, or keys that do not go together.
+        RequestError: the data or the backbone does not exist, or two keys exclude each other.
     """
     data = config.data
     if is_features(data.path):
@@ -100,16 +104,20 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
 
 
 def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """The section `training`, with the defaults that depend on the rest of the recipe.
+    """Make the training arguments from the recipe's section `training`, with defaults from the rest of the recipe.
+
+    Args:
+        hidden_size: hidden size of the backbone, from which the default learning rate follows.
+        quiet: show no progress bar.
 
     Raises:
-        RequestError: values that `TrainingArguments` or the rest of the recipe rules out.
+        RequestError: a value is not allowed by `TrainingArguments` or by the rest of the recipe.
     """
     given: Json = {
         "dataloader_pin_memory": config.device not in (None, "cpu"),
         "learning_rate": learning_rate(hidden_size),
         "use_cpu": (config.device or "").startswith("cpu"),
-        "disable_tqdm": quiet,  # by default it follows the level of transformers' own log
+        "disable_tqdm": quiet,  # its default depends on the log level of transformers
     }
     if config.eval_data is not None:
         given |= {"eval_strategy": "steps", "eval_steps": 500}
@@ -119,7 +127,7 @@ def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> Me
         raise
     except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
-    # Several GPUs need a launcher: DataParallel would copy the heads, but not the backbone outside the module tree.
+    # Several GPUs need a launcher: DataParallel would copy the heads but not the backbone, which is no submodule.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     if config.adapter is None and any(getattr(arguments, name, False) for name in CHECKPOINTING):
         raise RequestError("training.activation_checkpointing saves nothing if the backbone is frozen; leave it out")
@@ -141,10 +149,10 @@ def _heads(config: TrainConfig, loaded: Loaded, dataset: Rows, quiet: bool) -> M
 
 
 def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
-    """Check that the recipe's adapter can be trained together with these heads.
+    """Check that the recipe's adapter, if it has one, can be trained together with these heads.
 
     Raises:
-        RequestError: an adapter that needs other heads.
+        RequestError: the adapter needs other heads.
     """
     if config.adapter is not None and config.adapter.teacher_tilt and heads.vocabulary is not None:
         raise RequestError(
@@ -156,7 +164,7 @@ def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:
-    """Make the trainer, and shard or adapt the backbone as the recipe says."""
+    """Make the trainer of a loaded run. If the recipe says so, first shard the backbone or add an adapter to it."""
     config, arguments, model, heads = run.config, run.arguments, run.loaded.model, run.heads
     if config.shard_backbone:
         shard_backbone(model.requires_grad_(False), arguments.device)
@@ -167,5 +175,6 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
     else:
         adapt(model, config.adapter)
         trainer = Medusa2Trainer(model, heads, arguments, config.adapter)
-    trainer.train_dataset = run.dataset  # not earlier: a stream has no length, and a budget sets max_steps later
+    # Not an argument: the Trainer would ask for max_steps of a stream at once, and a time budget sets max_steps later.
+    trainer.train_dataset = run.dataset
     return trainer

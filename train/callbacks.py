@@ -20,10 +20,10 @@ def say(message: str) -> None:
 
 
 class LogBeforeSaving(TrainerCallback):
-    """Writes a line of the log at every checkpoint.
+    """Callback that writes a line of the log at every checkpoint, so that resumed and uninterrupted runs log the same.
 
-    A checkpoint does not hold the sums since the last line. A run that resumed between two lines would log another mean
-    than an uninterrupted run; with a line at each checkpoint both log the same.
+    A line of the log shows means over the steps since the last line, and a checkpoint does not hold their sums. After
+    resuming between two lines, these means would lack the steps before the checkpoint.
     """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -33,13 +33,14 @@ class LogBeforeSaving(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A progress bar that counts steps or, with a time budget, seconds."""
+    """Callback with a progress bar that counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
-        """
+        """Make a progress bar; it appears when training begins.
+
         Args:
-            lines: print every line of the log above the bar; otherwise the bar shows the latest figures.
-            budget: gives the time budget in force.
+            lines: print every line of the log above the bar; otherwise only the bar shows the latest figures.
+            budget: returns the time budget of the run, or `None` if there is none.
         """
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
@@ -84,7 +85,10 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Each head's top-1, the share of labels that are its best guess, from a line of the log."""
+    """Top-1 accuracy of each head in a line of the log: the share of labels that are the head's best guess.
+
+    `prefix` is "eval_" for a line about an evaluation.
+    """
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(share)
@@ -92,9 +96,12 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 
 
 def summarize(logs: Mapping[str, float]) -> str:
-    """Summarize a line of the log: the weighted loss in nats, and how often each head's best guess is right."""
+    """Summarize a line of the log in one line of text: the weighted loss in nats and each head's top-1 accuracy.
+
+    For an evaluation it also has the expected tau, and for Medusa-2 the LM loss.
+    """
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""
-    lm = f"  lm {logs['lm_loss']:.4f}" if "lm_loss" in logs else ""  # how far Medusa-2's backbone has moved
+    lm = f"  lm {logs['lm_loss']:.4f}" if "lm_loss" in logs else ""
     return f"{prefix}loss {logs[prefix + 'loss']:.3f}  top-1 {' '.join(shares)}{tau}{lm}"

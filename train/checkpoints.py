@@ -1,7 +1,7 @@
-"""The checkpoints of a run: whether the disk can hold them, and which are whole.
+"""The checkpoints of a training run: which are complete, from which to resume, and whether the disk can hold them.
 
-The Trainer writes `trainer_state.json` last, so a checkpoint with that file is whole. Runs ignore a checkpoint that was
-cut off by a kill or a full disk.
+The Trainer writes `trainer_state.json` last, so a checkpoint with that file is complete. A checkpoint without it was
+cut off by a kill or a full disk, and is ignored.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from medusa.errors import RequestError
 from medusa.files import free_bytes, readable, require_absent
 from train.callbacks import say
 
-ADAM_STATES = 2  # for every weight, the means of its gradient and of the gradient's square
+ADAM_STATES = 2  # numbers for every weight: the running means of its gradient and of the gradient's square
 
 
 def whole_checkpoints(output: Path) -> list[Path]:
-    """The checkpoints from which a run can resume, oldest first."""
+    """The complete checkpoints in a run's output folder, from which the run can resume; oldest first."""
     return [path for path in all_checkpoints(output) if is_whole(path)]
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """All folders named as checkpoints, whole or not, oldest first."""
+    """All checkpoint folders in a run's output folder, complete or not; oldest first."""
     found = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     return sorted(found, key=lambda path: int(path.name.split("-")[-1]))
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is whole: its last file is complete."""
+    """Whether a checkpoint is complete: `trainer_state.json`, which is written last, is readable, and weights exist."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -42,10 +42,12 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
-    """The last whole checkpoint for --resume; otherwise `None`, after a check that the run may write to `output`.
+    """Return the last complete checkpoint in `output` with --resume, or `None` without --resume.
+
+    Without --resume, also check that a new run may write to `output`.
 
     Raises:
-        RequestError: there is nothing to resume, or the run would replace heads without --overwrite.
+        RequestError: there is no checkpoint to resume from, or a new run would replace heads without --overwrite.
     """
     found = whole_checkpoints(output)
     if resume and overwrite:
@@ -64,15 +66,15 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
 
 
 def require_room(output: Path, weights: int, arguments: TrainingArguments) -> None:
-    """Check that the disk can hold heads of `weights` bytes and the checkpoints that a run keeps.
+    """Check that the disk of `output` can hold heads of `weights` bytes and all checkpoints that the run keeps.
 
     Raises:
         RequestError: the disk is too small.
     """
     checkpoint = weights if arguments.save_only_model else (1 + ADAM_STATES) * weights
-    # A new checkpoint is whole before the oldest one is deleted. Without a limit, room for one is required.
+    # A new checkpoint is complete before the oldest one is deleted. Without a limit, room for one is required.
     kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0) + 1
-    replaced = sum(size_on_disk(path) for path in all_checkpoints(output))  # of earlier runs, or of this one
+    replaced = sum(size_on_disk(path) for path in all_checkpoints(output))  # of an earlier run or the resumed one
     needed, free = kept * checkpoint + weights, free_bytes(output) + replaced
     if needed > free:
         raise RequestError(
@@ -83,12 +85,12 @@ def require_room(output: Path, weights: int, arguments: TrainingArguments) -> No
 
 
 def way_out_of_full_disk(output: Path) -> str:
-    """The advice to a user after the disk has filled up during a run."""
+    """The advice to a user after the disk has filled up during training."""
     if found := whole_checkpoints(output):
         return f"{found[-1].name} is whole: make room and continue with --resume"
     return "nothing was saved yet: make room and start again"
 
 
 def size_on_disk(folder: Path) -> int:
-    """Bytes of all files in `folder`."""
+    """Total size in bytes of all files in `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

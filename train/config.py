@@ -15,33 +15,35 @@ from medusa.records.sources import DOCUMENT_SEPARATOR
 from train.sections import OneOf, Section
 
 NUM_HEADS = 4
-TEACHER_TILT = 0.06  # with lambda_0 0.1, the perplexity stays within 2 % (docs/training.md)
+TEACHER_TILT = 0.06  # with lambda_0 = 0.1, the perplexity rises by less than 2 % (docs/training.md)
 
 
 class HeadsConfig(Section):
-    """The section `heads`. Keys that are left out are chosen for the backbone (`train.architecture`)."""
+    """The section `heads`: the shape of the heads. Keys that are left out are chosen for the backbone."""
 
     num: int | None = Field(default=None, ge=1)
-    """Number of heads, by default 4; a step gives at most one token more than that."""
+    """Number of heads, by default 4; a decoding step gives at most one token more."""
     kind: Annotated[str | None, OneOf(*KINDS)] = None
-    """Kind of heads (docs/kinds.md), by default medusa: independent heads."""
+    """Kind of heads (docs/kinds.md), by default medusa, which are independent heads."""
     prefix_layers: int | None = Field(default=None, ge=0)
-    """Decoder layers between the backbone and the heads (prefix attention); usually 1; 0: none."""
+    """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
     block: Annotated[str | None, OneOf(*BLOCKS)] = None
-    """Residual block: square (the paper's; servers load it in independent heads), mlp, or gated (the layer of EAGLE-3,
-    which servers load; kind eagle only)."""
+    """Residual block of the heads: square (the paper's; servers load it in heads of kind medusa), mlp, or gated (the
+    layer of EAGLE-3, which servers load; only for kind eagle)."""
     layers: int | None = Field(default=None, ge=1)
-    """Residual blocks per head."""
+    """Number of residual blocks in each head."""
     expansion: float | None = Field(default=None, gt=0)
-    """Width of an MLP block, in hidden sizes."""
+    """Width of an mlp or gated block, as a multiple of the hidden size."""
     lm_head: Annotated[str | None, OneOf(*LM_HEADS)] = None
-    """own: each head has an LM head of its own (V x H more weights each); shared: the backbone's."""
+    """LM heads of the heads: own (each head has one, of vocabulary x hidden size weights) or shared (the
+    backbone's)."""
     vocabulary: int | None = None
-    """Guess among this many tokens, the most frequent of the training text; 0: all. For large vocabularies."""
+    """Number of tokens that the heads guess among, the most frequent ones of the training text; 0: all. It makes
+    decoding faster if the backbone's vocabulary is large."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
     start: str | None = None
-    """Continue from these trained heads (a folder or Hub id); the other keys must agree with them."""
+    """Trained heads to continue from, a folder or Hub id; the other keys of this section must agree with them."""
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> HeadsConfig:
@@ -55,31 +57,34 @@ class HeadsConfig(Section):
 
 
 class DataConfig(Section):
-    """The sections `data` and `eval_data`; a plain string stands for `path`."""
+    """The sections `data` and `eval_data`: texts and how to pack them. A plain string sets only the key `path`."""
 
     path: str = Field(min_length=1)
-    """A file, a folder or a Hub dataset id."""
+    """Texts or conversations: a file, a folder or a Hub dataset id."""
     split: str = "train"
     """Split of a Hub dataset."""
     document_separator: str = DOCUMENT_SEPARATOR
-    """The line between the documents of a `.txt` file."""
+    """Line that separates the documents of a `.txt` file."""
     subset: str | None = None
     """Subset ("configuration") of a Hub dataset that has several."""
     sequence_length: int = Field(default=512, ge=4)
-    """Tokens in a packed row; at most the backbone's context."""
+    """Number of tokens in a packed row, at most the backbone's context length."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
-    """split: documents lie end to end and are cut at the end of each row; truncate or drop: each document lies whole in
-    one row, and a longer one loses its end or is left out."""
+    """How documents are packed into rows. split lays them end to end and cuts them at the end of each row. truncate and
+    drop keep each document in one row; a document that is longer than a row loses its end (truncate) or is left out
+    (drop)."""
     streaming: bool = False
-    """Pack rows while training reads them, for data larger than the memory; needs training.max_steps or max_minutes."""
+    """Pack rows while training reads them, for data that does not fit into memory; needs training.max_steps or
+    training.max_minutes."""
     shuffle_buffer: int = Field(default=256, ge=1)
-    """Streamed rows from which the next one is drawn; 1 keeps the order of the file."""
+    """Number of streamed rows from which the next row is drawn at random; 1 keeps the order of the data."""
     max_examples: int | None = None
-    """Read at most this many records."""
+    """Number of records to read, by default all."""
     exclude: str | None = None
-    """A file, folder or dataset of test prompts: drop examples that share `exclude_window` tokens in a row with it."""
+    """A file, folder or dataset of test prompts. Training examples that share `exclude_window` consecutive tokens with
+    it are dropped."""
     exclude_window: int = Field(default=32, ge=1)
-    """Consecutive tokens that count as the same text."""
+    """Number of consecutive shared tokens for which `exclude` drops an example."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,35 +93,39 @@ class DataConfig(Section):
 
 
 class AdapterConfig(Section):
-    """The section `adapter`, which trains the backbone too, through LoRA (Medusa-2, `train.medusa2`)."""
+    """The section `adapter`, with which the backbone is trained too, through a LoRA adapter (Medusa-2)."""
 
     rank: int = Field(default=32, ge=1)
-    """Rank of the low-rank matrices (paper: 32)."""
+    """Rank of the LoRA matrices (paper: 32)."""
     alpha: int = 64
-    """The matrices are scaled by alpha / rank (paper: 16)."""
+    """LoRA's alpha: the adapter's output is scaled by alpha / rank (paper: 16)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the matrices (paper: 0.05); hidden states have none when decoding."""
+    """Dropout rate on the inputs of the LoRA matrices (paper: 0.05). Heads then train on hidden states with dropout,
+    but decode without it."""
     modules: str | list[str] = "all-linear"
-    """Adapted layers: all linear ones except the LM head, or names as peft takes them."""
+    """Layers to adapt: all-linear (all linear layers except the LM head), or names in the form of peft's
+    target_modules."""
     lm_head: bool = False
-    """Adapt the LM head too (paper); heads then need LM heads of their own."""
+    """Adapt the LM head too, as the paper does; the heads then need their own LM heads."""
     learning_rate: float | None = None
-    """Peak learning rate of the adapter, by default a quarter of the heads', training.learning_rate (paper)."""
+    """Peak learning rate of the adapter, by default a quarter of training.learning_rate (as in the paper)."""
     lm_loss: Literal["kl", "text"] = "kl"
-    """kl: stay close to the original backbone; text: learn the text."""
+    """Loss of the backbone: kl (divergence from the original backbone) or text (cross-entropy on the text)."""
     lambda_0: float = Field(default=0.1, gt=0)
-    """Weight of the heads' loss in the backbone's gradient (paper: 0.2, and 0.01 in self-distillation)."""
+    """Weight of the heads' loss in the gradient of the adapter (paper: 0.2, and 0.01 in self-distillation)."""
     teacher_tilt: float | None = Field(default=None, ge=0, lt=1)
-    """Exponent that tilts the teacher of lm_loss kl towards the first head's prediction (`train.medusa2.lm_loss`), by
-    default 0.06; 0: off."""
+    """With lm_loss kl: exponent of the first head's prediction in the target of the backbone (`train.medusa2.lm_loss`).
+    By default 0.06; 0: off."""
     schedule: Literal["constant", "linear", "sine"] = "constant"
-    """How lambda_0 and teacher_tilt are reached; linear and sine (a quarter wave) rise and spare the backbone."""
+    """How lambda_0 and teacher_tilt change over the run: constant, or rising from 0 (linear, or sine: a quarter wave),
+    which changes the backbone less."""
     heads_first: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the run in which the heads learn alone; take 0 for heads that start trained (heads.start)."""
+    """Share of the run, at its start, in which only the heads learn. Use 0 with trained heads (heads.start)."""
     quality_data: str | None = None
-    """Texts on which perplexity is measured before and after; by default a part of the training data."""
+    """Texts on which the perplexity of the backbone is measured before and after; by default a part of the training
+    data."""
     merge: bool = False
-    """Also write the backbone with the adapter merged into it, in output_dir/merged."""
+    """Also write the backbone with the adapter merged into it, to output_dir/merged."""
 
     @model_validator(mode="after")
     def _choose_tilt(self) -> AdapterConfig:
@@ -128,42 +137,45 @@ class AdapterConfig(Section):
 
 
 class TrainConfig(Section):
-    """A whole recipe."""
+    """A whole training recipe: its top-level keys and its sections."""
 
     backbone: str = Field(min_length=1)
-    """The frozen model: a local folder, a Hub id, or demo (the embedded one)."""
+    """The model that the heads are for: a local folder, a Hub id, or demo (a small model that comes with this
+    package)."""
     data: DataConfig
-    """What to train on."""
+    """Texts to train on."""
     output_dir: str = Field(min_length=1)
-    """Folder for heads, checkpoints and provenance."""
+    """Folder to which heads, checkpoints and provenance are written."""
     heads: HeadsConfig = Field(default_factory=HeadsConfig)
-    """What to train."""
+    """Shape of the heads to train."""
     eval_data: DataConfig | None = None
-    """Text to evaluate on during training, as for data; every 500 steps unless training.eval_steps says otherwise."""
+    """Texts to evaluate on during training; same keys as data. Evaluated every training.eval_steps steps, by default
+    500."""
     adapter: AdapterConfig | None = None
-    """Train the backbone too, through LoRA: Medusa-2."""
+    """Train the backbone too, through a LoRA adapter (Medusa-2)."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Fields of transformers' TrainingArguments, and ours (`train.arguments`: objective, max_minutes, ...)."""
+    """Training arguments: fields of transformers' TrainingArguments and of `train.arguments`, such as objective or
+    max_minutes."""
     cache_features: bool = False
-    """Run the backbone once and train the heads from its hidden states on disk (`train.features`)."""
+    """Run the backbone only once, and train the heads from its hidden states on disk (`train.features`)."""
     features_dir: str | None = None
     """Folder for the cached hidden states, by default output_dir/features."""
     features_dtype: Annotated[str | None, OneOf(*DTYPES)] = None
     """Dtype of the cached hidden states, by default the backbone's."""
     revision: str | None = None
-    """Revision of the backbone on the Hub."""
+    """Revision of the backbone on the Hub: a branch, a tag or a commit."""
     dtype: Annotated[str | None, OneOf(*DTYPES)] = None
-    """The backbone's dtype, by default float32 on a CPU and the checkpoint's on a GPU."""
+    """Dtype of the backbone, by default float32 on a CPU and the checkpoint's dtype on a GPU."""
     device: str | None = None
-    """cpu, cuda, ...; by default a GPU if there is one."""
+    """Device of the backbone, such as cpu or cuda; by default a GPU if there is one."""
     attention: Annotated[str | None, OneOf(*ATTENTIONS)] = None
-    """The backbone's attention, by default sdpa if the model offers it."""
+    """Attention implementation of the backbone, by default sdpa if the model supports it."""
     shard_backbone: bool = False
-    """Shard the backbone's blocks over all processes (FSDP2), for one too large for a single GPU."""
+    """Shard the backbone's blocks over all processes (FSDP2), if the backbone is too large for a single GPU."""
     quantization: Annotated[str | None, OneOf(*QUANTIZATIONS)] = None
     """Load the backbone in 4 or 8 bits, with bitsandbytes."""
     trust_remote_code: bool = False
-    """Run code that comes with the backbone."""
+    """Allow code that comes with the backbone to run."""
 
     @field_validator("heads", "training", mode="before")
     @classmethod
@@ -191,5 +203,5 @@ class TrainConfig(Section):
 
     @property
     def load_options(self) -> LoadOptions:
-        """The options with which the backbone is loaded."""
+        """The keys of the recipe that say how to load the backbone."""
         return LoadOptions(**{field.name: getattr(self, field.name) for field in fields(LoadOptions)})

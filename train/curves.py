@@ -14,7 +14,7 @@ PICTURE = "training.png"
 
 
 def draw_curves(log: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw the loss and each head's top-1 by step, from the log of a run, into a PNG file."""
+    """Draw the loss and each head's top-1 accuracy by step into a PNG file, from the lines of a run's log."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, guesses = figure.subplots(1, 2)
     for prefix, style in (("", "-"), ("eval_", "--")):

@@ -1,9 +1,9 @@
-"""Head accuracy: how often each head's best guesses hold the backbone's own token.
+"""The accuracy of heads: how often the backbone's own token is among a head's best guesses.
 
-The reference is the backbone's own continuation, not the dataset's text, because acceptance compares with it. In a text
-that the backbone wrote greedily, the rest of the text is its greedy continuation from every position.
+Guesses are compared with the backbone's greedy continuation, not with the dataset's text, because acceptance compares
+with it too. In a text that the backbone wrote greedily, the rest of the text is that continuation at every position.
 
-Shapes: K heads, P positions, T tokens.
+Shapes: K heads, P positions, T tokens, C positions in a chunk.
 """
 
 from __future__ import annotations
@@ -36,69 +36,73 @@ class OwnText(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadAccuracy:
-    """How often the guesses of one head are right."""
+    """The accuracy of one head: how often its guesses are right."""
 
     head: int
-    """Number of the head, from 1."""
+    """Number of the head, counted from 1."""
     top: dict[str, float]
-    """Share of labels among the head's best 1, 5 and 10 guesses."""
+    """Share of labels that are among the head's best 1, 5 and 10 guesses, by "1", "5" and "10"."""
     conditional_top1: float
-    """Share of labels that are the head's best guess, where the best guesses of all heads before it are right."""
+    """Share of labels that are the head's best guess, at positions where the best guesses of earlier heads are all
+    right."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often the guesses of all heads are right, over `tokens` positions."""
+    """The accuracy of each head, measured at `tokens` positions."""
 
     heads: list[HeadAccuracy]
     tokens: int
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, as `medusa evaluate --json` writes it."""
+        """The accuracy as a JSON object, as `medusa evaluate --json` writes it."""
         return asdict(self)
 
 
 class GuessCounts:
-    """Counts of right guesses. All of them are sums, so counts of batches and processes add up.
+    """Counts of right guesses, added up over batches and processes.
 
-    The expected tau of a tree is one plus the mean number of guesses accepted, over all positions. It treats all
-    positions as equally likely starts of a step. In decoding, a step starts at the end of the last one; `medusa
-    benchmark` measures that tau. The expected tau needs no decoding and rises and falls with it.
+    They give the accuracy of each head and the expected tau of a tree: one plus the mean number of accepted guesses,
+    over all positions. The expected tau takes every position as equally likely to start a step. In decoding, a step
+    starts where the last one ended; `medusa benchmark` measures that tau. The expected tau needs no decoding, and it
+    changes in the same direction.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
         self.tree = tree
-        self.hits = torch.zeros(num_heads, max(TOPS), dtype=torch.float64)  # labels by rank
+        self.hits = torch.zeros(num_heads, max(TOPS), dtype=torch.float64)  # labels by their rank among the guesses
         self.labels = torch.zeros(num_heads, dtype=torch.float64)
-        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all heads before were right
-        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # positions where this head was right, too
-        self.walks = torch.zeros(2, dtype=torch.float64)  # accepted guesses, positions
+        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all earlier heads are right
+        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # those of them where this head is right, too
+        self.walks = torch.zeros(2, dtype=torch.float64)  # numbers of accepted guesses and of positions
 
     def add(self, ranks: Tensor, taught: Tensor) -> None:
-        """Count guesses. Chains of heads are counted at positions where all heads have a label.
+        """Add the guesses at P positions to the counts.
+
+        Conditional accuracies and tau count only positions where all heads have a label.
 
         Args:
-            ranks: [K, P] of the labels (`label_ranks`).
-            taught: [K, P] True where there is a label.
+            ranks: [K, P] rank of each label among its head's guesses (`label_ranks`).
+            taught: [K, P] True where the head has a label.
         """
         ranks, taught = ranks.cpu(), taught.cpu()
         for rank in range(max(TOPS)):
             self.hits[:, rank] += ((ranks == rank) & taught).sum(1)
         self.labels += taught.sum(1)
         whole = ranks[:, taught.all(0)]
-        right = (whole == 0).long().cumprod(0)  # this head and all before
+        right = (whole == 0).long().cumprod(0)  # where this head and all earlier ones are right
         self.given += torch.cat([torch.ones_like(right[:1]), right[:-1]]).sum(1)
         self.chained += right.sum(1)
         if self.tree is not None:
             self.walks += torch.tensor([accepted(self.tree, whole.T).sum(), whole.shape[1]])
 
     def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Replace each count by the sum over all processes."""
+        """Replace each count by its sum over all processes, which `over_processes` computes."""
         for name in ("hits", "labels", "given", "chained", "walks"):
             setattr(self, name, over_processes(getattr(self, name)))
 
     def figures(self) -> list[HeadAccuracy]:
-        """The accuracy of each head."""
+        """Compute the accuracy of each head from the counts."""
         within = (self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]).tolist()
         chained = (self.chained / self.given.clamp_min(1)).tolist()
         return [
@@ -108,16 +112,16 @@ class GuessCounts:
 
     @property
     def expected_tau(self) -> float:
-        """Tokens per step with `tree`, including the root."""
+        """Expected tau of `tree`: tokens per decoding step, including the root."""
         return float(1 + self.walks[0] / self.walks[1].clamp_min(1))
 
 
 @torch.no_grad()
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> Accuracy:
-    """The accuracy of all heads on texts that the backbone wrote greedily.
+    """Measure the accuracy of all heads on texts that the backbone wrote greedily.
 
-    Counting starts at the prompt's last token, where the first step can start. It ends at the last position with a
-    label for every head, so all heads count the same positions.
+    The first position is the prompt's last token, where decoding starts. The last one is the last position at which
+    every head has a label, so all heads are measured at the same positions.
     """
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
@@ -128,7 +132,15 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """Ranks [K, P] of the tokens of a text [1, T] among each head's guesses; `MISSED` if not among the best ten."""
+    """Rank the tokens of a text among the guesses of each head, at all positions from the prompt's last token on.
+
+    Args:
+        ids: [1, T] token ids of the prompt and its continuation.
+        prompt_tokens: number of tokens in the prompt.
+
+    Returns:
+        The ranks [K, P], from 0; `MISSED` for a token that is not among the head's best ten guesses.
+    """
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
     usable[: max(prompt_tokens - 1, 0)] = False
@@ -138,7 +150,15 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Ranks [K, P] of labels [K, P] among their head's guesses; `MISSED` if not among the best ten."""
+    """Rank the labels [K, P] among the guesses of their heads.
+
+    Args:
+        inputs: inputs of the heads at the P positions.
+        labels: [K, P] token ids.
+
+    Returns:
+        The ranks [K, P], from 0; `MISSED` for a label that is not among the head's best ten guesses.
+    """
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs)

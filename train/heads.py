@@ -1,4 +1,4 @@
-"""The heads that a run starts with: new ones for a backbone, trained ones, or those of a checkpoint."""
+"""The heads that a training run starts with: new heads, trained heads, or the heads of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
 SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for name in SAME_NAMES}}
-"""Fields of a heads' configuration, and the keys of a recipe's section `heads` that set them."""
+"""For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
 
 
 def new_heads(
     model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
 ) -> MedusaHeads:
-    """Make the heads that `asked` describes for `model`. New heads start as the identity.
+    """Make the heads that the recipe's section `asked` describes, for the backbone `model`.
+
+    New heads start as the identity, so at first each of them predicts what the backbone's LM head predicts.
 
     Args:
-        name, revision: of the backbone, for its fingerprint.
-        vocabulary: [N] the tokens that the heads guess among (`train.vocabulary`), by default all.
+        name: path or Hub id of the backbone, for its fingerprint.
+        revision: revision of the backbone on the Hub, for its fingerprint.
+        vocabulary: ids [N] of the tokens that the heads guess among (`train.vocabulary`), by default all tokens.
 
     Raises:
-        RequestError: a backbone without a linear LM head, or trained heads that differ from `asked`.
+        RequestError: the backbone has no linear LM head, or the trained heads in `asked.start` differ from `asked`.
     """
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):
@@ -50,10 +53,10 @@ def new_heads(
 def new_config(
     asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None, vocabulary_size: int | None
 ) -> MedusaConfig:
-    """The configuration of new heads: the keys of `asked`, and the others chosen for the sizes of `model`."""
+    """The configuration of new heads: the keys that `asked` sets; other keys are chosen for the sizes of `model`."""
     backbone = Backbone(model)
     if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
-        # Heads' own LM heads have no bias, so they would start far from the backbone's guess.
+        # An own LM head has no bias, so its first predictions would be far from the backbone's.
         asked = asked.model_copy(update={"lm_head": "shared"})
     sizes = BackboneSizes(backbone.hidden_size, backbone.vocab_size, model.num_parameters())
     return MedusaConfig(
@@ -84,17 +87,17 @@ def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone, known: Fi
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size
     for key, value in wanted.items():
-        if value is not None and value != (getattr(held, key) or 0):  # all tokens: `None` in `held`, 0 in the recipe
+        if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
-    held.backbone, held.tree = known, None  # the tree was for the old weights
+    held.backbone, held.tree = known, None  # a stored tree was chosen for the old weights
     return heads.train()
 
 
 def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
-    """Check that a recipe asks for the heads in a checkpoint.
+    """Check that a recipe describes the same heads as the checkpoint from which its run is to resume.
 
     Raises:
-        RequestError: the recipe asks for other heads.
+        RequestError: the recipe describes other heads.
     """
     held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
     if asked.start is None:
@@ -110,7 +113,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """One line about heads to be trained, and the programs that will be able to load them."""
+    """Describe heads before training in one line: their size, and warnings about their LM heads and about servers."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

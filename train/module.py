@@ -1,6 +1,6 @@
-"""The module that the Trainer trains: heads as parameters, and the frozen backbone outside the module tree.
+"""The module that the Trainer trains: its parameters are the heads, and the frozen backbone is not a submodule.
 
-Shapes: B rows, T tokens, R positions that are taught, K heads, H hidden size.
+Shapes: B rows, T tokens, R positions at which heads have labels, K heads, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from train.loss.teacher import BackboneTeacher, backbone_choices
 
 
 class Taught(NamedTuple):
-    """The R positions of a batch at which heads are taught."""
+    """The inputs and targets of the heads at the R positions of a batch at which they have labels."""
 
     inputs: HeadInputs
     labels: Tensor
-    """[K, R] tokens; IGNORE if a head has no label."""
+    """Labels [K, R] as token ids; `IGNORE` where a head has no label."""
     teacher: BackboneTeacher | None
-    """The backbone's distributions at these positions, for the objective distill."""
+    """The backbone's distributions that the heads learn with the objective distill; `None` with other objectives."""
 
 
 class HeadsOnBackbone(nn.Module):
-    """Heads with the backbone that they read. Parameters, state dict and optimiser hold the heads alone."""
+    """Heads with the frozen backbone whose hidden states they read. Parameters and state dict are the heads' only."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
-        """Freeze `model` and set the heads' dropout.
+        """Freeze the backbone `model`, and set the heads' dropout to the rate in `args`.
 
         Raises:
-            RequestError: an argument that these heads or this backbone cannot be trained with.
+            RequestError: these heads or this backbone cannot be trained with `args`.
         """
         super().__init__()
         self.heads, self.args, self.weighting = heads, args, args.weighting
-        self.scheduled_sampling = 0.0  # the probability in force, which the trainer raises over the run
+        self.scheduled_sampling = 0.0  # current probability, which the trainer raises over the run
         if args.scheduled_sampling and not heads.follows_path:
             raise RequestError(
                 f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses; leave it out, or take "
@@ -52,9 +52,9 @@ class HeadsOnBackbone(nn.Module):
             )
         if args.dropout:
             heads.set_dropout(args.dropout)
-        if getattr(model, "hf_device_map", None):  # spread over devices: the Trainer then moves no heads
+        if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads
             self.hf_device_map = model.hf_device_map
-        self.backbone = Backbone(model.requires_grad_(False).eval())  # no nn.Module, so no submodule
+        self.backbone = Backbone(model.requires_grad_(False).eval())  # not an nn.Module, so not a submodule
         if args.objective == "distill" and not self.backbone.splits:
             raise RequestError(
                 "training.objective distill: this backbone caps or scales its LM head's output, so that its softmax is "
@@ -62,7 +62,7 @@ class HeadsOnBackbone(nn.Module):
             )
 
     def forward(self, **batch: Tensor) -> HeadLosses:
-        """Losses of the heads on a batch (`train.data.packing.Batch`)."""
+        """Compute the losses of all heads on a batch (`train.data.packing.Batch`)."""
         inputs, labels, teacher = self.taught(**batch)
         settings = (self.weighting, teacher, self.args.loss_backend)
         return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
@@ -75,21 +75,25 @@ class HeadsOnBackbone(nn.Module):
         loss_mask: Tensor,
         hidden: Tensor | None = None,
     ) -> Taught:
-        """Positions at which heads are taught in a batch, with the heads' inputs and labels.
+        """Collect the inputs and labels of the heads at the R positions of a batch at which head 0 has a label.
 
-        Ids, positions, documents and mask are all [B, T]. `hidden` [B, T, H] are the backbone's hidden states, if they
-        are known already.
+        Args:
+            input_ids: [B, T] token ids.
+            position_ids: [B, T] positions within each document.
+            document_ids: [B, T] document of each token.
+            loss_mask: [B, T] True for tokens that count in the loss.
+            hidden: [B, T, H] hidden states of the backbone, by default computed here.
         """
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
-        # An evaluation compares the heads' guesses with tokens, under the objective distill too.
+        # An evaluation compares guesses with tokens, also with the objective distill.
         argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
         if hidden is None:
             hidden = self.states(input_ids, position_ids)
-        hidden = hidden.to(backbone.dtype)  # may carry gradients
+        hidden = hidden.to(backbone.dtype)  # carries gradients in Medusa-2
         with torch.no_grad():
             tokens = backbone_choices(backbone, hidden, input_ids) if argmax else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, num_heads).flatten(1)
-        # No decoding step starts where head 0 has no label: the next token but one is not the backbone's there.
+        # Without a label of head 0 no decoding step starts here, so the other heads need none.
         places = (labels[0] != IGNORE).nonzero()[:, 0]
         teacher = None
         if args.objective == "distill":
@@ -107,19 +111,19 @@ class HeadsOnBackbone(nn.Module):
         return Taught(inputs, labels[:, places], teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The backbone's hidden states [B, T, H] of ids and positions [B, T].
+        """Compute the backbone's hidden states [B, T, H] from token ids and positions [B, T].
 
-        They keep the backbone's dtype under mixed precision too, because decoding shows the heads no other states.
+        Autocast is off, because in decoding, too, the heads read hidden states in the backbone's dtype.
         """
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """hidden [..., H] plus uniform noise from -a r to a r in every component [..., H].
+    """Add uniform noise to hidden states [..., H].
 
-    a is `amplitude` and r the root mean square of the state. (EAGLE, arXiv 2401.15077, adds U(-0.1, 0.1) to states of
-    any scale.)
+    The noise in every component lies between -a r and a r, where a is `amplitude` and r the root mean square of the
+    hidden state. (EAGLE, arXiv 2401.15077, adds noise between -0.1 and 0.1 to hidden states of any scale.)
     """
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
@@ -129,14 +133,18 @@ def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
 def with_own_guesses(
     heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, ids: Tensor, probability: float
 ) -> Tensor:
-    """The tokens that heads follow [R, K], some replaced by the heads' own guesses: scheduled sampling.
+    """Replace some of the tokens that the heads read as their path by the heads' own guesses: scheduled sampling.
 
-    With this probability head k is shown the guess of head k - 1, made in one pass over the text's own tokens (Bengio
-    et al. 2015; in parallel, Duckworth et al. 2019). The root, the first token that heads follow, is never a guess.
+    With the given probability, head k reads the guess of head k - 1 instead of the text's token. All guesses come from
+    one pass over the text's tokens (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
 
     Args:
-        inputs: of the heads at R positions, with the text's tokens.
-        ids: [R, K] the text's tokens that the heads follow at these positions.
+        inputs: inputs of the heads at R positions, with the text's tokens as the path.
+        ids: [R, K] the text's tokens on the path. The first one, the root, is never replaced.
+        probability: probability that a token is replaced.
+
+    Returns:
+        The token ids [R, K] to use as the path.
     """
     if ids.shape[1] == 1:
         return ids

@@ -17,27 +17,28 @@ from train.trainer import MedusaTrainer
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The figures of a whole run."""
+    """The figures of a finished training run."""
 
     steps: int
     seconds: float | None
     loss: float | None
-    """Mean over the run."""
+    """Mean of the training loss over the run."""
     reading_share: float
-    """Share of the time spent waiting for data."""
+    """Share of the training time that was spent waiting for data."""
     peak_memory_bytes: dict[str, int]
-    """Peak memory of the process and of each GPU (`medusa.memory`)."""
+    """Peak memory in bytes of the process and of each GPU, by name (`medusa.memory`)."""
     heads_bytes: int
     checkpoint_bytes: int | None
-    """Size with the optimiser's state, about three times the heads; `None` without a checkpoint."""
+    """Size of the last checkpoint, which also holds the state of the optimiser: about three times the heads' size.
+    `None` if the run has written no checkpoint."""
     heads: dict[str, float]
-    """Each head's loss and top-1 in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
+    """Each head's loss and top-1 accuracy in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
     quality: Quality | None
-    """Perplexities of an adapted backbone."""
+    """Perplexities of an adapted backbone before and after training; `None` without an adapter."""
 
     @classmethod
     def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], quality: Quality | None) -> RunFigures:
-        """The figures of a trainer that has trained; `metrics` are the result of its training."""
+        """Collect the figures of a finished run from its trainer and from the `metrics` that training returned."""
         last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
         saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
         return cls(
@@ -54,11 +55,11 @@ class RunFigures:
 
     @property
     def top1(self) -> list[float]:
-        """Each head's top-1, the share of labels that are its best guess, from the last line of the log."""
+        """Top-1 accuracy of each head in the last line of the log, the share of labels that are its best guess."""
         return top1_shares(self.heads)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, one flat object."""
+        """The figures as one flat JSON object."""
         figures = {name: value for name, value in vars(self).items() if name not in ("heads", "quality")}
         if self.quality is not None:
             figures |= {"perplexity_before": self.quality.before, "perplexity_after": self.quality.after}

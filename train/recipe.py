@@ -12,14 +12,14 @@ from train.arguments import training_section
 from train.config import TrainConfig
 from train.sections import validated
 
-OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # in transformers 5.17
+OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: its name up to 5.17
 
 
 def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
-    """Read a YAML file and apply `key.sub=value` overrides to it.
+    """Read a training recipe from a YAML file, and apply overrides such as `training.learning_rate=1e-3` to it.
 
     Raises:
-        RequestError: no such file, not YAML, an unknown key, a missing one, or a value that is not allowed.
+        RequestError: the file does not exist or is not YAML, a key is unknown or missing, or a value is not allowed.
     """
     path = Path(path)
     if not path.is_file():
@@ -36,7 +36,11 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
-    """Check a recipe's content. Errors start with `source`, its name; see `load_recipe`."""
+    """Check the content of a recipe and turn it into a `TrainConfig`.
+
+    Raises:
+        RequestError: a key is unknown or missing, or a value is not allowed. The message starts with `source`.
+    """
     config = validated(TrainConfig, content, f"{source}: ")
     section = training_section()
     known = section.model_fields
@@ -47,10 +51,10 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
 
 
 def apply_override(content: Json, override: str) -> None:
-    """Set the key that `key.sub=value` names in a recipe's content, in place. The value is read as YAML.
+    """Apply one override `section.key=value` to the content of a recipe, in place. The value is read as YAML.
 
     Raises:
-        RequestError: no key, a key within a value, or a value that is not YAML.
+        RequestError: the override names no key, or a key inside a plain value; or its value is not YAML.
     """
     name, separator, text = override.partition("=")
     if not separator or not name:

@@ -1,4 +1,4 @@
-"""A training run from its recipe, as `medusa train` does it: check, load, train, save, and keep the record."""
+"""A whole training run, as `medusa train` does it: check the recipe, load, train, save the heads, and report."""
 
 from __future__ import annotations
 
@@ -39,11 +39,16 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
 def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> RunFigures:
-    """Train as `config` says and save the heads in its `output_dir`.
+    """Train heads by the recipe `config`, and save them in its `output_dir`.
+
+    Args:
+        resume: continue from the last complete checkpoint in `output_dir`.
+        overwrite: replace heads, checkpoints and features in `output_dir`.
+        quiet: show no progress bar and print only warnings.
 
     Raises:
         RequestError: the recipe cannot be carried out; raised before anything long starts.
-        RunError: the disk has filled up.
+        RunError: the disk has filled up during training.
     """
     output = Path(config.output_dir)
     checkpoint = checkpoint_to_resume(output, resume, overwrite)
@@ -53,14 +58,14 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     trainer.provenance = provenance(run, trainer.args.max_steps)
     first = trainer.args.process_index == 0
     if overwrite and first:
-        for old in all_checkpoints(output):  # otherwise --resume would take them for the new run's
+        for old in all_checkpoints(output):  # otherwise --resume could continue from an old one
             shutil.rmtree(old)
     if not quiet:
         if not isinstance(run.dataset, StreamedDataset):
             say(f"data: {run.dataset.counts}")
         say(describe(run.heads.config, run.heads.num_parameters, Backbone(run.loaded.model)))
     with disk_may_fill(output, lambda: way_out_of_full_disk(output)):
-        if config.cache_features and isinstance(run.dataset, PackedDataset):  # otherwise these are features already
+        if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
             _cache_features(_feature_cache(run, run.dataset), trainer, overwrite, quiet)
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         figures = RunFigures.of(trainer, outcome.metrics, _quality(run))
@@ -79,7 +84,9 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
-    """Estimate the space and the time that `cache_features` takes and saves, from a few timed steps. Writes nothing.
+    """Estimate the disk space that `cache_features` needs and the time that it saves, without writing anything.
+
+    The time is estimated from a few training steps.
 
     Raises:
         RequestError: the data are features already, or a stream.
@@ -100,7 +107,7 @@ def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
 
 
 def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
-    """Write the missing hidden states to disk, and train from all of them."""
+    """Write the missing hidden states of the training data to disk, and make the trainer read them from there."""
     args = trainer.args
     with args.main_process_first(desc="comparing features"):
         cache.require_belonging(replace=overwrite and args.process_index == 0)
@@ -117,18 +124,18 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
 
 
 def _quality(run: LoadedRun) -> Quality | None:
-    """Measure and print the perplexities of an adapted backbone before and after."""
+    """Measure and print the backbone's perplexity without and with its adapter. Return `None` if it has no adapter."""
     adapter, rows = run.config.adapter, run.quality_rows
     if adapter is None:
         return None
-    assert not isinstance(rows, StreamedDataset)  # an error in a recipe with an adapter
+    assert not isinstance(rows, StreamedDataset)  # the recipe's validation forbids a stream here
     found = quality(Backbone(run.loaded.model), rows)
     say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
     return found
 
 
 def _merge(run: LoadedRun) -> None:
-    """Write the backbone with the adapter merged into it, in the dtype of the training."""
+    """Write the backbone with the trained adapter merged into it, in the dtype that it had in training."""
     config, loaded = run.config, run.loaded
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -137,7 +144,7 @@ def _merge(run: LoadedRun) -> None:
 
 
 def provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
-    """The origin of a run's heads: command, recipe, data, backbone and versions of packages."""
+    """The provenance of trained heads: command, recipe, data, backbone and versions of packages."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": run.config.model_dump(),

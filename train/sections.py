@@ -1,4 +1,4 @@
-"""Sections of a recipe as pydantic models, and one line for the first thing that is wrong in one."""
+"""The base of a recipe's sections, which are pydantic models, and error messages of one line for them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from medusa.errors import RequestError
 
-KNOWN_SHOWN = 12  # keys that an error lists if none is similar
+KNOWN_SHOWN = 12  # number of valid keys that an error lists if none is similar to the unknown key
 QUOTED = re.compile(r"'([^']*)'")
 WANTED = {"string_type": "a string (quote it)", "dict_type": "a mapping of keys", "model_type": "a mapping of keys"}
 BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
 class OneOf:
-    """Restricts a string field to the names in a registry, as `Literal` does for names known to the type checker."""
+    """Annotation that restricts a string field to given names, like `Literal`, but with names computed at run time."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -34,9 +34,10 @@ class OneOf:
 
 
 class Section(BaseModel):
-    """A section of a recipe. Unknown keys and values of another type are errors; only YAML's misreadings are corrected.
+    """Base class of a recipe's sections. Unknown keys and values of a wrong type are errors.
 
-    The docstring after a field describes the field.
+    Values that YAML reads as another type than was meant are converted first. The docstring after a field is its
+    description.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -50,9 +51,9 @@ class Section(BaseModel):
 
     @classmethod
     def as_meant(cls, key: str, value: object) -> object:
-        """Convert a value that YAML 1.1 reads as another type than its author meant.
+        """Convert the value of `key` if YAML 1.1 has read it as another type than the field has.
 
-        YAML reads 1e-3 and 1e3 as strings (it wants 1.0e-3), and `no` and `yes` as booleans.
+        YAML reads 1e-3 and 1e3 as strings (a number is written 1.0e-3), and `no` and `yes` as booleans.
         """
         annotation = cls.model_fields[key].annotation if key in cls.model_fields else object
         kinds = () if isinstance(annotation, GenericAlias) else get_args(annotation) or (annotation,)
@@ -70,14 +71,16 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def validated(section: type[AnySection], content: object, source: str = "", prefix: str = "") -> AnySection:
-    """Check `content` against a section.
+    """Check the content of a section, and return the section.
 
     Args:
-        source: text before the error's message, such as the file's name and a colon.
+        section: class of the section.
+        content: keys and values, as read from YAML.
+        source: start of every error message, such as the file's name and a colon.
         prefix: path of the section in the recipe, such as "training.".
 
     Raises:
-        RequestError: an unknown key, a missing key or a value that is not allowed.
+        RequestError: a key is unknown or missing, or a value is not allowed.
     """
     try:
         return section.model_validate(content)
@@ -86,14 +89,15 @@ def validated(section: type[AnySection], content: object, source: str = "", pref
 
 
 def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> str:
-    """Describe the first error in one line: the key with its path, its value, and what is allowed.
+    """Describe the first error of a validation in one line: the key with its path, its value, and what is allowed.
 
-    Unknown keys come first: for a misspelled required key, a suggestion helps more than "missing".
+    Unknown keys are reported before missing keys, because a misspelled required key is both, and a suggestion for the
+    unknown key helps more.
     """
     errors = refusal.errors(include_url=False)
     error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
     kind = error["type"]
-    if kind == "value_error":  # from a validator of ours
+    if kind == "value_error":  # raised by a section's own validator
         return str(error["ctx"]["error"])
     parts, section, field = _locate(section, error)
     path = prefix + ".".join(parts)
@@ -109,21 +113,24 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
     bounds = [f"{BOUNDS[type(one)]} {astuple(one)[0]}" for one in field.metadata if type(one) in BOUNDS]
     if bounds and kind.startswith(("greater", "less")):  # all bounds, not only the one that the value breaks
         return f"{path} is {value}; it must be {' and '.join(bounds)}"
-    # A union of types gives an error for each type, in the same place.
+    # A union of types gives one error for each type, all for the same key.
     same = [one for one in errors if one["loc"][: len(parts)] == parts]
     wanted = [WANTED.get(one["type"], one["msg"].removeprefix("Input should be ")) for one in same]
     return f"{path} is {value}; it must be {' or '.join(dict.fromkeys(wanted))}"
 
 
 def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
-    """Find the path of the key that an error is about, the section that holds the key, and its field, if any."""
+    """Locate the key that an error is about: its path, the section that holds it, and its field.
+
+    The field is `None` if the section has no such key.
+    """
     parts: tuple[str, ...] = ()
     field = None
     for part in map(str, error["loc"]):
         if field is not None:
             kinds = get_args(field.annotation) or (field.annotation,)
             inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-            if inner is None:  # the rest of the path lies within a value
+            if inner is None:  # the rest of the path points into a value
                 break
             section = inner
         parts, field = (*parts, part), section.model_fields.get(part)

@@ -1,7 +1,7 @@
-"""A frozen backbone sharded over several processes (FSDP2), for one that is too large for a single GPU.
+"""Sharding of a frozen backbone over several processes (FSDP2), for a backbone that is too large for a single GPU.
 
-Its blocks are sharded and gathered one at a time while they run. The embedding and the LM head stay whole on every
-process, because the loss reads the LM head's weights in chunks. Heads are trained with DDP, as without sharding.
+The decoder blocks are sharded, and each block is gathered only while it runs. The embedding and the LM head stay whole
+on every process, because the loss reads the LM head's weights in chunks. Heads are trained with DDP.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from medusa.options import LoadOptions
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """The load options of this process, which has its own GPU under a launcher.
+    """The options with which this process loads the backbone: under a launcher, each process has its own GPU.
 
-    A backbone to be sharded is first loaded into main memory, by default in the dtype of `config`.
+    With `shard`, the backbone is first loaded into main memory, by default in the dtype of `config`.
     """
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
@@ -35,16 +35,19 @@ def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> Lo
 
 
 def launched_alone() -> bool:
-    """Whether accelerate should have started several processes on a CPU but started one (as of 1.15 it does so)."""
+    """Whether `accelerate launch --cpu` started a single process although it was asked for several.
+
+    accelerate 1.15 does so for any --num_processes.
+    """
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return several and "RANK" not in os.environ
 
 
 def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
-    """Shard a frozen `model` in place over all processes; embedding and LM head go to `device`, whole.
+    """Shard a frozen `model` over all processes, in place. Embedding and LM head are moved to `device` unsharded.
 
     Raises:
-        RequestError: there is a single process, or the model does not name its blocks.
+        RequestError: there is only one process, or the model does not name its decoder blocks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         raise RequestError(
@@ -63,6 +66,6 @@ def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's blocks: the modules that transformers never splits over devices."""
+    """The decoder blocks of a model: the modules that transformers never splits over devices."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

@@ -11,13 +11,14 @@ from transformers.trainer_callback import ExportableState
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training after `seconds`, and gives a learning rate that falls with the time spent.
+    """Callback that ends training after `seconds`, and computes a learning rate that falls with the time spent.
 
-    Checkpoints hold the time spent, so a resumed run has the rest.
+    Checkpoints store the time spent, so a resumed run continues with the rest of the budget.
     """
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
-        """
+        """Make a budget whose clock starts when training begins.
+
         Args:
             seconds: length of the training.
             elapsed: seconds that an interrupted run has already spent.
@@ -29,7 +30,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         self._agreed: float | None = None
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint, as `ExportableState` restores it."""
+        """The state of the budget to store in a checkpoint, in the form that `ExportableState` restores."""
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:
@@ -37,18 +38,21 @@ class TimeBudget(TrainerCallback, ExportableState):
         return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
 
     def agreed(self) -> float:
-        """Seconds spent, the same number on all processes."""
+        """Seconds of training so far. All processes return the value of the first process."""
         return self.spent() if self._agreed is None else self._agreed
 
     def progress(self) -> float:
-        """Share of the budget that is spent, at most 1."""
+        """Share of the time budget that is spent, from 0 to 1."""
         return min(1.0, self.agreed() / self.seconds)
 
     def learning_rate_factor(self, warmup: float) -> float:
-        """The learning rate now as a share of its peak: a linear rise over the share `warmup`, then a linear fall."""
+        """The current learning rate as a share of its peak.
+
+        It rises linearly over the first part of the budget, whose share is `warmup`, and then falls linearly to 0.
+        """
         progress = self.agreed() / self.seconds
         if not progress:
-            return 1e-3  # the first step is taken before the clock has moved
+            return 1e-3  # before the first step the clock stands at 0; a rate of 0 would waste that step
         return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
 
     def on_train_begin(
@@ -59,7 +63,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        # All processes use one clock: otherwise their learning rates would differ, and one process would stop early.
+        # All processes use the same clock; otherwise learning rates would differ, and one process would stop early.
         if args.world_size > 1:
             self._agreed = broadcast_object_list([self.spent()])[0]
 

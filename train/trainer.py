@@ -1,4 +1,7 @@
-"""A transformers `Trainer` that trains heads on a frozen backbone and saves only heads."""
+"""A transformers `Trainer` that trains heads on a frozen backbone and saves only the heads.
+
+Shapes: K heads.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from train.module import HeadsOnBackbone
 from train.time_budget import TimeBudget
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
-MARGIN = 5  # a budget ends a run by the clock; the estimate must not end the run earlier, even after a slow probe
+MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
 
 
 class MedusaTrainer(Trainer):
-    """Trains heads (Medusa-1) on the weighted losses of all heads. Its checkpoints are folders of heads."""
+    """Trains heads on a frozen backbone (Medusa-1) with a weighted loss. Its checkpoints are folders of heads."""
 
     def __init__(
         self,
@@ -45,7 +48,10 @@ class MedusaTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         provenance: Mapping[str, object] | None = None,
     ) -> None:
-        """`provenance` says how the heads were made and is written with them. Other arguments are as for `Trainer`."""
+        """Make a trainer of `heads` for the backbone `model`.
+
+        `provenance` says how the heads were made and is saved with them. Other arguments are those of `Trainer`.
+        """
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
         callbacks = [*(callbacks or []), LogBeforeSaving()]
@@ -55,20 +61,20 @@ class MedusaTrainer(Trainer):
             callbacks.append(TimeBudget(60 * self.minutes, cpu=args.max_cpu_minutes is not None))
         self.trained = self.assemble(heads, model, args)
         super().__init__(self.trained, args, None, train_dataset, eval_dataset, callbacks=callbacks)
-        for noisy in (PrinterCallback, ProgressCallback):  # they write to standard output, which is for results
+        for noisy in (PrinterCallback, ProgressCallback):  # they print to stdout, which is for results
             self.remove_callback(noisy)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
-        self.model_accepts_loss_kwargs = False  # otherwise the Trainer would count labels its own way
-        self.loss_is_scaled_for_ga = True  # by `share`
+        self.model_accepts_loss_kwargs = False  # otherwise the Trainer would count labels by its own rule
+        self.loss_is_scaled_for_ga = True  # `share` scales it for gradient accumulation
         self._seen: dict[str, list[Tensor]] = {}
         self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
         self.reading_seconds = 0.0
-        """Seconds spent waiting for batches."""
+        """Seconds that training has spent waiting for batches."""
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
-        """Make the module to train."""
+        """Make the module to train from the heads and the backbone."""
         return HeadsOnBackbone(heads, model, args)
 
     @property
@@ -80,39 +86,48 @@ class MedusaTrainer(Trainer):
 
     @property
     def budget(self) -> TimeBudget | None:
-        """The time budget in force. On resuming, the Trainer replaces the object made at the start."""
+        """The time budget of the run, or `None`.
+
+        It is looked up, because the Trainer replaces the callback object when a run resumes.
+        """
         found = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
         if found is not None and self.minutes is not None:  # a resumed run may ask for a longer budget
             found.seconds = 60 * self.minutes
         return found
 
     def progress(self) -> float:
-        """Share of the run that is done."""
+        """Share of the run that is done, from 0 to 1."""
         if self.budget is not None:
             return self.budget.progress()
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as `Trainer.train` does, with at least one line of the log."""
-        if self.args.max_steps < 0:  # an explicit limit holds together with the budget
+        """Train as `Trainer.train` does, and write at least one line of the log."""
+        if self.args.max_steps < 0:  # a recipe's max_steps also holds with a budget
             self.fit_budget()
         outcome = super().train(*args, **kwargs)
         if self._seen.get("train"):
             self.log({"loss": outcome.training_loss})
-        self.heads.eval()  # decoding with them needs no dropout
+        self.heads.eval()  # dropout off, for decoding
         return outcome
 
     def fit_budget(self) -> None:
-        """Set `max_steps` to more than the time budget can hold, estimated from a few steps that are undone."""
+        """With a time budget, set `max_steps` higher than the number of steps that fit into it.
+
+        That number is estimated from a few training steps, which are undone.
+        """
         if self.budget is not None:
             seconds = broadcast_object_list([self.seconds_per_step()])[0]
             self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Time a training step, in seconds, without the time that `prepare` takes. The heads are not changed."""
+        """Measure the seconds that a training step takes, without changing the heads.
+
+        `prepare` is applied to every batch before the loss; its time is not counted.
+        """
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
-        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its most expensive value
+        self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
         device, times = self.args.device, []
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
@@ -126,10 +141,10 @@ class MedusaTrainer(Trainer):
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)
         self._seen.clear()
-        return min(times) * self.args.gradient_accumulation_steps  # the first one also warms caches up
+        return min(times) * self.args.gradient_accumulation_steps  # min, because the first step is slow
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """Create the scheduler as `Trainer` does; with a time budget, the learning rate follows the clock."""
+        """Create the learning rate scheduler; with a time budget, the learning rate follows the clock."""
         if self.budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         steps = self.args.warmup_steps
@@ -144,13 +159,13 @@ class MedusaTrainer(Trainer):
     # --- the loss of a step ------------------------------------------------------------------------------------------
 
     def begin_step(self, progress: float) -> None:
-        """Set what changes over the run; `progress` is the share of the run that is done."""
+        """Update the settings that change over the run. `progress` is the share of the run that is done."""
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor | int | None]:
-        """The batches of one optimiser step, and the number of labels in these batches on all processes."""
+        """Return the batches of one optimiser step, and each head's number of labels [K] in them on all processes."""
         self.begin_step(self.progress())
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -159,7 +174,7 @@ class MedusaTrainer(Trainer):
         return batches, self.accelerator.reduce(counts, "sum")
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """The number of labels of each head in a batch [K]."""
+        """Count the labels of each head [K] in a batch."""
         ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
         return (head_labels(ids, mask, documents, self.heads.config.num_heads) != IGNORE).sum((1, 2))
 
@@ -170,25 +185,32 @@ class MedusaTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch. Each head's figures are kept for the log."""
+        """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log."""
         losses = model(**inputs)
         self._seen.setdefault("train" if model.training else "eval", []).append(self.sums(losses).double().cpu())
         loss = self.total_loss(losses, num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def sums(self, losses: HeadLosses) -> Tensor:
-        """Each head's summed loss in nats, right guesses and labels in a batch [3, K]."""
+        """Sums [3, K] for each head over a batch: the loss in nats, the right guesses and the labels."""
         return torch.stack([losses.loss * losses.total, losses.correct, losses.total])
 
     def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
-        """The loss to minimise: the sum of the heads' weighted losses. `of_step` [K] counts the whole step's labels."""
+        """The loss to minimise: the sum of the heads' weighted losses.
+
+        `of_step` [K] is the number of each head's labels in the whole optimiser step, or `None` in an evaluation.
+        """
         return (losses.objective * self.share(losses.total, of_step)).sum()
 
     def share(self, labels: Tensor, of_step: Tensor | None) -> Tensor | float:
-        """The weight of a micro-batch's mean in the mean over all labels of an optimiser step.
+        """The weight of a micro-batch's mean loss in the mean over all labels of an optimiser step.
 
-        The Trainer adds micro-batches up and averages processes. With these weights, the loss and its gradients are
-        those of one process with one batch, however the labels are distributed.
+        The Trainer adds up the losses of micro-batches and averages those of processes. With these weights, loss and
+        gradients do not depend on how the labels are distributed over micro-batches and processes.
+
+        Args:
+            labels: number of labels in the micro-batch.
+            of_step: number of labels in the optimiser step, or `None` in an evaluation.
         """
         if of_step is None:  # evaluation averages batches
             return 1.0
@@ -202,7 +224,7 @@ class MedusaTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """The loss of a batch. The ranks of its labels among the guesses are counted."""
+        """Compute the loss of an evaluation batch, and count how often the heads' guesses are right."""
         batch = self._prepare_inputs(inputs)
         if "hidden" not in batch:
             batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
@@ -212,7 +234,7 @@ class MedusaTrainer(Trainer):
         return self.compute_loss(model, batch).detach(), None, None
 
     def _guess_figures(self) -> dict[str, float]:
-        """Accuracies and tau over the texts that all processes have evaluated since the last call."""
+        """Accuracies and expected tau of the evaluation that has just ended, by their names in the log."""
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)
         guesses.reduce(lambda sums: self.accelerator.reduce(sums.to(self.args.device), "sum").cpu())
         figures = {"eval_tau": round(guesses.expected_tau, 4)}
@@ -223,9 +245,9 @@ class MedusaTrainer(Trainer):
         return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does, with each head's loss in nats and top-1 over all labels since the last line.
+        """Write a line of the log, with each head's mean loss in nats and top-1 accuracy since the last line.
 
-        A line about an evaluation also has each head's accuracies and the expected tau of `eval_tree`.
+        The line of an evaluation also has more accuracies of each head and the expected tau of `eval_tree`.
         """
         split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
         if split in self._seen and f"{prefix}loss" in logs:
@@ -236,7 +258,10 @@ class MedusaTrainer(Trainer):
         super().log(logs, start_time)
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Each head's mean loss and top-1, by their names in the log, from sums [3, K] over batches and processes."""
+        """Mean loss and top-1 accuracy of each head, by their names in the log.
+
+        `sums` [3, K] are the results of the method `sums`, added up over batches and processes.
+        """
         figures = {}
         for head, (loss, correct, count) in enumerate(sums.T.tolist(), 1):
             figures[f"{prefix}head{head}_loss"] = round(loss / max(count, 1.0), 4)
@@ -251,7 +276,7 @@ class MedusaTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # trainer_state.json is written next and marks the checkpoint as whole
+        self.accelerator.wait_for_everyone()  # trainer_state.json is written next and completes the checkpoint
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.heads.load_state_dict(MedusaHeads.from_pretrained(resume_from_checkpoint).state_dict())

@@ -22,22 +22,25 @@ from train.features.dataset import Features
 from train.features.files import PER_TOKEN
 from train.loss.labels import IGNORE, head_labels
 
-CHAIN = 0.75  # how often a guess is right after right ones, for the cost of a reduced vocabulary: tau 3.1 of 5
+CHAIN = 0.75  # assumed share of right guesses where all earlier guesses are right; gives tau 3.1 with 4 heads
 ROWS = 1024  # rows whose labels are counted at a time
 
 
 def vocabulary_gain(
     sizes: BackboneSizes, *, num_heads: int, blocks: int, lm_heads: int, vocabulary: int, coverage: float
 ) -> float:
-    """Expected speed of heads that guess among `vocabulary` tokens, relative to the same heads with all tokens.
+    """Expected speed of heads with a reduced vocabulary, relative to the same heads with all tokens.
 
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
         time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
+    K is the number of heads and H the hidden size; times are counted in weights that are read.
+
     Args:
-        blocks: parameters of the heads without their LM heads.
-        lm_heads: number of LM heads that a step reads: K if heads have their own or work one after the other.
-        coverage: c, the share of the labels that are in the vocabulary.
+        blocks: number of parameters of the heads without their LM heads.
+        lm_heads: number of LM heads that a step reads: K if each head has its own, or if heads run one after another.
+        vocabulary: number of tokens in the reduced vocabulary.
+        coverage: c, the share of the labels that are in the reduced vocabulary.
     """
 
     def speed(tokens: int, known: float) -> float:
@@ -49,19 +52,20 @@ def vocabulary_gain(
 
 
 class FrequentTokens(NamedTuple):
-    """The most frequent tokens of a text, and their share of the text."""
+    """The most frequent tokens of a training text, and the share of the text that they cover."""
 
     ids: Tensor
-    """[N] tokens, the most frequent first."""
+    """Ids [N] of the most frequent tokens, in order of falling frequency."""
     coverage: float
-    """Share of the labels of one half of the text that are among the other half's most frequent tokens."""
+    """Share of the labels that are among the N most frequent tokens. The labels of each half of the text are compared
+    with the most frequent tokens of the other half."""
 
 
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
-    """The `size` most frequent labels of a text. Equally frequent ones follow their ids, the tokenizer's own order.
+    """The `size` tokens that are most frequent among the labels of a dataset. Equally frequent tokens are sorted by id.
 
     Raises:
-        RequestError: a stream, which has no end, or a `size` that is not smaller than the vocabulary.
+        RequestError: the dataset is a stream, which has no end; or `size` is not smaller than the vocabulary.
     """
     if isinstance(dataset, StreamedDataset):
         raise RequestError(
@@ -73,7 +77,7 @@ def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int
         )
     counts = torch.zeros(2, vocab_size, dtype=torch.long)
     for number, labels in enumerate(_labels(dataset)):
-        # Rows go to the two halves in turn; a single long row (features on disk) is cut in two.
+        # Rows alternate between the two halves of the text; a single long row (features on disk) is cut in two.
         halves = (labels[::2], labels[1::2]) if len(labels) > 1 else labels.flatten().chunk(2)
         for half, part in enumerate(halves):
             counts[(half + number) % 2] += torch.bincount(part[part != IGNORE], minlength=vocab_size)
@@ -86,7 +90,10 @@ def _first(counts: Tensor, size: int) -> Tensor:
 
 
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
-    """Labels of the first head in pieces [B, T]; other heads lack only the first tokens of a document."""
+    """Yield the labels of the first head in pieces [B, T] of a dataset, B rows of T tokens.
+
+    Labels of later heads are the same tokens without the first tokens of each document, so they need no count.
+    """
     if isinstance(dataset, PackedDataset):
         whole = {name: getattr(dataset, name) for name in PER_TOKEN}
         starts = range(0, len(dataset), ROWS)
@@ -98,7 +105,11 @@ def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Estimate the gain of the heads' vocabulary, and describe it in a line.
+    """Describe the expected speedup of the heads' reduced vocabulary in one line.
+
+    Args:
+        coverage: share of the labels that are in the reduced vocabulary.
+        force: accept a vocabulary that is expected to slow decoding down.
 
     Raises:
         RequestError: the vocabulary is expected to slow decoding down, and `force` is not set.

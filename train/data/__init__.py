@@ -1,1 +1,1 @@
-"""The training data: records become examples, rows of one length, and datasets."""
+"""The training data: records become examples, examples become rows of one length, and rows become datasets."""

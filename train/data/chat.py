@@ -17,14 +17,17 @@ from medusa.records.record import Record
 from train.data.turns import Span, Written
 
 Places = list[tuple[int, int]]
-"""Start and end of each token in a text, in characters."""
+"""Offsets of the tokens of a text: the start and the end of each token, in characters."""
 
 
 def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Ids [T] of a conversation as the tokenizer's template writes it, and True [T] for those that are taught.
+    """Tokenise a conversation as the tokenizer's chat template writes it.
+
+    Returns:
+        T token ids, and T flags that are True for tokens that count in the loss: those of the assistant's turns.
 
     Raises:
-        RequestError: no chat template, a template that rejects the messages, or one whose turns cannot be found.
+        RequestError: there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -42,7 +45,16 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
 def _to_tokens(
     text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Ids [T] of a text, and True [T] for tokens that hold a character of a span, up to the end-of-turn token."""
+    """Tokenise the text of a conversation, and mark the tokens of the assistant's turns.
+
+    Args:
+        text: the conversation, as the chat template writes it.
+        spans: places of the assistant's turns in the text.
+        where: file and line of the conversation, for errors.
+
+    Returns:
+        T token ids, and T flags that are True for tokens that overlap a turn, up to its end-of-turn token.
+    """
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
     places: Places = encoded["offset_mapping"] if tokenizer.is_fast else _places(ids, text, tokenizer, where)
@@ -56,21 +68,25 @@ def _to_tokens(
 
 
 def _first_after(places: Places, first: int, at: int) -> int:
-    """Index of the first token, from `first` on, that lies after character `at`.
+    """Index of the first token, from token `first` on, that lies after the character position `at`.
 
-    Byte-level tokenizers leave leading spaces out of a token's place. A token of spaces alone therefore has an empty
-    place after the spaces, and belongs to the text before it.
+    Byte-level tokenizers leave leading spaces out of a token's offsets. The offsets of a token of spaces alone are
+    therefore empty and lie after the spaces; such a token belongs to the text before it.
     """
     return next((k for k in range(first, len(places)) if places[k][0] >= at and places[k][1] > at), len(places))
 
 
 def _places(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Places:
-    """Places of tokens in a text, from decoded pieces: for tokenizers without offsets (those with remote code)."""
+    """Compute the offsets of tokens in a text by decoding them, for tokenizers without offsets (some with remote code).
+
+    Raises:
+        RequestError: the decoded tokens do not give the text.
+    """
     places: Places = []
     for at in range(len(ids)):
         piece = str(tokenizer.decode(ids[len(places) : at + 1]))
         start = places[-1][1] if places else 0
-        if text.startswith(piece, start):  # otherwise these are only some of a character's bytes
+        if text.startswith(piece, start):  # otherwise the tokens end within a character
             places += [(start, start + len(piece))] * (at + 1 - len(places))
     if len(places) < len(ids):
         raise RequestError(f"{where}: the tokenizer does not give the places of its tokens in a text; give input_ids")
@@ -80,10 +96,16 @@ def _places(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where
 def _end_of_turn(
     ids: list[int], first: int, said: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Move the end of a turn to directly after its end-of-turn token.
+    """Find the index of the token after a turn's end-of-turn token, where the tokens that count in the loss end.
 
-    The backbone never generates what the template writes after that token (a newline in ChatML). If only the answer was
-    marked, the end-of-turn token comes next.
+    The backbone never generates what the template writes after the end-of-turn token, such as a newline in ChatML.
+
+    Args:
+        ids: token ids of the conversation.
+        first: index of the turn's first token.
+        said: index of the first token after the answer.
+        last: index of the first token after the turn's place in the text.
+        ended: whether the end-of-turn token lies before `last`. If not, it may be the token at `last`.
     """
     for at in range(said, last):
         if _is_special(ids[at], tokenizer):
@@ -97,7 +119,10 @@ def _end_of_turn(
 
 
 def _cut_off(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Cut an unfinished conversation after its last answer: the template's end of turn was never generated."""
+    """Cut an unfinished conversation off after its last answer.
+
+    The template ends the last turn, but the model that gave the answer has not generated that end.
+    """
     end = len(mask) - mask[::-1].index(True)
     if _is_special(ids[end - 1], tokenizer):
         end -= 1

@@ -18,16 +18,16 @@ from train.data.packing import Batch, as_item, pack, padded
 
 
 class PackedDataset(Dataset[Batch]):
-    """All rows of `sequence_length` tokens.
+    """Dataset of rows of `sequence_length` tokens, all held in memory.
 
-    Positions restart with every document and after every cut. With `attention_mask=None` and `use_cache=False`,
-    transformers then keeps documents from attending to each other; a cache or a mask of ones would not.
+    Positions restart at every document and at the start of every row. Called with `attention_mask=None` and
+    `use_cache=False`, transformers then lets no document attend to another; with a cache or a mask of ones, it would.
     """
 
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
     ) -> None:
-        """Pack `examples`; `whole` keeps each document in one row. `counts` counts the documents."""
+        """Pack `examples` into rows, and count them in `counts`. With `whole`, each document stays in one row."""
         self.counts = counts or DataCounts()
         rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -43,23 +43,24 @@ class PackedDataset(Dataset[Batch]):
 
 
 class StreamedDataset(IterableDataset[Batch]):
-    """Rows packed while they are read, pass after pass without end; `max_steps` ends the training.
+    """Dataset of rows that are packed while training reads them. It repeats the data without end.
 
-    The order depends on the seed and the data only. A resumed run skips the rows that it has read, as the Trainer does,
-    and continues at the same row if the data are unchanged.
+    The order of the rows depends only on the seed and the data. On resuming, the Trainer skips the rows that the run
+    has read before, so the run continues at the same row if the data are unchanged.
     """
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """
+        """Make a dataset of the examples that `reader` reads.
+
         Args:
-            length: tokens in a row.
+            length: number of tokens in a row.
             whole: keep each document in one row.
-            shuffle_buffer: number of rows from which the next one is drawn.
+            shuffle_buffer: number of rows from which the next row is drawn at random.
         """
         self.reader, self.length, self.whole = reader, length, whole
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
         self.counts = DataCounts()
-        """Counts of the first pass so far; each worker of a data loader has its own."""
+        """Counts of what the first pass over the data has read. Each worker of a data loader has its own counts."""
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -74,11 +75,11 @@ class StreamedDataset(IterableDataset[Batch]):
             yield from _shuffled(rows, self.shuffle_buffer, random.Random(self.seed + number))
             if not counts.taught:
                 raise RequestError(f"nothing to train on: {counts}")
-            counts = DataCounts()  # the first pass has counted everything
+            counts = DataCounts()  # later passes read the same data, so their counts are not kept
 
 
 def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator[Tensor]:
-    """The same rows, each drawn from the next `size` rows."""
+    """Shuffle rows within a buffer: each row is drawn at random from the next `size` rows."""
     waiting: list[Tensor] = []
     for row in rows:
         waiting.append(row)
@@ -91,17 +92,22 @@ def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None, seed: int = 0
 ) -> PackedDataset | StreamedDataset:
-    """Load, tokenise and pack the data that `config` names; `seed` is for the order of a stream.
+    """Load, tokenise and pack the data that `config` describes.
+
+    Args:
+        vocab_size: size of the backbone's vocabulary.
+        context: context length of the backbone, if it has a limit.
+        seed: seed for the order of a stream.
 
     Raises:
-        RequestError: no such data, a record that cannot be used, or nothing left to teach.
+        RequestError: the data do not exist, a record cannot be used, or no token counts in the loss.
     """
     require_data(config)
     length, whole = row_length(config, context), config.long_documents != "split"
     reader = ExampleReader(config, tokenizer, vocab_size, length)
     if config.streaming:
         stream = StreamedDataset(reader, length, whole, config.shuffle_buffer, seed)
-        next(iter(stream))  # errors in the first records are raised before training starts
+        next(iter(stream))  # raises errors in the first records before training starts
         return stream
     counts = DataCounts()
     dataset = PackedDataset(reader.read(counts), length, whole, counts)
@@ -113,15 +119,15 @@ def load_dataset(
 
 
 def row_length(config: DataConfig, context: int | None) -> int:
-    """Tokens in a row: `sequence_length`, at most the backbone's context."""
+    """Number of tokens in a row: `sequence_length`, but at most `context`, the backbone's context length."""
     return min(config.sequence_length, context or config.sequence_length)
 
 
 def require_data(config: DataConfig) -> None:
-    """Check that the data can be opened, before a backbone is loaded.
+    """Check that the data and the excluded data of `config` can be opened, by reading one record of each.
 
     Raises:
-        RequestError: no such data.
+        RequestError: the data do not exist or cannot be read.
     """
     for source in filter(None, (config.path, config.exclude)):
         next(iter(records_of(config, source)))

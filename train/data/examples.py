@@ -1,6 +1,6 @@
-"""Training examples from records (`medusa.records`): ids and which of them are taught. Unusable records are counted.
+"""Training examples made from records (`medusa.records`): token ids, and which of them count in the loss.
 
-records -> examples (here) -> rows of one length and datasets of them (`train.data.datasets`)
+Records that cannot be used are dropped and counted. `train.data.packing` packs examples into rows of one length.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from train.loss.labels import FIRST_OFFSET
 
 
 class Example(NamedTuple):
-    """One document."""
+    """One document of the training data, as tokens."""
 
     input_ids: list[int]
-    """[T]"""
+    """Token ids of the document, T of them."""
     loss_mask: list[bool]
-    """[T] True for tokens that are taught."""
+    """T flags: True for tokens that count in the loss."""
     where: str = ""
-    """File and line."""
+    """File and line from which the document was read."""
 
     @property
     def is_taught(self) -> bool:
-        """Whether some head has a label; no head is taught the first two tokens of a document."""
+        """Whether any head has a label in this document. The first two tokens are no head's label."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
 @dataclass
 class DataCounts:
-    """Numbers of documents, tokens and rows that were read, and of records that were dropped."""
+    """Counts of the documents, tokens and rows of a dataset, and of the records that were dropped."""
 
     documents: int = 0
     tokens: int = 0
     taught: int = 0
     rows: int = 0
     cut: int = 0
-    """Documents longer than a row: split over several, or truncated."""
+    """Number of documents that are longer than a row and were split over several rows, or truncated."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Records by the reason for dropping them."""
+    """Number of dropped records for each reason."""
     first: dict[str, str] = field(default_factory=dict)
-    """File and line of the first record dropped for each reason."""
+    """For each reason, file and line of the first record that was dropped."""
 
     def add(self, example: Example) -> None:
-        """Count a document that is used."""
+        """Add a document that is used for training to the counts."""
         self.documents += 1
         self.tokens += len(example.input_ids)
         self.taught += sum(example.loss_mask)
 
     def drop(self, reason: str, where: str) -> None:
-        """Count a record that is dropped."""
+        """Add a dropped record to the counts."""
         self.dropped[reason] += 1
         self.first.setdefault(reason, where)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
+        """The counts as a JSON object."""
         return asdict(self) | {"dropped": dict(self.dropped)}
 
     def __str__(self) -> str:
@@ -77,21 +77,25 @@ class DataCounts:
 
 
 class ExampleReader:
-    """Reads the examples of a dataset in order."""
+    """Reads the records of a dataset in order, and turns them into training examples."""
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, row_length: int
     ) -> None:
-        """Ids must lie below `vocab_size`; `config.long_documents` applies to examples longer than `row_length`."""
+        """Make a reader of the data that `config` describes.
+
+        Token ids must be below `vocab_size`. `config.long_documents` applies to examples of more than `row_length`
+        tokens.
+        """
         self.config, self.tokenizer = config, tokenizer
         self.vocab_size, self.row_length = vocab_size, row_length
         self.excluded = excluded_windows(config, tokenizer)
 
     def read(self, counts: DataCounts) -> Iterator[Example]:
-        """Yield the examples of one pass over the data, and count dropped records in `counts`.
+        """Yield the examples of one pass over the data, and count dropped records and long documents in `counts`.
 
         Raises:
-            RequestError: a record that cannot be read, or the ids of another tokenizer.
+            RequestError: a record cannot be read, or its token ids are those of another tokenizer.
         """
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
             example = to_example(record, self.tokenizer)
@@ -125,15 +129,18 @@ class ExampleReader:
 
 
 def records_of(config: DataConfig, source: str) -> Iterator[Record]:
-    """Read the records of `source` with the settings of `config`."""
+    """Read the records of the file, folder or dataset `source`, with the reading options in `config`."""
     return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
 
 
 def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Example:
-    """Ids and loss mask of one record. All of a text is taught; of a conversation, what the assistant says.
+    """Turn a record into a training example: token ids, and which of them count in the loss.
+
+    Of a text, all tokens count in the loss; of a conversation, those of the assistant's turns; of a prompt with a
+    continuation in token ids, those of the continuation.
 
     Raises:
-        RequestError: a text without a tokenizer, or a conversation whose assistant turns cannot be found for certain.
+        RequestError: the record is text but there is no tokenizer, or the assistant's turns cannot be found.
     """
     if record.input_ids is not None:
         taught = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
@@ -148,7 +155,10 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """All runs of `exclude_window` tokens in the data `exclude`; examples that share one are dropped."""
+    """Collect all runs of `exclude_window` consecutive tokens in the data that `config.exclude` names.
+
+    Training examples that contain such a run are dropped.
+    """
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
         ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids

@@ -13,17 +13,19 @@ from torch.nn import functional as F
 
 from train.data.examples import DataCounts, Example
 
-OPEN_ROWS = 16  # rows that wait for another whole document; more waste less padding and read ahead further
-PADDING = -1  # the document that padding belongs to
+OPEN_ROWS = 16  # rows that wait for more whole documents; with more rows, padding is less and reading ahead longer
+PADDING = -1  # document number of padding
 Batch = dict[str, Tensor]
-"""The arguments of the trained module, by name: `input_ids`, `position_ids`, `document_ids` and `loss_mask`."""
+"""One or more rows by column: `input_ids`, `position_ids`, `document_ids`, `loss_mask`, and `hidden` with features."""
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
-    """Pack examples into rows of at most `length` tokens; `whole` keeps each document in one row.
+    """Pack examples into rows of at most `length` tokens, and count examples and rows in `counts`.
+
+    With `whole`, each document stays in one row; otherwise documents are cut at the end of a row.
 
     Yields:
-        [3, T] int32: ids, 1 for taught tokens, and the number of each token's document. `counts` counts all.
+        Rows [3, T] of int32 with T <= length: token ids; 1 for tokens that count in the loss; document numbers.
     """
 
     def documents() -> Iterator[Tensor]:
@@ -47,7 +49,10 @@ def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Put each document, none longer than `length`, into the first open row that has room for it."""
+    """Pack whole documents [3, T] with T <= length into rows: each goes into the first open row that has room for it.
+
+    When more than `OPEN_ROWS` rows are open, the fullest one is finished.
+    """
     rows: list[Tensor] = []
     for document in documents:
         fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)
@@ -61,14 +66,14 @@ def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def padded(row: Tensor, length: int) -> Tensor:
-    """A row [3, T] of `pack`, padded to [3, length]; padding belongs to no document and is not taught."""
+    """Pad a row [3, T] of `pack` to [3, length]. Padding belongs to no document and does not count in the loss."""
     whole = F.pad(row, (0, length - row.shape[1]))
     whole[2, row.shape[1] :] = PADDING
     return whole
 
 
 def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
-    """One item of a dataset from the columns [T] of a row."""
+    """Make an item of a dataset from the columns of one row, each [T]."""
     documents = document_ids.long()
     return {
         "input_ids": input_ids.long(),
@@ -79,7 +84,10 @@ def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch
 
 
 def positions_of(document_ids: Tensor) -> Tensor:
-    """The position [T] of each token in its document's part of a row, from document_ids [T]."""
+    """Position [T] of each token in a row, counted from the start of its document in this row.
+
+    `document_ids` [T] are the document numbers of the tokens.
+    """
     index = torch.arange(len(document_ids))
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[1:] = document_ids[1:] != document_ids[:-1]

@@ -1,4 +1,4 @@
-"""A preview of the training data without training: a few examples with their taught tokens marked, and all counts."""
+"""A preview of the training data: a few examples with the tokens that count in the loss marked, and all counts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from train.data.examples import DataCounts, Example, ExampleReader
 from train.data.packing import pack
 
 TAUGHT = "bold green"
-BRACKETS = "⟦", "⟧"  # instead of colours
+BRACKETS = "⟦", "⟧"  # around tokens that count in the loss, on a console without colours
 
 
 @dataclass
 class Preview:
-    """A few examples, and the counts of all data or, for a stream, of these examples."""
+    """The first examples of the training data, and the counts of all data or, for a stream, of these examples."""
 
     examples: list[Example]
     counts: DataCounts
     tokenizer: PreTrainedTokenizerBase | None
     whole: bool
-    """Whether the counts are of all data."""
+    """Whether the counts cover all data; false for a stream."""
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
+        """The preview as a JSON object."""
         return {
             "counts": self.counts.to_dict(),
             "examples": [
@@ -44,10 +44,12 @@ class Preview:
 
 
 def preview(config: TrainConfig, count: int) -> Preview:
-    """Read the first `count` examples as training would; neither weights nor rows are kept.
+    """Read all data as a training run would, and return the first `count` examples with the counts of all data.
+
+    Of a stream, only the first `count` examples are read. The backbone's weights are not loaded.
 
     Raises:
-        RequestError: data that training could not use either.
+        RequestError: the data cannot be used for training.
     """
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -69,7 +71,10 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
 
 def show(found: Preview, console: Console, ids: bool = False) -> None:
-    """Print a preview. Taught tokens are green, or in ⟦brackets⟧ without colours; `ids` adds one line per token."""
+    """Print a preview. Tokens that count in the loss are green, or in ⟦brackets⟧ on a console without colours.
+
+    With `ids`, also print one line for each token, with its position and its id.
+    """
     for number, example in enumerate(found.examples, 1):
         about = f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} taught"
         console.print(Text(f"{number}  {example.where}  {about}", style="bold cyan"), soft_wrap=True)
@@ -85,12 +90,12 @@ def show(found: Preview, console: Console, ids: bool = False) -> None:
 
 
 def marked(example: Example, tokenizer: PreTrainedTokenizerBase | None, coloured: bool) -> Text:
-    """The text of an example, with its taught parts coloured or in brackets."""
+    """Return the text of an example in which the tokens that count in the loss are coloured or in brackets."""
     out, before, end = Text(), "", 0
     for taught, run in groupby(example.loss_mask):
         end += len(list(run))
         ids = example.input_ids[:end]
-        # A part decoded alone may lose its leading space, so the part is cut from the text decoded up to its end.
+        # A part decoded alone may lose its leading space. So the text up to the part's end is decoded, and then cut.
         text = "".join(f"{token} " for token in ids) if tokenizer is None else str(tokenizer.decode(ids))
         piece = text[len(before) :]
         out.append(piece.join(BRACKETS) if taught and not coloured else piece, TAUGHT if taught and coloured else None)

@@ -24,29 +24,30 @@ from medusa.errors import RequestError
 from medusa.records.record import Record, template_error
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use characters: no text holds all of them
+PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use characters; no text contains all of them
 
 
 class Span(NamedTuple):
-    """A turn of the assistant in the text, in characters."""
+    """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters."""
 
     start: int
     said: int
-    """Known end of the answer; the turn ends with the first special token after it."""
+    """A position after the answer. The first special token between it and `end`, if any, is the end-of-turn token."""
     end: int
     ended: bool
-    """Whether this special token must come before `end`; otherwise it may also follow directly."""
+    """Whether the special token that ends the turn lies before `end`. If not, it may also follow directly after
+    `end`."""
 
 
 class Written:
-    """A conversation as text, as its template writes it."""
+    """The text of a conversation, as the chat template of its tokenizer writes it."""
 
     def __init__(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
         self.record, self.tokenizer, self.messages = record, tokenizer, record.messages or []
         try:
             self.template = tokenizer.get_chat_template(None, record.tools)
             self.text = self._write(self.messages)
-        except Exception as error:  # templates are programs and raise any exception; all are about this record
+        except Exception as error:  # a template is a program and may raise any exception
             raise template_error(record, error) from None
 
     def _write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
@@ -54,7 +55,11 @@ class Written:
         return str(self.tokenizer.apply_chat_template(messages, **settings))
 
     def spans(self) -> list[Span]:
-        """The assistant's turns that are taught, in order."""
+        """Find the assistant's turns that count in the loss, in order.
+
+        Raises:
+            RequestError: a turn cannot be found for certain.
+        """
         turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
         if self.record.teach_last:
             turns = turns[-1:]
@@ -67,7 +72,7 @@ class Written:
         if whole and answer:
             start = whole[0]
             if "add_generation_prompt" not in self.template:
-                # Only the answer shows the end of the turn's header; a space between header and answer is the answer's.
+                # Only the answer shows where the turn's header ends. A space between them counts as part of the answer.
                 start = max(start, len(self.text[: answer[0]].rstrip(" ")))
             return Span(start, answer[1], whole[1], ended=True)
         if found := whole or answer:
@@ -79,12 +84,15 @@ class Written:
         )
 
     def _marked(self, turns: int) -> list[Span] | None:
-        """The turns that the template marks; `None` unless it marks all of them."""
+        """Find the assistant's turns by the marks of the template; `None` unless it marks all of them.
+
+        `turns` is the number of the assistant's turns.
+        """
         if not GENERATION.search(self.template):
             return None
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
-        # Not `apply_chat_template(return_assistant_tokens_mask=True)`: where a marked text ends in a space that belongs
-        # to no token's offsets, its mask runs on to the end of the conversation.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` fails if a marked text ends in a space outside all
+        # tokens' offsets: its mask then extends to the end of the conversation.
         given: Any = {"tools": self.record.tools, **self.tokenizer.special_tokens_map}
         texts, places = cast(
             tuple[list[str], list[list[tuple[int, int]]]],
@@ -94,22 +102,28 @@ class Written:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Start and end of the turn, as the difference between the texts without and with it."""
+        """Find start and end of a turn as the difference between the texts without and with this turn.
+
+        `None` if the template writes the shorter conversation differently.
+        """
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])
-        except Exception:  # a template may refuse a part of a conversation that it accepts as a whole
+        except Exception:  # a template may reject a part of a conversation that it accepts as a whole
             return None
         holds = self.text.startswith(after) and after.startswith(before)
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """Start and end of the answer, as the part of the text that changes with another answer."""
+        """Find start and end of an answer as the part of the text that changes with another answer.
+
+        `None` if other parts of the text change, too.
+        """
         other = next(character for character in PRIVATE if character not in self.text)
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
         try:
             head, *tail = self._write(exchanged).split(other)
-        except Exception:  # as above
+        except Exception:  # a template may reject the other answer
             return None
         if len(tail) != 1 or not (self.text.startswith(head) and self.text.endswith(tail[0])):
             return None

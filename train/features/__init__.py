@@ -1,1 +1,1 @@
-"""Features: the backbone's hidden states on disk, cached for a dataset or recorded from texts in use."""
+"""Features: the backbone's hidden states on disk, computed for a dataset or recorded while texts are generated."""

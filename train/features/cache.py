@@ -27,15 +27,18 @@ from train.trainer import MedusaTrainer
 
 
 class FeatureCache:
-    """A folder with the features of one dataset."""
+    """The folder of features of one dataset: the hidden states of all its rows, of which some may be missing."""
 
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, known: Fingerprint, dtype: str | None = None
     ) -> None:
-        """
+        """Make a cache in `folder` for the hidden states that `backbone` computes for the dataset `rows`.
+
+        Nothing is read or written yet.
+
         Args:
-            known: the backbone's fingerprint.
-            dtype: name of the stored states' dtype, by default the backbone's.
+            known: fingerprint of the backbone (`medusa.fingerprint`).
+            dtype: name of the dtype in which hidden states are stored, by default that of the backbone.
         """
         self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
@@ -46,12 +49,14 @@ class FeatureCache:
         self.manifest = Manifest(known, name, size, len(rows), self.row_length, self.rows_per_shard)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
-        """Every shard's file, written or not, and its rows."""
+        """Yield the path of each shard of the dataset, whether it is written or not, with the rows that it holds."""
         for number, start in enumerate(range(0, len(self.rows), self.rows_per_shard)):
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
     def require_belonging(self, replace: bool = False) -> None:
-        """Check that the folder holds these features, a part of them or nothing; `replace` deletes other features.
+        """Check that the folder is empty or holds features of this dataset and this backbone, all of them or some.
+
+        With `replace`, features of other data or another backbone are deleted instead.
 
         Raises:
             RequestError: the features are damaged, or belong to another backbone or other data.
@@ -59,7 +64,7 @@ class FeatureCache:
         try:
             self._compare()
         except RequestError:
-            if not replace or not is_features(self.folder):  # nothing but features is ever deleted
+            if not replace or not is_features(self.folder):  # only features are ever deleted
                 raise
             shutil.rmtree(self.folder)
 
@@ -87,17 +92,17 @@ class FeatureCache:
 
     @property
     def missing_rows(self) -> int:
-        """Rows of all shards that are not written yet."""
+        """Number of rows in the shards that are not written yet."""
         return sum(len(range(len(self.rows))[rows]) for path, rows in self.shard_rows() if not path.is_file())
 
     def plan(self, trainer: MedusaTrainer) -> FeaturePlan:
-        """Time a few training steps, the backbone's part and the rest, and count bytes."""
+        """Estimate the disk space and the saved time from a few timed training steps, without writing anything."""
         args, forwards = trainer.args, []
 
         def timed(batch: Batch) -> Batch:
             start = time.perf_counter()
             batch = self._with_hidden(batch)
-            batch["hidden"][-1, -1, -1].item()  # waits for the device
+            batch["hidden"][-1, -1, -1].item()  # waits until the device has computed it
             forwards.append(time.perf_counter() - start)
             return batch
 
@@ -119,10 +124,17 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Write the missing shards among every `processes`-th shard, from number `process` on.
+        """Compute and write the shards that are missing on disk.
+
+        With several processes, each of them writes its share: shard `process`, and every `processes`-th one after it.
+
+        Args:
+            batch_size: number of rows in a forward of the backbone.
+            process: index of this process.
+            processes: number of processes.
 
         Yields:
-            The number of rows whenever some are done.
+            The number of rows in each forward, for a progress bar.
         """
         if process == 0 and not is_features(self.folder):
             self.manifest.write(self.folder)
@@ -138,10 +150,10 @@ class FeatureCache:
             files.write_shard(path, torch.cat(hidden), **self._tokens(rows))
 
     def read(self) -> Features:
-        """Open the rows with their hidden states, after all are written.
+        """Open the dataset with its hidden states, after all shards are written.
 
         Raises:
-            RequestError: some rows are missing.
+            RequestError: rows are missing on disk.
         """
         features = Features(self.folder, self.row_length)
         if len(features) != len(self.rows):

@@ -20,10 +20,10 @@ from train.features.files import PER_TOKEN, Manifest, read_shard, shards
 
 
 class Features(Dataset[Batch]):
-    """Rows of a folder of features, like the rows of `PackedDataset`, with their hidden states.
+    """Dataset of the rows in a folder of features: rows like those of `PackedDataset`, with their hidden states.
 
-    Hidden states are mapped into memory and copied one row at a time; ids are kept in memory. A row never crosses a
-    shard's end.
+    Token ids are held in memory. Hidden states are memory-mapped and copied one row at a time. A row never continues in
+    the next shard.
     """
 
     def __init__(self, folder: Path, row_length: int) -> None:
@@ -35,7 +35,7 @@ class Features(Dataset[Batch]):
             tokens=sum(int((t["document_ids"] >= 0).sum()) for t in self.tokens),
             taught=sum(int(t["loss_mask"].sum()) for t in self.tokens),
         )
-        self._starts = [0]  # rows before each shard, and the number of all rows
+        self._starts = [0]  # number of rows before each shard, and of all rows
         for tensors in self.tokens:
             self._starts.append(self._starts[-1] + -(-len(tensors["input_ids"]) // row_length))
         self._open: dict[Path, Any] = {}
@@ -48,7 +48,7 @@ class Features(Dataset[Batch]):
             raise IndexError(index)
         shard = bisect_right(self._starts, index) - 1
         path, start = self.paths[shard], (index - self._starts[shard]) * self.row_length
-        if path not in self._open:  # opened in the process that reads: a handle cannot be sent to workers
+        if path not in self._open:  # opened on first use: a file handle cannot be sent to data loader workers
             self._open[path] = safe_open(path, framework="pt").get_slice("hidden")
         hidden = self._open[path][start : start + self.row_length]
         ids, documents, taught = (self.tokens[shard][name][start : start + self.row_length] for name in PER_TOKEN)
@@ -60,10 +60,10 @@ class Features(Dataset[Batch]):
 
 
 def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
-    """Open a folder of features as training data for `backbone`.
+    """Open a folder of features as training data for heads on `backbone`.
 
     Raises:
-        RequestError: the features belong to another backbone, or none of their tokens is taught.
+        RequestError: the features were computed by another backbone, or none of their tokens counts in the loss.
     """
     manifest = Manifest.read(folder)
     known = manifest.backbone or {}

@@ -27,21 +27,21 @@ from medusa.files import read_json, replacing, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "medusa features"
-SHARD_BYTES = 2**28  # of hidden states; an interruption loses at most one shard
+SHARD_BYTES = 2**28  # hidden states in a shard; an interruption loses at most one shard
 PER_TOKEN = ("input_ids", "document_ids", "loss_mask")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a folder of features."""
+    """The manifest of a folder of features: which backbone computed them, and in which form they are stored."""
 
     backbone: Fingerprint
-    """Fingerprint of the backbone (`medusa.fingerprint`)."""
+    """Fingerprint of the backbone that computed the hidden states (`medusa.fingerprint`)."""
     dtype: str
-    """Dtype of the hidden states, without "torch."."""
+    """Dtype of the stored hidden states, such as "float16"."""
     hidden_size: int
     rows: int | None = None
-    """Number of rows of the cached dataset; `None`, like the next two, in a recorded folder."""
+    """Number of rows in the cached dataset. This field and the next two are `None` for recorded features."""
     row_length: int | None = None
     rows_per_shard: int | None = None
     format: str = FORMAT
@@ -49,17 +49,17 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest in a folder."""
+        """Read the manifest of a folder of features."""
         content = read_json(folder / MANIFEST)
         return cls(**{field.name: content.get(field.name) for field in fields(cls)})
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into a folder, which makes it a folder of features."""
+        """Write the manifest into `folder`, which makes it a folder of features."""
         content = {"format": self.format, "version": self.version, **vars(self)}
         write_json(folder / MANIFEST, {name: value for name, value in content.items() if value is not None})
 
     def same_states(self, other: Manifest) -> bool:
-        """Whether two manifests describe hidden states of the same backbone, under any name, in the same dtype."""
+        """Whether two manifests describe hidden states in the same dtype from the same backbone, whatever its name."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         known = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
         return known and all(getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version"))
@@ -72,20 +72,20 @@ def is_features(path: str | Path) -> bool:
 
 
 def token_bytes(hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one token on disk: its hidden state and `PER_TOKEN`."""
+    """Number of bytes that a token takes on disk: its hidden state, its id, its document and its loss mask."""
     return hidden_size * dtype.itemsize + 4 + 4 + 1
 
 
 def shards(folder: Path) -> list[Path]:
-    """All shards in a folder, in order."""
+    """Paths of all shards in a folder of features, in order."""
     return sorted(path for path in folder.glob("*.safetensors") if path.stem.isdigit())
 
 
 def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
-    """Read the named tensors of a shard.
+    """Read some tensors of a shard, by name.
 
     Raises:
-        RequestError: the file is damaged or is not a shard.
+        RequestError: the file is damaged or is not a shard of features.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -97,7 +97,7 @@ def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
-    """Write one shard, whole or not at all; `per_token` are the tensors of `PER_TOKEN`."""
+    """Write a shard atomically. `hidden` are the N hidden states, and `per_token` the other tensors by name."""
     tensors = {"hidden": hidden, **{name: per_token[name] for name in PER_TOKEN}}
     with replacing(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)

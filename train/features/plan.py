@@ -11,30 +11,30 @@ from medusa.files import readable
 
 @dataclass(frozen=True)
 class FeaturePlan:
-    """Disk space and time of a cache, estimated before anything is written."""
+    """The disk space that a cache of features needs and the training time that it saves, as estimates."""
 
     tokens: int
     missing_bytes: int
-    """Bytes that are still to be written."""
+    """Number of bytes that are not written yet."""
     free_bytes: int
     backbone_seconds: float
-    """The part of a training step in the backbone's forward, which features save."""
+    """Seconds of a training step in the backbone's forward, which is not needed with features."""
     heads_seconds: float
-    """The rest of a training step."""
+    """Seconds of a training step in everything else."""
     epochs: float
 
     @property
     def saved_per_epoch(self) -> float:
-        """Share of the time that features save in every epoch after the first."""
+        """Share of an epoch's time that features save, in every epoch after the first."""
         return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
 
     @property
     def saved(self) -> float:
-        """Share of the whole run's time that features save; the backbone still runs once."""
+        """Share of the run's time that features save. The first epoch saves none, because the backbone still runs once."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
+        """The plan as a JSON object."""
         return asdict(self) | {"saved_per_epoch": self.saved_per_epoch, "saved": self.saved}
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class FeaturePlan:
         )
 
     def require_space(self, folder: Path) -> None:
-        """Check that the disk of `folder` can hold the features.
+        """Check that the disk has enough space for the features.
 
         Raises:
-            RequestError: the disk is too small.
+            RequestError: the disk is too small; the message names `folder`.
         """
         if self.missing_bytes > self.free_bytes:
             raise RequestError(

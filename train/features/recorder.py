@@ -16,10 +16,15 @@ from train.features.files import Manifest, is_features, shards, token_bytes, wri
 
 
 class Recorder:
-    """Adds texts with their hidden states to a folder of features, on which heads can be trained."""
+    """Writer that adds texts with their hidden states to a folder of features, on which heads can then be trained."""
 
     def __init__(self, folder: Path, known: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
-        """Prepare to write to `folder`; `known` is the backbone's fingerprint.
+        """Make a recorder that writes to `folder`, a new folder or one with recorded features.
+
+        Args:
+            known: fingerprint of the backbone (`medusa.fingerprint`).
+            hidden_size: hidden size H of the backbone.
+            dtype: dtype in which hidden states are stored.
 
         Raises:
             RequestError: the folder holds other files, or features of another backbone or dtype.
@@ -27,7 +32,7 @@ class Recorder:
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(known, str(dtype).removeprefix("torch."), hidden_size)
         self.texts = self.tokens = 0
-        """Numbers of texts and tokens that this recorder has written to the folder."""
+        """Numbers of texts and of tokens that this recorder has written to disk."""
         self._texts: list[dict[str, Tensor]] = []
         if is_features(folder):
             held = Manifest.read(folder)
@@ -39,11 +44,11 @@ class Recorder:
             raise RequestError(f"{folder} holds files that are not features; give another folder")
 
     def size(self, tokens: int) -> int:
-        """Bytes that a number of tokens take on disk."""
+        """Number of bytes that `tokens` tokens take on disk."""
         return tokens * token_bytes(self.manifest.hidden_size, self.dtype)
 
     def require_space(self, tokens: int) -> None:
-        """Check that the disk can hold a number of tokens.
+        """Check that the disk has space for `tokens` more tokens.
 
         Raises:
             RequestError: the disk is too small.
@@ -56,9 +61,12 @@ class Recorder:
             )
 
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
-        """Add one text [T], T >= 1, whose first `prompt_tokens` tokens are not taught.
+        """Add a text of T tokens, T >= 1, with its hidden states.
 
-        `hidden` is [T, H], or shorter if the backbone has not read the last tokens.
+        Args:
+            input_ids: the T token ids.
+            hidden: [T, H] hidden states of the backbone, or fewer if it has not read the last tokens.
+            prompt_tokens: number of tokens at the start of the text that do not count in the loss.
         """
         ids = torch.tensor(input_ids, dtype=torch.int32)
         states = F.pad(hidden.detach().to("cpu", self.dtype), (0, 0, 0, len(ids) - len(hidden)))
@@ -69,7 +77,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write the texts added since the last shard as the next shard."""
+        """Write the texts that were added since the last shard to disk, as a new shard."""
         if self._texts:
             if not is_features(self.folder):  # not earlier: a request that fails before its first text leaves no file
                 self.manifest.write(self.folder)

@@ -1,1 +1,1 @@
-"""The loss of heads: their targets, the weights of their errors, and its computation in little memory."""
+"""The loss of heads: their labels, their loss weights, and the computation in little memory."""

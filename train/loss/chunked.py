@@ -1,7 +1,9 @@
-"""The loss in chunks of positions: gradients are computed in the forward, and K x R x V logits are never held at once.
+"""The loss of heads in chunks of positions, so that the K x R x V logits are never in memory at once.
 
-Shapes: K heads, R positions that are taught, C of them in a chunk, H hidden size, V vocabulary. Capitals at the end of
-a name are its shape.
+The gradients are computed in the forward, while a chunk's logits are in memory.
+
+Shapes: K heads, R positions at which heads have labels, C of them in a chunk, H hidden size, V vocabulary. Capital
+letters at the end of a name are its shape.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from train.loss.weighting import Weighting
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Computes the figures of `train.loss.heads.HeadLosses` (objective, loss, correct, total) from features.
+    """Autograd function that computes the fields of `train.loss.heads.HeadLosses` from the features of the heads.
 
-    The weighting is part of the forward: an own LM head's gradient is a sum over positions, which cannot be weighted
-    afterwards.
+    Its inputs are the features [K, R, H], LM head weights, bias, labels [K, R], weighting and teacher. The forward
+    applies the loss weights, because the gradient of an own LM head is a sum over positions, which cannot be weighted
+    later.
     """
 
     @staticmethod
@@ -34,14 +37,14 @@ class ChunkedLoss(torch.autograd.Function):
         teacher: BackboneTeacher | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         device = x_KRH.device.type
-        # A shared LM head may be kept in bfloat16 with heads in float32, and autocast asks for bfloat16 too.
+        # Products use the LM head's dtype, which may be bfloat16 with heads in float32, or autocast's dtype.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         num_heads, positions, _ = x_KRH.shape
         own = weight.dim() == 3
         matrix = weight.to(dtype) if own else weight.to(dtype).T
         learns_x, learns_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = torch.empty_like(x_KRH) if learns_x else None
-        grad_weight = torch.zeros_like(weight) if learns_weight and own else None  # a shared one is frozen
+        grad_weight = torch.zeros_like(weight) if learns_weight and own else None  # a shared LM head is frozen
         figures = x_KRH.new_zeros(3, num_heads, dtype=torch.float)
         counts = (labels != IGNORE).sum(1)
         step = chunk_rows(num_heads, matrix.shape[-1], device, MIN_ROWS_OWN if own else MIN_ROWS)
@@ -55,7 +58,7 @@ class ChunkedLoss(torch.autograd.Function):
                 mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
                 grads = (None if grad_x is None else grad_x[:, rows], grad_weight)
                 figures += _chunk(x_KCH, matrix, bias_V, target, soft, mean, weighting, *grads)
-                del soft  # otherwise the next chunk's distributions are computed while these are in memory
+                del soft  # otherwise two chunks' distributions would be in memory at once
         objective, loss, correct = figures[0].clone(), figures[1].clone(), figures[2].long()
         ctx.save_for_backward(grad_x, grad_weight)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(loss, correct, counts)
@@ -64,7 +67,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        scale = grads[0][:, None, None]  # of each head
+        scale = grads[0][:, None, None]  # gradient of each head's objective
         # An own LM head's gradient is the largest tensor here. It is scaled in place, so a second backward is an error.
         return (
             None if grad_x is None else grad_x * scale.to(grad_x.dtype),
@@ -84,20 +87,24 @@ def _chunk(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """Objective, loss and right guesses of a chunk [3, K]. Its logits are freed before the next chunk's are computed.
+    """Compute the objective, loss and right guesses [3, K] of one chunk, and its part of the gradients.
 
     Args:
-        matrix: [H, V] the shared LM head, or [K, H, V].
-        mean_KC: weight of each label in its head's mean.
-        grad_x: [K, C, H] is set to the chunk's gradient.
-        grad_weight: [K, H, V] the gradient of the heads' own LM heads, to which the chunk's is added.
+        x_KCH: features of the heads.
+        matrix: [H, V] weights of the shared LM head, or [K, H, V] weights of the heads' own LM heads.
+        bias_V: bias of the shared LM head, if it has one.
+        target_KC: labels as indices into the logits, or `IGNORE`.
+        soft: the distributions to learn, if the objective is distill.
+        mean_KC: weight of each label in the mean over its head's labels.
+        grad_x: [K, C, H] receives the gradient of the features, unless it is `None`.
+        grad_weight: [K, H, V] receives the sum of itself and the gradient of the own LM heads, unless it is `None`.
     """
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
         logits += bias_V
     taught = target_KC != IGNORE
     at_label, cross_entropy, correct = [], [], []
-    for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # one by one: less memory at a time
+    for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # head by head, to use less memory
         log_p = logits[head].log_softmax(-1)
         found = log_p.gather(1, target)[:, 0]
         correct.append(((log_p.argmax(-1) == target[:, 0]) & taught[head]).sum())
@@ -124,15 +131,15 @@ def _chunk(
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
-    """The product [K, C, B] of x [K, C, A] with one matrix [A, B], or with one for each head [K, A, B]."""
+    """Multiply x [K, C, A] by one matrix [A, B] for all heads, or by one matrix for each head [K, A, B]; [K, C, B]."""
     if matrix.dim() == 3:
         return torch.bmm(x_KCA, matrix)
-    # Flat, because `matmul` may otherwise copy the matrix for each head.
+    # In two dimensions, because otherwise `matmul` may copy the matrix for each head.
     return (x_KCA.flatten(0, 1) @ matrix).unflatten(0, x_KCA.shape[:2])
 
 
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
-    """Add x^T gradient to `total`, in place and head by head."""
+    """Add the products of x transposed and the gradient [K, H, V] to `total_KHV`, in place and head by head."""
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
         if total.dtype == x.dtype:
             total.addmm_(x.T, gradient)

@@ -1,8 +1,8 @@
-"""The loss of heads, in chunks of positions by default, and the plain version that it must equal.
+"""The loss of heads: computed in chunks of positions by default, and in a plain version that tests compare it with.
 
-Shapes: K heads, R positions that are taught, H hidden size, V vocabulary.
+Shapes: K heads, R positions at which heads have labels, H hidden size, V vocabulary.
 
-    objective   target of a head                                                given as
+    objective   target of a head at a position                                  passed as
     text        the text's token there                                          labels
     argmax      the backbone's most probable token there                        labels (`backbone_choices`)
     distill     the backbone's distribution there, softmax(logits / temperature)    `BackboneTeacher`, chunk by chunk
@@ -27,18 +27,19 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """The figures of a batch that training needs, all [K]."""
+    """The losses and accuracies of K heads over a batch; every field has the shape [K]."""
 
     objective: Tensor
-    """Each head's part of the minimised loss: weighted cross-entropies in nats, averaged over its labels; carries
-    gradients."""
+    """Each head's part of the loss to minimise: the mean over its labels of the weighted cross-entropy, in nats.
+    Carries gradients."""
     loss: Tensor
-    """Mean cross-entropy in nats over the head's labels, unweighted, 0 if it has none; no gradients. A label that the
-    head cannot guess (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
+    """Mean unweighted cross-entropy over each head's labels, in nats, without gradients; 0 for a head without labels. A
+    label outside the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
-    """Number of labels that are the head's best guess; for a distribution, its most probable token is the label."""
+    """Number of labels that are the head's best guess. If the target is a distribution, the label is its most probable
+    token."""
     total: Tensor
-    """Number of all labels."""
+    """Number of labels of each head."""
 
 
 def head_losses(
@@ -50,13 +51,16 @@ def head_losses(
     teacher: BackboneTeacher | None = None,
     backend: str = "auto",
 ) -> HeadLosses:
-    """Losses and accuracies of all heads.
+    """Compute the losses and accuracies of all heads on a batch.
 
     Args:
-        inputs: of the heads at the R taught positions.
-        labels: [K, R] tokens, or IGNORE where a head is not taught; with a `teacher`, only IGNORE matters.
-        lm_head: the backbone's, for heads that share it.
-        backend: chunked (auto's choice), plain (all logits at once) or liger (a GPU and labels only).
+        inputs: inputs of the heads at the R positions.
+        labels: [K, R] token ids, `IGNORE` where a head has no label. With a `teacher`, other values are not read.
+        lm_head: the backbone's LM head, for heads that share it.
+        weighting: rule for the loss weights of the heads.
+        teacher: the backbone's distributions, for the objective distill.
+        backend: auto or chunked (in chunks), plain (all logits at once), or liger (Liger's kernels; needs a GPU and
+            labels).
     """
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
@@ -67,7 +71,7 @@ def head_losses(
         losses = _head_losses_liger(features, places, weight, bias, weighting)
     else:
         losses = HeadLosses(*ChunkedLoss.apply(features, weight, bias, places, weighting, teacher))
-    counts = (labels != IGNORE).sum(1)  # includes labels that the heads cannot guess: they are misses
+    counts = (labels != IGNORE).sum(1)  # with misses outside the vocabulary
     share = losses.total / counts.clamp_min(1)
     return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
 
@@ -80,8 +84,8 @@ def head_losses_plain(
     weighting: Weighting = PAPERS_WEIGHTING,
     teacher: BackboneTeacher | None = None,
 ) -> HeadLosses:
-    """The obvious version of `head_losses`, its oracle: all logits at once, and autograd's gradients."""
-    weight, bias = _lm_heads(heads, lm_head)  # a shared one may be kept in bfloat16 with heads in float32
+    """Compute what `head_losses` computes in the simplest way: all logits at once, and gradients by autograd. An oracle."""
+    weight, bias = _lm_heads(heads, lm_head)  # a shared LM head may be in bfloat16, and the heads in float32
     logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
     log_p = logits.float().log_softmax(-1)  # [K, R, V]
     if teacher is None:
@@ -99,10 +103,11 @@ def head_losses_plain(
 
 
 def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:
-    """Places of the labels [K, R] among the heads' logits; IGNORE also for labels that the heads never guess.
+    """Convert labels [K, R] from token ids to indices into the heads' logits.
 
-    Such a label is a certain miss. It teaches nothing, and D-PACE's chain ends before it, as at the end of a text. (A
-    teacher's targets hold such places already.)
+    The result is `IGNORE` also for labels outside the reduced vocabulary, which the heads never guess. Such a label has
+    no loss, and for dpace the chain of guesses ends before it. With a teacher, the labels are returned unchanged,
+    because its targets hold such indices already.
     """
     if heads.vocabulary is None or teacher is not None:
         return labels
@@ -112,7 +117,7 @@ def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None)
 
 
 def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    """The weights [K, H, V] of the heads' own LM heads, or the weights [V, H] and bias [V] of a shared one."""
+    """The weights [K, H, V] of the heads' own LM heads, or weights [V, H] and bias [V] of the shared LM head."""
     if heads.lm_heads is not None:
         return heads.lm_heads, None
     assert lm_head is not None
@@ -123,7 +128,7 @@ def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Te
 def _head_losses_liger(
     features: Tensor, labels: Tensor, weights: Tensor, bias: Tensor | None, weighting: Weighting
 ) -> HeadLosses:
-    """Liger's fused linear cross-entropy, head by head. Liger chunks by itself, with one kernel per chunk."""
+    """Compute the losses with Liger's fused linear cross-entropy, head by head. Liger makes its own chunks."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses, shares = [], []
@@ -135,7 +140,7 @@ def _head_losses_liger(
         losses.append(out.loss)
         shares.append(out.token_accuracy)
     count = (labels != IGNORE).sum(1)
-    loss = torch.where(count > 0, torch.stack(losses), 0.0)  # a mean over nothing is not a number
+    loss = torch.where(count > 0, torch.stack(losses), 0.0)  # Liger returns NaN for a head without labels
     share = torch.where(count > 0, torch.stack(shares), 0.0)
     objective = loss * head_weights(len(count), weighting.decay).to(loss.device)
     return HeadLosses(objective, loss.detach(), (share * count).round().long(), count)

@@ -15,20 +15,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-IGNORE = -100
-FIRST_OFFSET = 2
-NEXT = 1  # the LM head's own
+IGNORE = -100  # a label that does not count in the loss, as in PyTorch
+FIRST_OFFSET = 2  # from a position to the label of head 0
+NEXT = 1  # from a position to the label of the backbone's own LM head
 
 
 def head_labels(
     input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int, first: int = FIRST_OFFSET
 ) -> Tensor:
-    """Labels [K, B, T] of the heads for ids [B, T]; `IGNORE` where there is nothing to teach.
+    """Make the labels [K, B, T] of all heads from token ids; `IGNORE` where a head has no label.
 
     Args:
-        loss_mask: [B, T] True for tokens that may be taught, read at the label's position.
-        document_ids: [B, T] the document of each token; padding has its own document and no loss.
-        first: offset of head 0's label.
+        input_ids: [B, T] token ids.
+        loss_mask: [B, T] True for tokens that count in the loss, that is, tokens that may be labels.
+        document_ids: [B, T] document of each token. Padding has its own document and does not count in the loss.
+        first: offset from a position to the label of head 0.
     """
     length = input_ids.shape[1]
     labels = torch.full((num_heads, *input_ids.shape), IGNORE, dtype=torch.long, device=input_ids.device)

@@ -24,9 +24,13 @@ from train.loss.labels import FIRST_OFFSET, IGNORE
 
 @torch.no_grad()
 def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """The backbone's most probable token at each position of a text [B, T], from its hidden states [B, T, H].
+    """Replace each token of a text by the one that the backbone finds most probable after the tokens before it.
 
-    On sampled text this is the token that greedy decoding takes after that prefix. The first position keeps its token.
+    This is the token that greedy decoding would choose there. The first token of each row is kept.
+
+    Args:
+        hidden: [B, T, H] hidden states of the backbone.
+        input_ids: [B, T] token ids of the text.
     """
     flat = hidden[:, :-1].flatten(0, 1)
     rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
@@ -35,37 +39,43 @@ def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> T
 
 
 class SoftTargets(NamedTuple):
-    """The distributions that heads learn at a chunk of positions."""
+    """The backbone's distributions that K heads learn at the C positions of a chunk."""
 
     distributions: Tensor
-    """[D, V] distributions; neighbouring positions share them, so D is about C + K."""
+    """D distributions [D, V] over tokens. Neighbouring positions share distributions, so D is about C + K."""
     which: Tensor
-    """[K, C] index of the distribution that each head learns."""
+    """Index [K, C] of the distribution that each head learns at each position."""
     labels: Tensor
-    """[K, C] most probable token of each distribution, as a place in the heads' vocabulary; IGNORE if the token is not
-    in that vocabulary or nothing is taught."""
+    """Most probable token [K, C] of each distribution, as an index into the heads' vocabulary. `IGNORE` where a head
+    has no label, or where the token is not in that vocabulary."""
 
 
 @dataclass(frozen=True)
 class BackboneTeacher:
-    """The backbone's own distributions, computed for a few positions at a time."""
+    """The backbone's distributions as targets for the heads, computed for one chunk of positions at a time."""
 
     hidden: Tensor
-    """[N, H] hidden states at all positions of a batch, one row after another."""
+    """Hidden states [N, H] of the backbone at all positions of a batch, row after row."""
     position: Tensor
-    """[R] index among the N positions of each one that is taught."""
+    """Indices [R] of the positions at which heads have labels, among the N positions."""
     lm_head: nn.Module
     temperature: float = 1.0
     hard_label_weight: float = 0.0
-    """Share of the target that goes to the most probable token alone."""
+    """Share of the target's probability that is moved to the most probable token."""
     vocabulary: Tensor | None = None
-    """Tokens that the heads guess among; distributions are then conditional on these tokens, in their order."""
+    """Ids of the tokens that the heads guess among, if not all. Distributions are then restricted to these tokens, in
+    this order, and normalised."""
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
-        """The targets at the taught positions `rows`, where `labels` [K, C] is not IGNORE."""
+        """Compute the targets of all heads at a chunk of positions.
+
+        Args:
+            rows: the C positions of the chunk, as a slice of the R positions.
+            labels: [K, C] `IGNORE` where a head has no label; other values are not read.
+        """
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
-        wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end nothing is taught
+        wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels
         places, which = wanted.unique(return_inverse=True)
         soft = self.lm_head(self.hidden[places]).float()
         best = soft.argmax(-1)

@@ -1,4 +1,7 @@
-"""How much each head's error counts in the loss."""
+"""The loss weights of heads: how much the error of each head counts at each position.
+
+Shapes: K heads, C positions.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,24 @@ import torch
 from torch import Tensor
 
 WEIGHTINGS = ("decay", "dpace")
-DECAY = 0.8  # the paper's
+DECAY = 0.8  # the paper's value
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Weights of K heads at C positions, by one of two rules.
+    """A rule for the loss weights of K heads at C positions: decay or dpace.
 
-    `decay`: head k counts decay^k, because a far head matters only where all nearer heads were right (paper, section
-    2.2.1).
+    decay: head k has the weight decay^k everywhere, because its guess matters only where the guesses of all earlier
+    heads are right (paper, section 2.2.1).
 
-    `dpace`: each position's own share in the expected number of accepted guesses (D-PACE, arXiv 2605.18810). If head i
-    is right with probability q_i, a chain gains E = sum_m q_0 q_1 ... q_m tokens, and
+    dpace: the weight is the effect of a head on the expected number of accepted guesses at this position (D-PACE,
+    arXiv 2605.18810). If head i is right with probability q_i, the expected number is E = sum_m q_0 q_1 ... q_m, and
 
         dE / d log q_j  =  sum_{m >= j} q_0 q_1 ... q_m  =:  w_j
 
-    so -sum_j w_j log q_j with w held fixed has the gradient of -E. q_i is the head's probability of its label. With q_i
-    alone untrained heads would get no weight, so q_i is first raised to (1 - smoothing) q_i + smoothing. q_i is 0 where
-    the text ends before head i's label.
+    The loss -sum_j w_j log q_j, with constant weights w_j, therefore has the gradient of -E. q_i is the probability
+    that head i gives to its label, and 0 where it has no label. Untrained heads would get almost no weight, so
+    (1 - smoothing) q_i + smoothing is used instead of q_i.
     """
 
     kind: str = "decay"
@@ -33,7 +36,12 @@ class Weighting:
     smoothing: float = 0.5
 
     def __call__(self, probability: Tensor, taught: Tensor) -> Tensor:
-        """Weights [K, C] without gradient, from the labels' probabilities [K, C] and where there is a label [K, C]."""
+        """Compute the loss weights [K, C], which carry no gradient.
+
+        Args:
+            probability: [K, C] probability that each head gives to its label.
+            taught: [K, C] True where the head has a label.
+        """
         if self.kind == "decay":
             return head_weights(len(taught), self.decay).to(probability.device)[:, None] * taught
         lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * taught
@@ -42,7 +50,7 @@ class Weighting:
 
 
 def head_weights(num_heads: int, decay: float) -> Tensor:
-    """Weights decay^k of K heads [K]."""
+    """The weights decay^k [K] of heads k = 0, ..., K - 1."""
     return decay ** torch.arange(num_heads, dtype=torch.float32)
 
 

@@ -1,1 +1,1 @@
-"""Medusa-2: heads and backbone learn together, the backbone through a LoRA adapter (paper, section 2.2.2)."""
+"""Medusa-2: heads are trained together with the backbone, which learns a LoRA adapter (paper, section 2.2.2)."""

@@ -22,10 +22,11 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 
 
 def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """Add a new adapter to a frozen `model`, in place. Before training, the adapter does not change the model's output.
+    """Add a new LoRA adapter to the backbone `model`, in place. Before training, it does not change the model's output.
 
     Raises:
-        RequestError: the model has an adapter already or no such layers, or its logits are not its LM head's output.
+        RequestError: the model has an adapter already, lacks the layers in `config.modules`, or scales or caps its
+            logits.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")
@@ -45,7 +46,7 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 @contextlib.contextmanager
 def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Turn adapter and dropout off within this context, which restores the model from before `adapt`."""
+    """Context manager in which `model` computes what it did before `adapt`: adapter and dropout are off."""
     training = model.training
     model.eval()
     model.disable_adapters()
@@ -57,7 +58,7 @@ def untouched(model: PreTrainedModel) -> Iterator[None]:
 
 
 def without_adapter(layer: nn.Module) -> nn.Module:
-    """The original layer of a layer that `adapt` may have wrapped."""
+    """The original layer inside a layer that `adapt` has wrapped; a layer that is not wrapped is returned unchanged."""
     base = getattr(layer, "base_layer", layer)
     assert isinstance(base, nn.Module)
     return base
@@ -66,9 +67,9 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 def write_merged(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
 ) -> Path:
-    """Merge the adapter in `output` into a fresh `base`, and write the result with the heads to output/merged.
+    """Merge the adapter that was saved in `output` into the original backbone `base`, and write it to output/merged.
 
-    The heads are the same, with the fingerprint of the merged model as their backbone's.
+    The heads are also written there, with the fingerprint of the merged backbone. Returns the folder.
     """
     merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
     with replacing_folder(output / "merged") as folder:

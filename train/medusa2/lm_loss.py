@@ -32,21 +32,22 @@ from train.loss.chunks import chunk_rows
 from train.medusa2.adapter import without_adapter
 
 Tilt = Callable[[slice], Tensor]
-"""Gives, for a slice of the M positions, the addition to the teacher's log-probabilities [C, V]."""
+"""Function from a slice of the M positions to the tilt [C, V], which is added to the teacher's log-probabilities."""
 
 
 def lm_loss(
     head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None, teacher_tilt: Tilt | None = None
 ) -> Tensor:
-    """Mean over M positions of KL(original || adapted), or of the cross-entropy on the text, in nats.
+    """Compute the LM loss: the mean over M positions of KL(original || adapted), or of the cross-entropy, in nats.
 
-    At most one chunk of logits is in memory; the backward computes logits again.
+    Only one chunk of logits is in memory at a time; the backward computes the logits again.
 
     Args:
-        head: the LM head, adapted or not.
+        head: LM head of the backbone, with or without an adapter.
         hidden: [M, H] hidden states of the adapted backbone.
         labels: [M] next tokens, for the cross-entropy.
-        teacher: [M, H] hidden states of the original backbone, for the divergence.
+        teacher: [M, H] hidden states of the original backbone, for the divergence; `None` for the cross-entropy.
+        teacher_tilt: tilt of the teacher's distributions, if any.
     """
     plain_head = without_adapter(head)
 
@@ -60,7 +61,9 @@ def lm_loss(
                 log_p = (log_p + teacher_tilt(rows)).log_softmax(-1)
         return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
-    loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()  # in the graph even without any label
+    loss = (
+        hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()
+    )  # so that the backward works without labels, too
     weight = plain_head.weight
     assert isinstance(weight, Tensor)
     step = chunk_rows(1, weight.shape[0], hidden.device.type)
@@ -74,18 +77,21 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, taught: Tensor
 ) -> Tilt:
-    """Make a tilt towards the first head's prediction; 0 at the first position of a document, which has none.
+    """Make the tilt of the teacher towards the first head's predictions.
+
+    The first head predicts the next token one position earlier, so the first position of a document has no tilt.
 
     Args:
-        exponent: `teacher_tilt`.
+        exponent: exponent of the prediction (`teacher_tilt`).
         hidden: [B, T, H] hidden states of the adapted backbone.
+        batch: the rows.
         taught: [B, T] True at the M positions.
     """
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
     training = heads.training
-    heads.eval()  # no dropout, as in decoding
+    heads.eval()  # without dropout, as in decoding
     features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
     heads.train(training)
     if heads.lm_heads is None:

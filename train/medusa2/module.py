@@ -23,21 +23,22 @@ from train.module import HeadsOnBackbone
 
 
 class JointLosses(NamedTuple):
-    """The heads' losses with the LM loss and its number of labels."""
+    """The losses of a batch in Medusa-2: those of the heads, and the LM loss of the backbone."""
 
     heads: HeadLosses
     lm: Tensor
-    """Mean over the labels, in nats; carries gradients. 0 while the heads learn alone."""
+    """LM loss of the backbone: the mean over its labels in nats, with gradients; 0 while only the heads learn."""
     lm_total: Tensor
+    """Number of labels of the LM loss."""
 
 
 class HeadsAndAdapter(HeadsOnBackbone):
-    """The module that Medusa-2 trains: heads, and the adapter in the backbone."""
+    """The module that Medusa-2 trains: its parameters are those of the heads and of the adapter in the backbone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
-        """`model` is a result of `adapt`; `lm_loss` is kl or text."""
-        super().__init__(heads, model, args)  # freezes everything
-        model.enable_adapters()  # the adapter learns again
+        """Freeze the backbone `model` except its adapter, which `adapt` has added. `lm_loss` is kl or text."""
+        super().__init__(heads, model, args)  # freezes the adapter, too
+        model.enable_adapters()  # unfreezes the adapter
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
         self.lambda_0, self.teacher_tilt = 1.0, 0.0
 
@@ -47,15 +48,18 @@ class HeadsAndAdapter(HeadsOnBackbone):
         return self
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing; the Trainer calls it for `training.activation_checkpointing`."""
+        """Turn on activation checkpointing in the backbone. The Trainer calls this method if the recipe asks for it."""
         self.adapted.activation_checkpointing_enable(**kwargs)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing, by its name in older versions of transformers."""
+        """Turn on activation checkpointing in the backbone; older versions of transformers use this name."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
     def forward(self, **batch: Tensor) -> JointLosses:  # type: ignore[override]
-        """Losses of heads and backbone on a batch, whose `hidden`, if any, are the original backbone's states."""
+        """Compute the losses of heads and backbone on a batch.
+
+        The hidden states in the batch, if it has any, are those of the original backbone.
+        """
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
@@ -75,5 +79,5 @@ class HeadsAndAdapter(HeadsOnBackbone):
                 tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, taught)
         lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, tilt)
         still = adapted.detach()
-        for_heads = still + self.lambda_0 * (adapted - still)  # equal, with a share of the gradient
+        for_heads = still + self.lambda_0 * (adapted - still)  # the same values, with lambda_0 times the gradient
         return JointLosses(super().forward(**batch, hidden=for_heads), lm, taught.sum())

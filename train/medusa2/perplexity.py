@@ -15,11 +15,11 @@ from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import untouched
 from train.medusa2.lm_loss import lm_loss
 
-QUALITY_ROWS = 64  # whose perplexity is measured
+QUALITY_ROWS = 64  # number of rows on which the perplexity is measured
 
 
 class Quality(NamedTuple):
-    """Perplexities of the original and the adapted backbone on the same rows."""
+    """Perplexities of the original backbone (before) and of the adapted one (after) on the same rows."""
 
     before: float
     after: float
@@ -29,7 +29,7 @@ class Quality(NamedTuple):
 
 
 def quality(backbone: Backbone, rows: PackedDataset | Features) -> Quality:
-    """Measure the perplexity of an adapted backbone with the adapter off and on."""
+    """Measure the perplexity of an adapted backbone on the same rows with its adapter off and on."""
     backbone.model.eval()
     with untouched(backbone.model):
         before = perplexity(backbone, rows)
@@ -38,7 +38,10 @@ def quality(backbone: Backbone, rows: PackedDataset | Features) -> Quality:
 
 @torch.no_grad()
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
-    """exp of the mean cross-entropy of the taught tokens in the first `QUALITY_ROWS` rows."""
+    """Measure the perplexity of a backbone on the first `QUALITY_ROWS` rows.
+
+    It is exp of the mean cross-entropy of the tokens that count in the loss.
+    """
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
         picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]

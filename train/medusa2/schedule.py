@@ -8,7 +8,7 @@ from train.config import AdapterConfig
 
 
 def risen(config: AdapterConfig, progress: float) -> float | None:
-    """Share of lambda_0 and teacher_tilt that applies at `progress` (0 to 1); `None` while the heads learn alone."""
+    """Factor on lambda_0 and teacher_tilt at a share `progress` of the run; `None` while only the heads learn."""
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
@@ -16,6 +16,9 @@ def risen(config: AdapterConfig, progress: float) -> float | None:
 
 
 def heads_weight(config: AdapterConfig, progress: float) -> float:
-    """lambda_0 at `progress` (0 to 1); 1 while the heads learn alone, since their loss is the only one then."""
+    """The value of lambda_0 at a share `progress` of the run.
+
+    It is 1 while only the heads learn, because their loss is then the only one.
+    """
     share = risen(config, progress)
     return 1.0 if share is None else config.lambda_0 * share

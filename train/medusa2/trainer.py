@@ -22,21 +22,27 @@ from train.medusa2.module import HeadsAndAdapter, JointLosses
 from train.medusa2.schedule import heads_weight, risen
 from train.trainer import MedusaTrainer
 
-HEADS_FASTER = 4  # times the adapter's learning rate (paper, section 3)
+HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (paper, section 3)
 
 
 class Medusa2Trainer(MedusaTrainer):
-    """Trains heads and an adapter. A checkpoint is a folder of heads with the adapter's folder in it."""
+    """Trains heads together with a LoRA adapter in the backbone (Medusa-2).
+
+    A checkpoint is a folder of heads that contains a folder of the adapter.
+    """
 
     trained: HeadsAndAdapter
 
     def __init__(
         self, model: PreTrainedModel, heads: MedusaHeads, args: MedusaTrainingArguments, adapter: AdapterConfig
     ) -> None:
-        """`model` is a result of `adapt`."""
+        """Make a trainer of `heads` and of the adapter in `model`, which `adapt` has added.
+
+        `adapter` is the recipe's section about the adapter.
+        """
         self.adapter = adapter
         if adapter.heads_first > 0:
-            args.ddp_find_unused_parameters = True  # the adapter's, while the heads learn alone
+            args.ddp_find_unused_parameters = True  # the adapter's parameters are unused while only the heads learn
         super().__init__(model, heads, args)
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsAndAdapter:
@@ -50,12 +56,15 @@ class Medusa2Trainer(MedusaTrainer):
         self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (share or 0.0)
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """The number of labels of each head and of the LM loss in a batch [K + 1]."""
+        """Count the labels of each head and of the LM loss [K + 1] in a batch."""
         next_labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
-        """The sums of each head and of the LM loss [3, K + 1]; the LM loss has no guesses."""
+        """Sums [3, K + 1] for each head and for the LM loss over a batch: the loss in nats, right guesses and labels.
+
+        The LM loss counts no right guesses.
+        """
         lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
         return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
 
@@ -64,13 +73,16 @@ class Medusa2Trainer(MedusaTrainer):
         return losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1]) + heads
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Figures of the heads, with the mean LM loss in nats and the lambda_0 of the next step."""
+        """Figures of the heads for the log, with the mean LM loss in nats and the current lambda_0."""
         loss, _, labels = sums[:, -1].tolist()
         lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": heads_weight(self.adapter, self.progress())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser and split each of its groups, so that the adapter learns more slowly."""
+        """Create the Trainer's optimiser, with a learning rate of its own for the adapter.
+
+        Each parameter group of the Trainer is split into one for the heads and one for the adapter.
+        """
         fresh = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if not fresh:
