@@ -30,7 +30,7 @@ class FeaturePlan:
 
     @property
     def saved(self) -> float:
-        """Share of the run's time that features save. The first epoch saves none, because the backbone still runs once."""
+        """Share of the run's time that features save. The first epoch saves none, because the backbone still runs."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:
