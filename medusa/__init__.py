@@ -1,4 +1,4 @@
-"""Medusa heads: their kinds, files, trees and backbones. `train` fits heads, `decode` uses them."""
+"""Medusa heads with their kinds, files, trees and backbones. `train` trains heads, and `decode` generates with them."""
 
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["MedusaConfig", "MedusaHeads", "RequestError", "Tree", "__version__"]
 
-_HOMES = {"MedusaConfig": "config", "MedusaHeads": "heads.independent", "RequestError": "errors", "Tree": "tree"}
+_MODULES = {"MedusaConfig": "config", "MedusaHeads": "heads.independent", "RequestError": "errors", "Tree": "tree"}
 
 
 def __getattr__(name: str) -> object:
-    """Import the public names at first use: `medusa --help` starts without torch."""
-    if name in _HOMES:
+    """Import a public name at its first use, so that `medusa --help` starts without torch."""
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"medusa.{_HOMES[name]}"), name)
+        return getattr(import_module(f"medusa.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'medusa' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""The backbone: a pretrained causal LM of transformers, as hidden states and logits.
+"""The backbone: a wrapper that gives hidden states and logits of a pretrained causal LM of transformers.
 
-The stock model is used as it is: it is neither copied nor modified.
+The model is neither copied nor modified.
 
-Shapes: B rows, T tokens, H hidden size, V vocabulary.
+Shapes: B rows, T tokens, H hidden size, V vocabulary size, ... any positions.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from medusa.errors import RequestError
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
 REREADS = {"phi3", "phimoe", "phi4_multimodal"}
-"""Models whose `prepare_inputs_for_generation` drops the cache at longrope's boundary."""
+"""Model types whose `prepare_inputs_for_generation` drops the KV cache at the boundary of longrope."""
 
 
 class Readout(NamedTuple):
-    """The result of a forward: the LM head's input and its output."""
+    """The result of a forward of the backbone: the input and the output of its LM head."""
 
     hidden: Tensor
-    """[..., H] the backbone's last hidden state, after its final norm. The LM head and all Medusa heads read it."""
+    """[..., H] the last hidden states, after the final norm. The LM head and all Medusa heads read them."""
     logits: Tensor
-    """[..., V] the backbone's logits."""
+    """[..., V] the logits of the backbone."""
 
 
 class Backbone:
-    """A causal LM seen as hidden states and logits.
+    """A causal LM of transformers that returns hidden states and logits.
 
-    Most models are `lm_head(base(x))` bit for bit, so that logits can be computed for chosen positions only. A forward
-    over four tokens tests this once a model. Models that scale or cap in between (Cohere, Gemma-2, MiniCPM3) run whole,
-    with a hook on the LM head's input during the call.
+    In most models the logits are `lm_head(base(x))` bit for bit, so that they can be computed for selected positions
+    only. A forward over four tokens tests this once for each model. Other models (Cohere, Gemma-2, MiniCPM3) scale or
+    cap in between. They run completely, and a hook records the input of the LM head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap the model; raise RequestError if it has no LM head."""
         self.model = model
         self.config = text_config(model)
         self.base = model.get_decoder()
@@ -62,7 +63,7 @@ class Backbone:
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H] the weights of the LM head, which is a Linear or looks like one."""
+        """[V, H] the weight of the LM head."""
         return cast("Tensor", self.head.weight)
 
     @property
@@ -71,22 +72,22 @@ class Backbone:
 
     @cached_property
     def context(self) -> int | None:
-        """Number of positions that the model was made for; `None` if its config does not give it."""
+        """The model's context length in tokens; `None` if the config does not give it."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @cached_property
     def rope_boundary(self) -> int | None:
-        """See `longrope_boundary`."""
+        """The number of tokens after which `longrope` changes all rotations; `None` without longrope."""
         return longrope_boundary(self.model)
 
     @property
     def rereads(self) -> bool:
-        """Whether the model's own `generate` reads the whole text again once it passes `rope_boundary`."""
+        """Whether `model.generate` computes the whole text again when the text passes `rope_boundary`."""
         return self.config.model_type in REREADS
 
     @property
     def device(self) -> torch.device:
-        """The device of the input embeddings; in a sharded model the LM head can be on another device."""
+        """The device of the input embeddings. In a model spread over devices, the LM head can be on another one."""
         return cast("Tensor", self.model.get_input_embeddings().weight).device
 
     @property
@@ -95,26 +96,27 @@ class Backbone:
 
     @torch.no_grad()
     def _splits(self) -> bool:
+        """Test on four tokens whether the logits are exactly `lm_head(base(x))`."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         hidden = getattr(self.base(input_ids=probe, use_cache=False), "last_hidden_state", None)
         if hidden is None or hidden.shape[-1] != self.hidden_size:
             return False
-        # Bit for bit: a soft cap changes small logits by less than any tolerance would notice.
+        # Bit for bit, because a soft cap changes small logits by less than a usual tolerance.
         return torch.equal(self.head(hidden), self.model(input_ids=probe, use_cache=False).logits)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to hidden [..., H] of any dtype: [..., V] in the LM head's dtype.
+        """Apply the LM head to hidden states [..., H] of any dtype; return logits [..., V] in the dtype of its weights.
 
-        The model's later caps and scales are left out; they would not change the order of tokens.
+        Caps and scales that the model applies after its LM head are left out. They do not change the order of tokens.
         """
         return self.head(hidden.to(self.head_weight.dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] -> the input embeddings [..., H], scaled as the model scales them."""
+        """Return the input embeddings [..., H] of token ids [...], as the model's embedding module computes them."""
         return self.model.get_input_embeddings()(ids)
 
     def hidden_states(self, input_ids: Tensor, **kwargs: object) -> Tensor:
-        """input_ids [B, T] -> hidden [B, T, H]; `kwargs` go to the model."""
+        """Compute the last hidden states [B, T, H] of `input_ids` [B, T]; `kwargs` go to the model."""
         if self.splits:
             return self.base(input_ids=input_ids, **kwargs).last_hidden_state
         return self._run_whole(input_ids, **kwargs).hidden
@@ -122,10 +124,17 @@ class Backbone:
     def forward(
         self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: object
     ) -> Readout:
-        """Run the model on input_ids [B, T] after the tokens in `cache`: hidden [B, T, H] and logits [B, T, V].
+        """Run the model on `input_ids` [B, T] after the tokens in the KV cache.
 
-        With `last` [B] only position `last[b]` of row b is returned: hidden [B, H] and logits [B, V]. With `all_hidden`
-        this applies to the logits only.
+        Args:
+            input_ids: [B, T] the new tokens.
+            cache: the KV cache, to which the new tokens are appended.
+            last: [B] the index of one position in each row; only these positions are returned. `None`: all positions.
+            all_hidden: whether hidden states are returned for all positions even with `last`.
+            kwargs: further arguments of the model, such as masks.
+
+        Returns:
+            Hidden states [B, T, H] and logits [B, T, V]; [B, H] and [B, V] with `last`.
         """
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
@@ -133,20 +142,23 @@ class Backbone:
             read = at(hidden, last)
             return Readout(hidden if all_hidden else read, self.head(read))
         if last is not None and not all_hidden and self.keeps_logits:
-            # Only the logits of wanted positions are computed. All rows share the positions, at most one a row.
+            # The model takes one list of positions for all rows, so compute every position that some row asks for.
             kept, last = last.unique(return_inverse=True)
-            kwargs["logits_to_keep"] = kept.cpu()  # an index that every device takes
+            kwargs["logits_to_keep"] = kept.cpu()  # an index on the CPU works on every device
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
     @cached_property
     def keeps_logits(self) -> bool:
-        """Whether the model's forward takes `logits_to_keep`, as models of transformers do."""
+        """Whether the model's forward has the argument `logits_to_keep`."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the LM head's inputs inside this context; without effect for a model that splits."""
+        """Hook the LM head once for all forwards inside this context, instead of once for each forward.
+
+        The context has no effect on a model whose logits are exactly `lm_head(base(x))`.
+        """
         if self.splits or self._seen is not None:
             yield
             return
@@ -159,6 +171,7 @@ class Backbone:
             self._seen = None
 
     def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
+        """Run the complete model, and take the hidden states from the hook on the LM head."""
         if self._seen is None:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)
@@ -168,19 +181,19 @@ class Backbone:
         return Readout(hidden, logits)
 
 
-# The result of the test for each living LM head, kept here so that the model is not modified.
+# The result of `Backbone._splits` for each LM head in memory. It is stored here, so that the model is not modified.
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:
-    """values [B, T, ...] -> those at position `last[b]` of row b [B, ...]; all of them without `last`."""
+    """Select position `last[b]` of each row b from values [B, T, ...]: [B, ...]. Without `last`, return all values."""
     if last is None:
         return values
     return values[torch.arange(values.shape[0], device=values.device), last.to(values.device)]
 
 
 def require_tree_support(model: PreTrainedModel) -> None:
-    """Raise RequestError with the reason if the model's config shows that it cannot verify a tree in one forward."""
+    """Raise RequestError with the reason if the config shows that the model cannot verify a tree in one forward."""
     reason = why_no_tree(model)
     if reason is not None:
         raise RequestError(f"{type(model).__name__} ({text_config(model).model_type}) cannot hold a tree: {reason}")

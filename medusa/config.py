@@ -1,4 +1,4 @@
-"""The shapes and kind of a set of Medusa heads, as in `config.json`."""
+"""The config of a set of heads, as in `config.json`: the kind, the shapes and the backbone."""
 
 from __future__ import annotations
 
@@ -11,77 +11,79 @@ from medusa.heads import KINDS
 from medusa.tree import Tree
 
 GATED, GATED_EPS = "gated", 1e-6
-"""The block of EAGLE-3, and the epsilon of its norms."""
+"""The name of the block of EAGLE-3, and the epsilon of all norms in its layer."""
 ORIGINAL_HYDRA = "hydra"
-"""The block of the original Hydra's checkpoints, whose heads can decode but cannot be trained."""
+"""The name of the block in checkpoints of the original Hydra. Heads with this block cannot be trained further."""
 BLOCKS = ("square", "mlp", GATED)
 LM_HEADS = ("own", "shared")
 MIN_VOCABULARY = 32
-"""The smallest draft vocabulary, in tokens: more than trees usually need."""
+"""The smallest reduced vocabulary of heads, in tokens. Usual trees need fewer guesses of a head."""
 
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}
-"""Fields, and the JSON keys under which FasterDecoding, TGI and LoRAX read them."""
+"""Fields of `MedusaConfig` with their JSON keys in the format of FasterDecoding, TGI and LoRAX."""
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
 OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree")
-"""Fields whose JSON keys are their names."""
+"""Fields of `MedusaConfig` that have the same name in JSON. Other programs ignore these keys."""
 
 
 class Fingerprint(TypedDict, total=False):
-    """The identity of a backbone (`medusa.fingerprint`)."""
+    """Values that identify a backbone, as `medusa.fingerprint` collects them."""
 
-    name: str | None  # a folder or Hub id
+    name: str | None  # the folder or Hub id
     revision: str | None
     dtype: str
-    architecture: str  # the class of transformers
-    weights: list[float]  # values at fixed places of the weights
-    embedding: list[float]  # values of the input embeddings alone, for heads of the original Hydra
+    architecture: str  # the name of the model's class in transformers
+    weights: list[float]  # some of the backbone's weights
+    embedding: list[float]  # values of the input embeddings, instead of `weights` in heads of the original Hydra
 
 
 class PrefixSizes(TypedDict):
-    """The sizes of prefix layers."""
+    """The sizes of prefix layers (`medusa.heads.prefix`)."""
 
-    heads: int
+    heads: int  # attention heads
     key_value_heads: int
-    width: int  # of the MLP's hidden layer
+    width: int  # of the hidden layer of the MLP
     eps: float  # of all norms
-    base: float  # of the rotary positions
+    base: float  # of the rotary embeddings
     norm: bool  # whether a norm follows the last layer, as in Hydra++
 
 
 @dataclass
 class MedusaConfig:
-    """Shapes and kind of a set of heads, and the backbone that they belong to.
-
-    `num_heads` heads of `num_layers` residual blocks each read hidden states of `hidden_size` and guess among
-    `vocab_size` tokens. `block` is the paper's square block (section 2.1) or an MLP `expansion` times as wide as the
-    hidden state (`gated`: of three matrices, in heads of kind `eagle`). With `lm_head` own each head has an LM head;
-    with shared all use the backbone's.
+    """The config of a set of heads: its kind, its shapes and its backbone.
 
     Raises:
-        RequestError: a value that is not allowed.
+        RequestError: a value is invalid, or two values cannot be combined.
     """
 
     hidden_size: int
+    """The size of the backbone's hidden states."""
     vocab_size: int | None = None
-    """`None` if the file does not say: heads that share the backbone's LM head fit any vocabulary."""
+    """The backbone's vocabulary size; `None` if unknown, which is allowed if heads share the backbone's LM head."""
     num_heads: int = 4
     num_layers: int = 1
+    """The number of residual blocks in each head."""
     kind: str = "medusa"
+    """The kind of heads: a key of `medusa.heads.KINDS`."""
     prefix_layers: int = 0
-    """Number of decoder layers between the backbone and the heads (`medusa.heads.prefix`)."""
+    """The number of decoder layers between the backbone and the heads (`medusa.heads.prefix`)."""
     prefix: PrefixSizes | None = None
-    """Sizes of prefix layers that were not trained here; `None`: the default sizes."""
+    """The sizes of prefix layers from another program's checkpoint; `None`: the default sizes."""
     block: str = "square"
+    """The residual block: `square` as in the Medusa paper (section 2.1), `mlp`, `gated` (EAGLE-3) or `hydra`."""
     expansion: float = 1.0
+    """The width of the hidden layer of `mlp` and `gated` blocks, as a multiple of `hidden_size`."""
     lm_head: str = "own"
+    """`own`: each head has an LM head. `shared`: all heads use the backbone's LM head."""
     vocabulary: int | None = None
-    """Number of tokens that the heads guess among (`medusa.vocabulary`); `None`: all `vocab_size`."""
+    """The number of tokens that the heads guess among (`medusa.vocabulary`); `None`: all tokens."""
     base_model_name_or_path: str | None = None
+    """The folder or Hub id of the backbone."""
     backbone: Fingerprint = field(default_factory=Fingerprint)
-    """Empty if the heads came without a fingerprint."""
+    """The fingerprint of the backbone; empty if unknown."""
     tree: list[list[int]] | None = None
-    """Paths of the best tree for these heads; `None`: no tree was saved."""
+    """The paths of the best tree for these heads (`medusa.tree`); `None` if unknown."""
 
     def __post_init__(self) -> None:
         _require_one_of("heads.kind", self.kind, tuple(KINDS))
@@ -115,27 +117,30 @@ class MedusaConfig:
 
     @property
     def inner_size(self) -> int:
-        """Width of an MLP's hidden layer."""
+        """The width of the hidden layer in `mlp` and `gated` blocks."""
         return max(1, round(self.expansion * self.hidden_size))
 
     def draft_vocab_size(self, vocab_size: int) -> int:
-        """Number of tokens that the heads guess among, out of the backbone's `vocab_size`."""
+        """Return the number of tokens that the heads guess among, for a backbone with `vocab_size` tokens."""
         return self.vocabulary or vocab_size
 
     @property
     def servable(self) -> bool:
-        """Whether a server's format can hold these heads: independent square blocks, or EAGLE-3's layer."""
+        """Whether a server can load these heads: independent heads with square blocks, or a layer of EAGLE-3."""
         if self.kind == "eagle":
             return self.block == GATED and self.lm_head == "shared" and not self.prefix_layers
         return self.is_published and self.block == "square"
 
     @property
     def is_published(self) -> bool:
-        """Whether the published format, with this project's names for MLP blocks, has names for these tensors."""
+        """Whether the tensors are saved under the published names (`medusa.checkpoints.published`)."""
         return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
     def to_dict(self) -> Json:
-        """The JSON form. Its `version` is the format's: "2" if heads share the backbone's LM head (TGI, LoRAX)."""
+        """Return the content of `config.json`.
+
+        For TGI and LoRAX the key `version` is "2" if the heads share the backbone's LM head.
+        """
         out: Json = {published: getattr(self, ours) for ours, published in PUBLISHED_KEYS.items()}
         if self.lm_head == "shared":
             out["version"] = "2"
@@ -143,21 +148,23 @@ class MedusaConfig:
 
     @classmethod
     def from_dict(cls, content: Json) -> MedusaConfig:
-        """The inverse of `to_dict`; unknown keys are ignored.
+        """Make a config from the content of `config.json`. Unknown keys are ignored.
 
         Raises:
-            RequestError: a value that is not allowed.
-            TypeError: no hidden size.
+            RequestError: a value is invalid.
+            TypeError: there is no hidden size.
         """
         keys = PUBLISHED_KEYS | {key: key for key in OUR_KEYS}
         return cls(**{field: content[key] for field, key in keys.items() if key in content})
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise RequestError unless the value of the option `name` is allowed."""
     if value not in allowed:
         raise RequestError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
 
 
 def _require_count(name: str, value: object, at_least: int = 1) -> None:
+    """Raise RequestError unless the value of the option `name` is a whole number of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least {at_least}")

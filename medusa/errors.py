@@ -1,21 +1,21 @@
-"""Errors with a message of one line: wrong requests, and runs that cannot continue."""
+"""The errors of this project, each with a message of one line: wrong requests, and runs that cannot continue."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be carried out. The message names the value, what is allowed and the way out.
+    """A wrong request, such as an invalid option. The message names the value, what is allowed and what to do instead.
 
-    The command line prints it as one line and exits with status 2; in Python it is a `ValueError`.
+    The command line prints the message and exits with status 2. In Python it is a `ValueError`.
     """
 
 
 class RunError(RuntimeError):
-    """A run that cannot continue, for example because a disk is full or a server is gone. The message has a way out.
+    """A failure during a run, such as a full disk or an unreachable server. The message says what to do.
 
-    The command line prints it as one line and exits with status 1.
+    The command line prints the message and exits with status 1.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty, or the error's type."""
+    """Return the first non-empty line of an error's message; without a message, the name of the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, JSON files, and disk space."""
+"""Files and folders that are replaced atomically, JSON files, and disk space."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from typing import Any
 from medusa.errors import RequestError, RunError
 
 ASSETS = Path(__file__).parent / "assets"
-"""Files of the package: the embedded backbone, heads and a draft model for it, and prompts."""
+"""The folder of files in the package: a small backbone with heads and a draft model for it, and prompts."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The system's error numbers for a full disk, an exceeded quota and a file that is too large."""
 
 Json = dict[str, Any]
-"""A JSON object of a file, before its content is checked."""
+"""A JSON object whose content has not been checked."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder, which becomes `path` on success and is removed on failure."""
+    """Yield a temporary file in the folder of `path`. It replaces `path` on success and is removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp makes files that only their owner can read
+        temporary.chmod(0o666 & ~_umask())  # mkstemp creates files that only the owner can read
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -39,13 +40,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`, which replaces it on success and is removed on failure."""
+    """Yield a temporary folder next to `path`. It replaces `path` on success and is removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
-        if path.exists():  # a folder cannot be replaced in one step: for a moment there is none
+        if path.exists():  # unlike a file, a folder cannot be replaced in one step
             shutil.rmtree(path)
         os.replace(temporary, path)
     finally:
@@ -53,23 +54,25 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    """The process's umask; the only way to read it is to set it."""
+    """Return the umask of the process. The only way to read the umask is to set it."""
     umask = os.umask(0)
     os.umask(umask)
     return umask
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically, in UTF-8."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: object) -> None:
+    """Write a JSON file atomically, with two spaces of indentation."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; raise RequestError if it is missing or not JSON."""
+    """Read a JSON file; raise RequestError if the file is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,14 +82,14 @@ def read_json(path: Path) -> Any:
 
 
 def require_absent(path: Path, overwrite: bool) -> None:
-    """Raise RequestError if a file or folder exists and `overwrite` is off."""
+    """Raise RequestError if a file or folder exists and `overwrite` is false."""
     if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")
 
 
 @contextlib.contextmanager
 def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
-    """Raise RunError if the disk of `path` is full or takes no larger file; `way_out` ends the message."""
+    """Turn an error from a full disk at `path` into a RunError, whose message ends with the text from `way_out`."""
     try:
         yield
     except Exception as error:
@@ -96,11 +99,12 @@ def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
 
 
 def _is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one of the errors during whose handling it was raised, comes from a full disk."""
     while error is not None:
         text = str(error)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             return True
-        # safetensors gives the system's number as text; torch's archive writer names only its source file.
+        # safetensors reports the system's error number as text; torch's archive writer reports only its source file.
         if any(f"os error {number}" in text for number in DISK_FULL) or "inline_container.cc" in text:
             return True
         error = error.__context__
@@ -108,13 +112,13 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """The free bytes on the disk of `path`, which need not exist."""
+    """Return the free bytes on the disk of `path`. The path itself does not need to exist."""
     while not path.exists():
         path = path.absolute().parent
     return shutil.disk_usage(path).free
 
 
 def readable(size: int) -> str:
-    """A number of bytes with its unit, such as 1.5 GB."""
+    """Format a number of bytes with a unit, such as 1.5 GB."""
     power = min(4, max(0, len(str(size)) - 1) // 3)
     return f"{size / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,4 +1,4 @@
-"""Fingerprints: a few values of a backbone's weights, by which heads recognise the backbone they were trained on."""
+"""Fingerprints of backbones: a few weights, by which a check recognises the backbone that heads were trained for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from medusa.config import Fingerprint
 
 SAMPLES = 64
+"""The number of weights in a fingerprint."""
 
 
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
-    """The fingerprint of a backbone: its name and 64 of its weights, at places that depend on the parameters' names.
+    """Return the fingerprint of a backbone: its name and up to 64 weights, selected by hashes of the parameters' names.
 
-    The values differ between fine-tuned models of one shape. A change of dtype hardly changes them, in contrast to a
-    hash of the bytes.
+    The weights differ between a model and its fine-tuned versions. In contrast to a hash of all bytes, they change only
+    slightly with the dtype.
     """
     values = []
     names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")
@@ -38,21 +39,21 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
 
 
 def embedding_sample(weight: Tensor) -> list[float]:
-    """64 values of an embedding matrix [V, H], at equal distances."""
+    """Return 64 values of an embedding matrix [V, H] (V tokens, hidden size H), at equal distances in memory."""
     flat = weight.detach().reshape(-1)
     places = [index * (flat.numel() - 1) // (SAMPLES - 1) for index in range(SAMPLES)]
     return [round(float(value), 6) for value in flat[places]]
 
 
 def heads_fingerprint(heads: nn.Module) -> str:
-    """A hash of 16 values of each parameter of the heads."""
+    """Return a hash of the heads: of up to 16 values of each parameter."""
     flat = [parameter.detach().flatten() for parameter in heads.parameters()]
     some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
     return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
 
 
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
-    """Whether `model` is another backbone than the one with the fingerprint `known`, which can be empty."""
+    """Whether `model` is not the backbone with the fingerprint `known`; false for an empty fingerprint."""
     if known.get("weights"):
         expected, found = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
     elif known.get("embedding"):
@@ -62,5 +63,5 @@ def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
         return False
     if expected.shape != found.shape:
         return True
-    # Rounding to bfloat16 moves a value by at most 0.4 %, and on average by half of that.
+    # Rounding to bfloat16 changes a value by at most 0.4 %, and by about half of that on average.
     return bool((expected - found).abs().mean() > 0.005 * expected.abs().mean())

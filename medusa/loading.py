@@ -1,4 +1,4 @@
-"""Backbones and tokenizers loaded from disk or the Hub, with a device, dtype and quantisation of choice."""
+"""Loading of backbones and tokenizers from disk or the Hub, with options for device, dtype and quantisation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from medusa.files import ASSETS, read_json
 from medusa.options import DTYPE_NAMES, LoadOptions
 
 DEMO = ASSETS / "backbone"
+"""The folder of the backbone that comes with the package (`demo`)."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A folder with one of these files has a tokenizer."""
 LOAD_DEFAULTS = LoadOptions()
 
 
 @dataclass
 class Loaded:
-    """A backbone from disk with its tokenizer (`None` if it comes with none)."""
+    """A loaded backbone with its name, revision and tokenizer (`None` without a tokenizer)."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -39,21 +41,24 @@ class Loaded:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that texts of this backbone begin with; `None` if there is none."""
+        """The id of the token at the beginning of every text; `None` if the model has no such token."""
         return bos_token_id(self.tokenizer, self.model.config)
 
 
 def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> int | None:
-    """The token that texts begin with: the tokenizer's, else the config's; `None` if both have none."""
+    """Return the id of the token at the beginning of every text; `None` if the model has no such token.
+
+    The tokenizer has priority over the config.
+    """
     begin = getattr(tokenizer, "bos_token_id", None)
     return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 
 
 def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
-    """Load a backbone: `demo`, a local folder (also one of a peft adapter) or a Hub id.
+    """Load a backbone in eval mode: `demo`, a local folder (of a model or of a peft adapter) or a Hub id.
 
     Raises:
-        RequestError: no such model, or a damaged file.
+        RequestError: there is no such model, or a file is damaged.
     """
     path = str(DEMO) if name_or_path == "demo" else name_or_path
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,10 +71,10 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
     try:
         keywords = {"dtype": dtype, "attn_implementation": options.attention, **placed, **options.hub}
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **keywords)
-    except Exception as error:  # transformers raises some dozen types here; all mean that this is no backbone
+    except Exception as error:  # transformers raises errors of many types here
         raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
     model, info = loaded
-    # transformers initialises missing weights at random and only warns.
+    # transformers only warns about missing weights, and initialises them at random.
     lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
     if lacking:
         raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
@@ -79,25 +84,25 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
 
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
-    """Load the backbone's configuration alone; raise RequestError if there is no such model."""
+    """Load only the config of a backbone; raise RequestError if there is no such model."""
     path = str(DEMO) if name_or_path == "demo" else name_or_path
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
         path = read_json(adapter).get("base_model_name_or_path") or path
     try:
         return AutoConfig.from_pretrained(path, **options.hub)
-    except Exception as error:  # see load_backbone
+    except Exception as error:  # transformers raises errors of many types here
         raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
 
 
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
-    """Load the backbone's tokenizer without its weights; `None` if it has none."""
+    """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
     config = load_config(name_or_path, options)
     return _tokenizer((str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path), options)
 
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in the first of `places` with one: an adapter's tokenizer is often in its base model's folder."""
+    """Load the tokenizer from the first of `places` that has one, such as an adapter's folder and its base model's."""
     for place in places:
         try:
             return AutoTokenizer.from_pretrained(place, **options.hub)
@@ -108,7 +113,7 @@ def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokeniz
 
 
 def quantization_config(kind: str) -> BitsAndBytesConfig:
-    """transformers' settings for a backbone in 4 or 8 bits."""
+    """Return the settings of transformers that load a backbone as `4bit` or `8bit`."""
     if kind == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

@@ -1,4 +1,4 @@
-"""Memory of a module's parameters, and peak memory of the process and its GPUs."""
+"""Memory use: of a module's parameters, and the peak of the process and of each GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak memory in bytes: of the `process` in main memory, and of tensors on each GPU as `cuda:0` and so on."""
+    """Return the peak memory in bytes: `process` for main memory, and `cuda:0` and so on for tensors on each GPU."""
     peak = {"process": _peak_of_process()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         peak |= {f"cuda:{gpu}": torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())}
@@ -17,9 +17,10 @@ def peak_memory() -> dict[str, int]:
 
 
 def _peak_of_process() -> int:
+    """Return the peak of the process's resident memory in bytes."""
     try:
         import resource
-    except ImportError:  # Windows; psutil comes with accelerate
+    except ImportError:  # on Windows; psutil is a dependency of accelerate
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
@@ -28,5 +29,5 @@ def _peak_of_process() -> int:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Memory of a module's parameters in bytes."""
+    """Return the memory of a module's parameters in bytes."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: each one's name, default, check and help text, for Python and the command line."""
+"""Options as fields of dataclasses: name, default, check and help text, for Python and for the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from medusa.errors import RequestError
 
 REQUIRED = MISSING
-"""The default of an option that must be given."""
+"""The default of an option that the user must give."""
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager")
 QUANTIZATIONS = ("4bit", "8bit")
@@ -25,14 +25,16 @@ def option(
     name: str = "",
     **argparse: object,
 ) -> Any:
-    """A dataclass field that is an option.
+    """Declare an option: a dataclass field whose metadata describe its argument on the command line.
 
     Args:
-        help: what it does; the command line adds the default.
-        allowed: describes the valid values, for messages.
-        check: whether a value is valid. `None`, which means that the option was not given, always is.
-        name: the argument's name, if it differs from the field's.
-        argparse: further keywords for `add_argument`; also `positional`, and `hidden` for what no argument sets.
+        default: the default value, or `REQUIRED`.
+        help: the help text. The command line adds the default.
+        allowed: a description of the valid values, for error messages.
+        check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
+        metavar: the placeholder of the value in the help text.
+        name: the name of the argument, if it differs from the field's name.
+        argparse: further keywords for `add_argument`; also `positional`, and `hidden` for fields without an argument.
     """
     about: dict[str, object] = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name}
     about["argparse"] = argparse
@@ -40,26 +42,26 @@ def option(
 
 
 def count(default: object, help: str, metavar: str = "N", **argparse: Any) -> Any:
-    """An option whose value is a whole number of at least 1."""
+    """Declare an option whose value is a whole number of at least 1."""
     allowed = "a whole number of at least 1"
     return option(default, help, allowed, lambda value: value >= 1, metavar, type=int, **argparse)
 
 
 def share(default: float, help: str, metavar: str, name: str = "") -> Any:
-    """An option whose value is between 0 and 1."""
+    """Declare an option whose value is between 0 and 1."""
     return option(default, help, "between 0 and 1", lambda value: 0 <= value <= 1, metavar, name)
 
 
 class OptionError(RequestError):
-    """A value that its option does not allow. The message begins with the option's name."""
+    """An invalid value of an option. The message begins with the name of the option."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Base of dataclasses with options.
+    """The base class of dataclasses whose fields are options. It checks all values when an object is created.
 
     Raises:
-        OptionError: a value that its option does not allow.
+        OptionError: the value of an option is invalid.
     """
 
     def __post_init__(self) -> None:
@@ -72,10 +74,10 @@ class Options:
 
 @dataclass(frozen=True)
 class LoadOptions(Options):
-    """How to load a backbone.
+    """Options for loading a backbone.
 
     Raises:
-        RequestError: a value that is not allowed, or a device that this machine does not have.
+        RequestError: a value is invalid, or this machine does not have the device.
     """
 
     dtype: str | None = option(
@@ -102,11 +104,12 @@ class LoadOptions(Options):
 
     @property
     def hub(self) -> dict[str, str | bool | None]:
-        """The options for the Hub, as `from_pretrained` takes them."""
+        """The options for the Hub, as keyword arguments of transformers' `from_pretrained`."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
 def _require_device(device: str) -> None:
+    """Raise RequestError if PyTorch does not have this device here."""
     import torch
 
     try:
@@ -121,6 +124,7 @@ def _require_device(device: str) -> None:
 
 
 def _require_quantization(kind: str) -> None:
+    """Raise RequestError if there is no such quantisation, or bitsandbytes is not installed."""
     if kind not in QUANTIZATIONS:
         raise RequestError(f"quantization is {kind!r}; choose 4bit or 8bit, or leave it out")
     if importlib.util.find_spec("bitsandbytes") is None:

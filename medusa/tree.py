@@ -1,12 +1,12 @@
-"""Candidate trees: their static topology, made from paths, by name, by description or from a file.
+"""Static candidate trees, made from paths of ranks, from a name, from a description or from a file.
 
-Node 0 is the root, the token that is already chosen. Nodes are sorted by depth, so a parent always comes before its
-children. A node at depth d holds a guess of head d (heads counted from 1). The N nodes include the root.
+Node 0 is the root: the next token, which the backbone has already chosen. A node at depth d is a guess of head d, with
+heads counted from 1. Nodes are sorted by depth, so that a parent comes before its children. N counts the root, too.
 
     >>> tree = Tree.from_paths([[0], [1], [0, 0]])
     >>> tree.parent.tolist(), tree.depth.tolist(), tree.rank.tolist()
     ([0, 0, 0, 1], [0, 1, 1, 2], [0, 0, 1, 0])
-    >>> tree.ancestors.int().tolist()           # row = node, column = the node itself and the nodes above it
+    >>> tree.ancestors.int().tolist()           # True for the node itself and the nodes above it
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     >>> tree.paths.tolist()                     # the nodes from the root to each node, padded with -1
     [[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3]]
@@ -29,18 +29,19 @@ from torch import Tensor
 from medusa.errors import RequestError, first_line
 
 RankPath = tuple[int, ...]
-"""The rank of the guess of each head from the root down."""
+"""The path of a node: the rank of the guess at each depth, from depth 1. Rank 0 is a head's best guess."""
 MAX_NODES = 4096
-"""The largest number of nodes that one forward verifies."""
+"""The largest number of nodes in a tree."""
 TREES = Path(__file__).parent / "trees.json"
+"""The file of the named trees."""
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """The shape of drafts: one tree for all steps (`Tree`), or a tree chosen in every step (`DynamicTree`).
+    """The interface of static trees (`Tree`) and dynamic trees, which select nodes in every step (`DynamicTree`).
 
-    A draft has `num_nodes` nodes with the root, on at most `max_depth` levels below the root, out of the nodes of
-    `candidates`. Nodes whose path probability is below `min_probability` are not drafted.
+    A draft has at most `num_nodes` nodes with the root, and at most `max_depth` levels below the root. Its nodes are
+    selected from the tree `candidates`. Nodes with a path probability below `min_probability` are not drafted.
     """
 
     @property
@@ -62,27 +63,27 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Topology as tensors. Shapes: N nodes, D = the largest depth (0 for the root alone)."""
+    """A static tree as tensors. Shapes: N nodes, D the largest depth (0 for a tree of the root alone)."""
 
     parent: Tensor
-    """[N] index of each node's parent; the root is its own."""
+    """[N] the index of each node's parent; 0 for the root."""
     depth: Tensor
-    """[N] number of drafted tokens on the way from the root; 0 for the root."""
+    """[N] the depth of each node; 0 for the root."""
     rank: Tensor
-    """[N] rank of the node among the guesses of head `depth`; 0 for the root."""
+    """[N] the rank of each node among the guesses of its head, from 0 for the best guess; 0 for the root."""
     ancestors: Tensor
-    """[N, N] True where the column is the row itself or an ancestor of it."""
+    """[N, N] True where the column's node is the row's node or one of its ancestors."""
     paths: Tensor
-    """[N, D + 1] nodes from the root to each node, padded with -1."""
+    """[N, D + 1] the indices of the nodes from the root to each node, padded with -1."""
     is_dynamic: ClassVar[bool] = False
     min_probability: ClassVar[float] = 0.0
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Make the tree of all `paths`, each a list of ranks, one for each head, as in the original Medusa.
+        """Make a tree from the paths of all nodes except the root (the `medusa_choices` of the original Medusa).
 
         Raises:
-            RequestError: a path is empty, holds something other than ranks, occurs twice, or misses its parent.
+            RequestError: a path is empty, is listed twice, contains something other than ranks, or has no parent.
         """
         index: dict[RankPath, int] = {(): 0}
         for path in sorted(map(_checked, paths), key=lambda p: (len(p), p)):
@@ -105,41 +106,43 @@ class Tree:
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
-        """Make a chain of every head's best guess, `depth` drafted tokens long; 0 is plain decoding."""
+        """Make a chain of the best guesses of the first `depth` heads; with depth 0 it is plain decoding."""
         _require_size(depth + 1, f"chain:{depth}")
         return cls.from_paths([(0,) * d for d in range(1, depth + 1)])
 
     @classmethod
     def top_k(cls, widths: Sequence[int]) -> Tree:
-        """Make the full product tree: `widths[d]` guesses of head d + 1 under every node of the level above."""
+        """Make a full tree in which each node of depth d has `widths[d]` children: the best guesses of head d + 1."""
         if not widths or min(widths) < 1:
             raise RequestError(f"topk:{','.join(map(str, widths))} is no tree; give a width of 1 or more per head")
         size = 1 + sum(accumulate(widths, operator.mul))
-        _require_size(size, f"topk:{','.join(map(str, widths))}")  # before topk:100,100,100 fills the memory
+        _require_size(
+            size, f"topk:{','.join(map(str, widths))}"
+        )  # before a tree such as topk:100,100,100 fills the memory
         levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
         return cls.from_paths(chain.from_iterable(levels))
 
     def to(self, device: torch.device | str) -> Tree:
-        """The same tree with its tensors on `device`."""
+        """Return this tree with its tensors on `device`."""
         return Tree(*(getattr(self, name).to(device) for name in ("parent", "depth", "rank", "ancestors", "paths")))
 
     def clip(self, max_depth: int) -> Tree:
-        """The nodes of depth `max_depth` or less."""
+        """Return the tree of all nodes of depth `max_depth` or less."""
         return Tree.from_paths([path for path in self.rank_paths if len(path) <= max_depth])
 
     def to_json(self) -> list[list[int]]:
-        """The paths, as `config.json` and results hold them."""
+        """Return the paths of all nodes except the root, in the form of `config.json`."""
         return [list(path) for path in self.rank_paths]
 
     @property
     def rank_paths(self) -> list[RankPath]:
-        """The paths that `from_paths` takes, in node order."""
+        """The paths of all nodes except the root, in the order of the nodes."""
         rank, paths = self.rank.tolist(), self.paths.tolist()
         return [tuple(rank[n] for n in line[1:] if n >= 0) for line in paths[1:]]
 
     @cached_property
     def children(self) -> Tensor:
-        """[N, C] the children of each node by rank, padded with -1; C is the largest number of children."""
+        """[N, C] the indices of each node's children by rank, padded with -1. C is the largest number of children."""
         lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for node, parent in enumerate(self.parent.tolist()[1:], 1):
             lists[parent].append(node)
@@ -148,7 +151,7 @@ class Tree:
 
     @cached_property
     def order(self) -> Tensor:
-        """[N] the place of each node among its siblings, from 0; 0 for the root. Places have no gaps."""
+        """[N] the index of each node among its siblings, sorted by rank; 0 for the root."""
         order = torch.zeros_like(self.parent)
         place = torch.arange(self.children.shape[1], device=order.device).expand_as(self.children)
         order[self.children[self.children >= 0]] = place[self.children >= 0]
@@ -171,7 +174,7 @@ class Tree:
         return int(self.rank.max())
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Raise RequestError if the tree is deeper than the number of heads, or takes a rank beyond the vocabulary."""
+        """Raise RequestError if the tree is deeper than the number of heads, or has ranks of at least `vocab_size`."""
         if self.max_depth > num_heads:
             raise RequestError(
                 f"{name} is {self.max_depth} deep but there are {num_heads} heads; "
@@ -182,11 +185,13 @@ class Tree:
 
 
 def _require_size(nodes: int, name: str) -> None:
+    """Raise RequestError if the tree `name` has more than `MAX_NODES` nodes."""
     if nodes > MAX_NODES:
         raise RequestError(f"{name} has {nodes} nodes; at most {MAX_NODES} can be verified in one forward")
 
 
 def _checked(path: Sequence[int]) -> RankPath:
+    """Return a path as a tuple; raise RequestError unless it is a non-empty list of ranks."""
     if isinstance(path, (str, bytes)) or not isinstance(path, Sequence) or not path:
         raise RequestError(f"the tree's path {path!r} is no path; write a list of ranks such as [0, 1]")
     if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
@@ -195,7 +200,7 @@ def _checked(path: Sequence[int]) -> RankPath:
 
 
 def named_trees() -> dict[str, list[list[int]]]:
-    """The paths of all trees with a name: nine published with the original Medusa, and `eight`, made for a CPU."""
+    """Return the paths of all trees with a name: nine from the original Medusa, and `eight`, made for CPUs."""
     shipped = json.loads(TREES.read_text(encoding="utf-8"))
     return shipped["trees"] | shipped["ours"]
 
@@ -203,10 +208,10 @@ def named_trees() -> dict[str, list[list[int]]]:
 def load_tree(spec: str, num_heads: int) -> Tree:
     """Load the tree that `spec` describes: `chain`, `chain:3`, `topk:3,3,2`, a name (`named_trees`) or a file.
 
-    `num_heads` is the depth of a `chain` without a number. A JSON or YAML file holds `{"paths": [[0], [0, 0], ...]}`.
+    A `chain` without a number has the depth `num_heads`. A JSON or YAML file contains `{"paths": [[0], [0, 0], ...]}`.
 
     Raises:
-        RequestError: no such tree or file, or the file does not describe one.
+        RequestError: there is no such tree or file, or the file does not describe a tree.
     """
     name, _, argument = spec.partition(":")
     if name == "chain":
@@ -227,6 +232,7 @@ def load_tree(spec: str, num_heads: int) -> Tree:
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:
+    """Parse the numbers in a tree's description, such as 3,3,2 in `topk:3,3,2`; raise RequestError if wrong."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -237,7 +243,8 @@ def _whole_numbers(spec: str, text: str) -> list[int]:
 
 
 def _read_paths(path: Path) -> list[list[int]]:
-    import yaml  # JSON is YAML, so one reader serves both
+    """Read the paths of a tree from a JSON or YAML file."""
+    import yaml  # JSON is a subset of YAML
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
-"""Properties of a model's config that decide whether the model can verify a tree.
+"""Checks of a model's config: whether the model can verify a tree of tokens in one forward.
 
-The decoder in Hub repositories includes this file (`medusa.export.hub_code`), so it imports nothing from the package.
+This file is also a part of the decoder in Hub repositories (`medusa.export.hub_code`). So it imports nothing from this
+package.
 """
 
 from __future__ import annotations
@@ -10,28 +11,33 @@ from typing import Any
 from transformers import PreTrainedModel
 
 TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The types of layers that accept a tree mask."""
 MASK_BLIND = {
-    # model_type: why attention ignores a tree mask or needs more than one (measured). A test by logits misses them:
-    # GPT-Neo's window is longer than a quick test, and half precision hides MPT's biases.
     "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
     "mpt": "its ALiBi biases follow slot indices, not positions",
     "bloom": "its ALiBi biases follow slot indices, not positions",
 }
+"""Model types whose attention does not follow a tree mask, with the reason (measured).
+
+The test of logits does not find them: GPT-Neo's window is longer than the tested text, and half precision hides the
+biases of MPT.
+"""
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the model's language part."""
+    """Return the config of the text decoder, which is a part of the config of a multimodal model."""
     return model.config.get_text_config(decoder=True)
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """The number of tokens after which `longrope` changes the rotations of all positions; `None` without longrope.
+    """Return the number of tokens after which `longrope` changes the rotations of all positions; `None` without it.
 
-    (`dynamic` also changes them, but only after the context's end, where decoding stops.)
+    RoPE scaling of type `dynamic` changes the rotations, too, but only after the end of the context, where decoding
+    stops.
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Models with several kinds of layers have parameters for each.
+    # Models with several types of layers have separate parameters for each type.
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     ends = [
         kind.get("original_max_position_embeddings") or config.original_max_position_embeddings
@@ -42,7 +48,7 @@ def longrope_boundary(model: PreTrainedModel) -> int | None:
 
 
 def why_no_tree(model: PreTrainedModel) -> str | None:
-    """The reason why the model cannot verify a tree in one forward; `None` if its config shows none."""
+    """Return the reason why the model cannot verify a tree in one forward; `None` if the config shows no reason."""
     config = text_config(model)
     unfit = set(getattr(config, "layer_types", None) or ()) - TREE_LAYERS
     attention = getattr(config, "_attn_implementation", None) or ""

@@ -1,10 +1,10 @@
-"""Heads that guess among the most frequent tokens only (FR-Spec, arXiv 2502.14856; EAGLE-3's draft vocabulary).
+"""Reduced vocabularies: heads that guess among the most frequent tokens only (FR-Spec, arXiv 2502.14856; EAGLE-3).
 
-Most of an LM head's 128,000 rows belong to tokens that hardly ever occur. Heads with a `vocabulary` of N tokens give N
-logits, the most frequent token first; `token_ids` maps places in this list to tokens. Heads never guess tokens outside
-the list; the backbone still writes them, one step later.
+A modern LM head has about 128,000 rows, and most of the tokens are rare. Heads with a `vocabulary` of N tokens compute
+only N logits. Index i of these logits belongs to token `vocabulary[i]`, the most frequent token first. Heads cannot
+guess tokens outside the vocabulary, but the backbone can still generate them.
 
-Shapes: V the backbone's vocabulary, N the heads', H hidden size.
+Shapes: V the backbone's vocabulary size, N the heads' vocabulary size, H hidden size, ... any positions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import LMHead, MedusaHeads
 
 ABSENT = -1
-"""The place of a token outside the list."""
+"""The index that `places_of` returns for a token outside the heads' vocabulary."""
 
 
-# For each living set of heads: an LM head's weights [V, H], the heads' vocabulary, and the rows made of both.
+# A cache for each set of heads in memory: the LM head's weight [V, H], the heads' vocabulary, and the selected rows.
 _ROWS: weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor, nn.Linear]]
 _ROWS = weakref.WeakKeyDictionary()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
-    """The LM head for heads that share one: the backbone's, or its rows for the heads' tokens.
+    """Return the LM head for heads that share the backbone's: all its rows, or the rows of the heads' vocabulary.
 
-    It maps hidden [..., H] to logits [..., V] or [..., N] in the dtype of its weights.
+    The returned function maps features [..., H] to logits [..., V] or [..., N], in the dtype of the LM head's weights.
     """
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
@@ -38,9 +38,10 @@ def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
 
 
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
-    """The rows [N, H] of an LM head [V, H] that the heads use; the LM head itself for heads without a `vocabulary`.
+    """Select the rows [N, H] of an LM head [V, H] that belong to the heads' vocabulary.
 
-    The rows are copied once and kept while the LM head stays the same.
+    The rows are copied once, and cached for as long as the weight and the vocabulary stay the same. For heads without a
+    reduced vocabulary the LM head itself is returned.
     """
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")
@@ -62,19 +63,19 @@ def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
 
 
 def token_ids(heads: MedusaHeads, places: Tensor) -> Tensor:
-    """Places [...] among the heads' logits -> the tokens [...] at these places."""
+    """Convert indices [...] of the heads' logits to token ids [...]."""
     return places if heads.vocabulary is None else heads.vocabulary.to(places.device)[places]
 
 
 def places_of(vocabulary: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Tokens [...] of a backbone with `vocab_size` tokens -> their places in `vocabulary` [N], or ABSENT [...]."""
+    """Convert token ids [...] to their indices in `vocabulary` [N], with `ABSENT` for tokens outside it."""
     places = torch.full((vocab_size,), ABSENT, dtype=torch.long, device=ids.device)
     places[vocabulary.to(ids.device)] = torch.arange(len(vocabulary), device=ids.device)
     return places[ids]
 
 
 def over_all(heads: MedusaHeads, logits: Tensor, vocab_size: int) -> Tensor:
-    """Spread logits [..., N] over all V tokens: [..., V], with -inf for tokens that the heads never guess."""
+    """Expand logits [..., N] to all V tokens: [..., V], with -inf for tokens outside the heads' vocabulary."""
     if heads.vocabulary is None:
         return logits
     spread = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)

@@ -1,4 +1,4 @@
-"""Heads as data: config, tensors and provenance, independent of the files' format."""
+"""Heads as data: a config, tensors and a provenance, independent of the format of the files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from medusa.files import Json
 from medusa.heads import class_of
 
 Tensors = dict[str, Tensor]
-"""Tensors by name."""
+"""A dictionary of tensors by name."""
 
 
 @dataclass
 class Checkpoint:
-    """A set of heads as data, read from a folder or to be written into one."""
+    """The data of a set of heads, read from a folder or ready to be written."""
 
     config: MedusaConfig
     tensors: Tensors
-    """The state dict of the heads' modules."""
+    """The state dict of the module (`medusa.heads`)."""
     provenance: Json | None = None
-    """The content of `provenance.json`: recipe, data, versions and results; `None` if there is no such file."""
+    """The content of `provenance.json` (recipe, data, versions and results); `None` without this file."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -36,21 +36,24 @@ class Checkpoint:
         return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
 
     def is_same(self, other: Checkpoint) -> bool:
-        """Whether both sets of heads have the same kind and, bit for bit, the same tensors."""
+        """Whether both sets of heads have the same kind, the same block and bitwise equal tensors."""
         kinds = [(heads.config.kind, heads.config.block, heads.tensors.keys()) for heads in (self, other)]
         return kinds[0] == kinds[1] and all(torch.equal(t, other.tensors[name]) for name, t in self.tensors.items())
 
     def to(self, dtype: torch.dtype) -> Checkpoint:
-        """The same heads with their weights in `dtype`."""
+        """Return these heads with their weights converted to `dtype`."""
         cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
         return replace(self, tensors=cast)
 
     def require_complete(self, source: str) -> Checkpoint:
-        """Return these heads after a check of their tensors' names, shapes and vocabulary.
+        """Check the names and shapes of all tensors, and the tokens of the reduced vocabulary; return these heads.
+
+        Args:
+            source: the name of the file, for error messages.
 
         Raises:
-            RequestError: a tensor of the file `source` is missing, unknown, of the wrong shape, or holds tokens that
-                the backbone does not have.
+            RequestError: a tensor is missing, unknown or of the wrong shape, or the vocabulary contains a token twice
+                or a token that the backbone does not have.
         """
         require_exactly(self.tensors, empty(self.config).tensors, source)
         if (tokens := self.tensors.get("vocabulary")) is not None:
@@ -64,7 +67,7 @@ class Checkpoint:
 
 
 def empty(config: MedusaConfig) -> Checkpoint:
-    """Heads whose tensors have names and shapes, but no memory and no values (torch's meta device)."""
+    """Make heads with tensors on the meta device: with names and shapes, but without values."""
     with torch.device("meta"):
         return Checkpoint(config, class_of(config.kind)(config).state_dict())
 
@@ -75,8 +78,10 @@ def require_exactly(
     """Check that `tensors` have exactly the names and shapes of the tensors `wanted`.
 
     Args:
-        source: the file or folder that error messages name.
-        called: maps a tensor's name to its name in that file, for error messages.
+        tensors: the tensors to check.
+        wanted: tensors with the right names and shapes, such as those of `empty`.
+        source: the name of the file or folder, for error messages.
+        called: a function that converts a tensor's name to its name in the file, for error messages.
 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape.
@@ -92,7 +97,7 @@ def require_exactly(
 
 
 def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
-    """Raise RequestError if a file names more heads than it holds tensors, before memory is asked for so many."""
+    """Raise RequestError if the names in a file imply more heads than it has tensors, before memory is allocated."""
     if num_heads > len(tensors):
         raise RequestError(
             f"{source} names head {num_heads - 1} but holds {len(tensors)} tensors; its heads are not complete"

@@ -1,13 +1,17 @@
-"""EAGLE-3's format, which vLLM and SGLang load: `config.json` of a Llama of one layer, and `model.safetensors`.
+"""The format of EAGLE-3's layer, which vLLM and SGLang load: heads of kind `eagle` with `block: gated`.
 
-    layers.0.hidden_norm.weight  .input_layernorm  .post_attention_layernorm [H]   norm.weight [H]
-    layers.0.self_attn.{q,k,v}_proj.weight [H, 2 H]   .o_proj.weight [H, H]     of the token, then of the hidden state
-    layers.0.mlp.{gate,up}_proj.weight [E, H]   .down_proj.weight [H, E]
-    lm_head.weight [N, H]   d2t [N]   t2d [V]                               if heads guess among N tokens only
+A folder contains `config.json` (of a Llama with one layer) and `model.safetensors` with these tensors, for hidden size
+H and MLP width E:
 
-EAGLE-3 reads hidden states of three layers through `fc`. With `use_aux_hidden_state: false` both servers give it the
-last hidden state instead, which heads read here. The embeddings, and an LM head of all tokens, are the backbone's.
-Heads of kind `eagle` with `block: gated` compute the same; the server chooses how often the layer runs.
+    layers.0.hidden_norm.weight [H]   layers.0.input_layernorm.weight [H]   layers.0.post_attention_layernorm.weight [H]
+    layers.0.self_attn.{q,k,v}_proj.weight [H, 2 H]         layers.0.self_attn.o_proj.weight [H, H]
+    layers.0.mlp.{gate,up}_proj.weight [E, H]               layers.0.mlp.down_proj.weight [H, E]
+    norm.weight [H]
+    lm_head.weight [N, H]   d2t [N]   t2d [V]               only with a reduced vocabulary of N out of V tokens
+
+By default EAGLE-3 reads the hidden states of three layers of the backbone. With `use_aux_hidden_state: false` it reads
+the last hidden state, as heads of this package do. The embeddings come from the backbone, and so does the LM head of a
+complete vocabulary. The server chooses how often the layer runs in a step.
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ from medusa.files import Json
 from medusa.heads.context_kv import BASE, attention_heads
 
 LAYER = "layers.0."
+"""The prefix of the names of the layer's tensors."""
 STEPS = 5
-"""Number of heads if the file does not say."""
-NAMES = {  # names of our modules, and EAGLE-3's
+"""The default number of heads, for a config without this number."""
+NAMES = {
     "feature_norm.weight": f"{LAYER}hidden_norm.weight",
     "token_norm.weight": f"{LAYER}input_layernorm.weight",
     "out.weight": f"{LAYER}self_attn.o_proj.weight",
@@ -36,33 +41,39 @@ NAMES = {  # names of our modules, and EAGLE-3's
     "stack.down.weight": f"{LAYER}mlp.down_proj.weight",
     "norm.weight": "norm.weight",
 }
+"""The names of tensors in the state dict of `EagleHeads`, and their names in EAGLE-3's format."""
 PAIR_PARTS = tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv")
-"""The parts of `pair.weight`."""
+"""The names of the query, key and value matrices, which `EagleHeads` concatenates as `pair.weight`."""
 COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")
-"""Tensors in files that this package wrote, and does not read: copies from the backbone, and the inverse of d2t."""
+"""Tensors that are not read: copies of the backbone's tensors, and `t2d`, which follows from `d2t`."""
 
 
 def is_eagle3(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are an EAGLE-3 layer's: no other format has this norm."""
+    """Whether the names are those of a layer of EAGLE-3. No other format has a `hidden_norm`."""
     return any(name.endswith(("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")) for name in names)
 
 
 def to_eagle3(heads: Checkpoint) -> Tensors:
-    """The layer's tensors by EAGLE-3's names."""
+    """Return the tensors of `eagle` heads under the names of EAGLE-3's format."""
     size = heads.config.hidden_size
     out = {name: heads.tensors[module] for module, name in NAMES.items()}
-    # A pair is [hidden state ; token] here and [token ; hidden state] there.
+    # The input is [hidden state ; token] in this package and [token ; hidden state] in EAGLE-3.
     for name, part in zip(PAIR_PARTS, heads.tensors["pair.weight"].split(size), strict=True):
         out[name] = part.roll(size, dims=1)
     return out
 
 
 def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> Checkpoint:
-    """Heads from the tensors of an EAGLE-3 layer and its config `published`.
+    """Make `eagle` heads from a layer of EAGLE-3.
+
+    Args:
+        stored: the tensors of the layer.
+        published: the content of its `config.json`.
+        source: the name of the file, for error messages.
 
     Raises:
-        RequestError: a layer that differs from that of `medusa.heads.eagle`, or a tensor of the file `source` is
-            missing, unknown or of the wrong shape.
+        RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is missing, unknown or of the
+            wrong shape.
     """
     tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
@@ -95,7 +106,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
 
 
 def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Raise RequestError if the layer reads several hidden states, has other constants, or is incomplete."""
+    """Raise RequestError if the layer reads several hidden states, has other constants, or lacks a tensor."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         raise RequestError(
             f"{source} reads hidden states of several layers (fc); heads here read the last one "

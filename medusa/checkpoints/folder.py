@@ -1,6 +1,6 @@
-"""Folders of heads: found locally or on the Hub, read in any format, written in this project's format.
+"""Loading and saving of heads: from local folders and the Hub in any format, and into folders in this project's format.
 
-The format is recognised from the files and the names of their tensors.
+The names of the files and tensors show the format.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, Json, read_json, require_absent, write_json
 
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+"""The form of a repository's id on the Hub: org/name."""
 DEMO = ASSETS / "heads"
 """The folder of the heads that come with the package."""
 
 
 class HubOptions(TypedDict, total=False):
-    """Options of `huggingface_hub.snapshot_download`."""
+    """The options of a download from the Hub, which go to `huggingface_hub.snapshot_download`."""
 
     revision: str | None
     """A branch, tag or commit."""
     token: str | bool | None
-    """The token for private and gated repositories; by default that of `hf auth login`."""
+    """The access token for private and gated repositories; by default that of `hf auth login`."""
     cache_dir: str | Path | None
-    """The folder of downloads; by default the Hub's cache."""
+    """The folder of downloads; by default the cache of huggingface_hub."""
     local_files_only: bool
-    """Whether only earlier downloads are used."""
+    """Whether to use only files that have been downloaded before."""
 
 
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
-    """Read heads from `demo`, a local folder or a Hub id.
+    """Load heads from a local folder, a Hub id, or `demo` (the heads in the package).
 
     Raises:
-        RequestError: no heads there, a damaged file, or tensors that are missing, unknown or of the wrong shape.
+        RequestError: there are no heads, a file is damaged, or a tensor is missing, unknown or of the wrong shape.
     """
     folder = find_folder(name_or_path, **hub)
     stored = _stored_heads(folder)
@@ -63,13 +64,13 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
 
 
 def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
-    """Write `config.json`, `medusa_lm_head.safetensors` and, if known, `provenance.json`, each whole or not at all.
+    """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
-    Independent heads get the published names (`medusa.checkpoints.published`). Heads of other kinds, with prefix layers
-    or with a draft vocabulary keep the names of their modules; no server reads them.
+    Independent heads get the published names of tensors (`medusa.checkpoints.published`), which servers read. Heads of
+    other kinds, with prefix layers or with a reduced vocabulary keep the names of the state dict.
 
     Raises:
-        RequestError: `folder` holds heads already and `overwrite` is off.
+        RequestError: `folder` contains heads and `overwrite` is false.
     """
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(checkpoint), folder / WEIGHTS)
@@ -79,10 +80,12 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 
 
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
-    """The local folder of the heads. A Hub id is downloaded; of a whole model, only the files with heads in them.
+    """Return the local folder of the heads; download them if the name is a Hub id.
+
+    If the Hub repository is a model with heads inside, only the files that contain heads are downloaded.
 
     Raises:
-        RequestError: neither a folder nor on the Hub.
+        RequestError: the name is neither a local folder nor a repository on the Hub.
     """
     name = str(name_or_path)
     if name == "demo":
@@ -101,6 +104,7 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
 
 
 def _download(name: str, hub: HubOptions) -> Path:
+    """Download the files that can contain heads; return the local folder."""
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:
@@ -117,7 +121,7 @@ def _download(name: str, hub: HubOptions) -> Path:
 
 
 def _stored_heads(folder: Path) -> Stored:
-    """The tensors of a file of heads or, if there is none, of a model with heads inside."""
+    """Return the tensors in a folder's file of heads or, without such a file, of its model with heads inside."""
     path = next((folder / name for name in HEADS_FILES if (folder / name).is_file()), None)
     if path is not None:
         return Stored.of_files([path])
@@ -130,7 +134,7 @@ def _stored_heads(folder: Path) -> Stored:
 
 
 def _from_own_format(tensors: Tensors, published: Json, source: str) -> Checkpoint:
-    """Heads that `save` wrote: under the published names, or under the names of their modules."""
+    """Make heads from the tensors and the config that `save` wrote."""
     if published["kind"] == "medusa" and not published.get("prefix_layers") and not published.get("vocabulary"):
         return from_published(HeadTensors(tensors), published, source)
     try:

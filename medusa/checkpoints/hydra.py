@@ -1,16 +1,16 @@
-"""Checkpoints of the original Hydra (zankner/Hydra; arXiv 2402.05109): `config.json` and `hydra_lm_head.pt`.
+"""Reading of checkpoints of the original Hydra (zankner/Hydra; arXiv 2402.05109): `config.json` and `hydra_lm_head.pt`.
 
-    hydra_mlp.{k}.{i}.linear.weight  .bias               blocks of head k, in the order of i
-    hydra_mlp.{k}.{i}.res_connection.weight  .bias       of the first block, which reads (k + 2) H numbers
-    hydra_lm_head.{k}.weight  .bias                      LM head of head k; or {k}.1.weight
-    prefix_embeding_layer.layers.0. ...  .norm.weight    Hydra++: a Llama layer and a norm
+The file contains these tensors for head k and its blocks i, with hidden size H:
 
-In heads with dropout, i counts every second module. In the original all blocks of a head after the first are one
-block, saved under several names; here they are separate blocks with equal weights.
+    hydra_mlp.{k}.{i}.linear.weight, .bias                a block
+    hydra_mlp.{k}.{i}.res_connection.weight, .bias        the residual matrix of the first block, from size (k + 2) H
+    hydra_lm_head.{k}.weight, .bias                       the LM head; or {k}.1.weight, {k}.1.bias
+    prefix_embeding_layer.layers.0.*, .norm.weight        in Hydra++: a Llama layer and a norm
 
-The file also holds a copy of the backbone's input embeddings, which the original writes over the backbone's. This
-reader does not load it; a sample of `input_embed_fn.weight` goes into the heads' config to recognise the backbone
-(`medusa.fingerprint.differs`).
+If the heads have dropout, the indices i are not consecutive. In the original, all blocks of a head after the first
+share their weights. Here they become separate blocks with equal weights. The file also contains a copy of the
+backbone's input embeddings, which is not loaded. A sample of it goes into the heads' config, so that
+`medusa.fingerprint.differs` can recognise the backbone.
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ from medusa.fingerprint import embedding_sample
 from medusa.loading import load_config
 
 ARCHITECTURES = ("mlp", "prefix-mlp")
+"""The values of `hydra_head_arch` that can be loaded: Hydra and Hydra++."""
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)(\.1)?\.weight")
 PREFIX, EMBEDDING = "prefix_embeding_layer", "input_embed_fn.weight"
 LEFT_OUT = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"}
+"""Tensors in the file that are not loaded."""
 
 
 def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
-    """Heads from the tensors of an original checkpoint and its config `published`.
+    """Make `hydra` heads from a checkpoint of the original Hydra.
+
+    Args:
+        tensors: the tensors of the file.
+        published: the content of `config.json`.
+        source: the name of the file, for error messages.
 
     Raises:
-        RequestError: an architecture of Hydra that is not supported, heads that see no tokens, or a tensor of the file
-            `source` is missing, unknown or of the wrong shape.
+        RequestError: the architecture is not supported, the heads do not read tokens, or a tensor is missing, unknown
+            or of the wrong shape.
     """
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
     if arch not in ARCHITECTURES:
@@ -58,22 +65,27 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     names = {module: _names(module, config.num_heads, blocks, suffix) for module in modules}
     wanted: Tensors = {}
     for module, tensor in modules.items():
-        if module in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V]; in the file [V, H] and [V] for each head
+        if module in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V] here; [V, H] and [V] for each head in the file
             wanted |= zip(names[module], tensor.mT if module == "lm_heads" else tensor, strict=True)
         else:
             wanted[names[module][0]] = tensor
     require_exactly({name: tensors[name] for name in tensors if name not in LEFT_OUT}, wanted, source)
-    found = {module: tensors[name].clone() for module, (name, *_) in names.items()}  # separates blocks that were one
+    found = {
+        module: tensors[name].clone() for module, (name, *_) in names.items()
+    }  # cloned, so that blocks do not share weights
     found["lm_heads"] = torch.stack([tensors[name] for name in names["lm_heads"]]).transpose(1, 2).contiguous()
     found["lm_biases"] = torch.stack([tensors[name] for name in names["lm_biases"]])
     return Checkpoint(config, found)
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Read the shapes of the heads from the names and sizes of their tensors; reject heads that see no tokens.
+    """Read the shapes of the heads from the names and sizes of their tensors.
 
     Returns:
-        The config, the numbers in the names of a head's blocks, and the end of LM heads' names: empty, or .1.
+        The config, the indices i in the names of a head's blocks, and the ending of LM heads' names: empty or `.1`.
+
+    Raises:
+        RequestError: a tensor is missing, or the heads do not read tokens.
     """
     found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     blocks = sorted(block for head, block in found if head == 0)
@@ -94,7 +106,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
 
 
 def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[str]:
-    """The names in the file for one of our tensors; LM heads and their biases have a name for each head."""
+    """Return the names in the file of one tensor of the state dict. LM heads have a name for each head."""
     match module.split("."):
         case ["stacks", head, "layers", layer, *rest]:
             return [f"hydra_mlp.{head}.{blocks[int(layer)]}.{'.'.join(rest)}"]
@@ -105,7 +117,7 @@ def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[
 
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
-    """The sizes of the prefix layer, which is a Llama layer as in the backbone, from the backbone's config."""
+    """Return the sizes of the prefix layer, which are those of a layer of the backbone, from the backbone's config."""
     need = f"{source}: its prefix layer is made as the backbone's config says"
     way_out = "name a folder or Hub id that has it as base_model_name_or_path in the heads' config.json"
     if not base:

@@ -1,14 +1,16 @@
-"""Medusa heads as other programs store them: matrices [out, in] and biases [out] of each head h and block l of L.
+"""The tensors of Medusa heads under the names of other programs: conversion to and from this project's state dict.
 
-                    square block                                   LM head of a head
-    published       {h}.{l}.linear.weight  .bias                   {h}.{L}.weight
-    vllm            blocks.{h}.layers.{l}.weight  .bias            lm_heads.{h}.weight, or one lm_head.weight
-    tensorrt-llm    {h}.medusa_layers.{l}.linear.weight  .bias     {h}.lm_head.weight
+Other programs store matrices [out, in] and biases [out] for each head h and each of its L blocks l:
 
-FasterDecoding, TGI and LoRAX read the published names; MLP blocks extend them by {h}.{l}.up.weight  .up.bias
-.down.weight  .down.bias. Models with heads inside put a prefix before them: `medusa_head.` (FasterDecoding 1.0, MLC) or
-`medusa_heads.` (modelopt and TensorRT-LLM). Without LM heads, heads share the backbone's. Sizes are read from the
-tensors, because published configs say 2 heads where the file holds 5.
+                    square block                                   LM head of head h
+    published       {h}.{l}.linear.weight, .bias                   {h}.{L}.weight
+    vllm            blocks.{h}.layers.{l}.weight, .bias            lm_heads.{h}.weight, or one lm_head.weight for all
+    tensorrt-llm    {h}.medusa_layers.{l}.linear.weight, .bias     {h}.lm_head.weight
+
+The "published" names are those of FasterDecoding, TGI and LoRAX. This project adds names for MLP blocks, such as
+{h}.{l}.up.weight. In a model with heads inside, the names begin with `medusa_head.` (FasterDecoding 1.0, MLC) or
+`medusa_heads.` (modelopt, TensorRT-LLM). A file without LM heads belongs to heads that share the backbone's LM head.
+Sizes are read from the tensors, because the configs of published heads are often wrong.
 """
 
 from __future__ import annotations
@@ -29,26 +31,26 @@ PARTS = {
     "square": {"weight": "linear.weight", "bias": "linear.bias"},
     "mlp": {"up": "up.weight", "up_bias": "up.bias", "down": "down.weight", "down_bias": "down.bias"},
 }
-"""The parameters of each kind of block, and the published names of their tensors."""
+"""The parameters of each type of block, with their published names."""
 TENSOR_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?P<part>(?:linear\.|up\.|down\.)?(?:weight|bias))")
 LM_HEAD_NAME = re.compile(r"\d+\.\d+\.weight")
 PREFIX = re.compile(r"medusa_heads?\.")
-"""The prefix of heads inside a model."""
+"""The prefix of the names of heads inside a model."""
 QUANTISED = ("_scale", "_scaling_factor", "_amax")
-"""Ends of the names of tensors that only quantised heads have."""
+"""Endings of the names of tensors that exist only in quantised heads."""
 SHARED, TOKEN_MAP = "lm_head.weight", "token_map"
-"""vLLM's names of an LM head for all heads, and of the tokens that heads guess among."""
+"""vLLM's names of a shared LM head, and of the ids of the tokens in a reduced vocabulary."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names in one format: patterns of h, l and the part, without a prefix."""
+    """The names of tensors in one format, as patterns of the head h, the block l and the part (weight or bias)."""
 
     block: str
     lm_head: str
 
     def called(self, published: str) -> str:
-        """The name in this format of the tensor with a published name."""
+        """Convert a published name to the name in this format; return other names unchanged."""
         match = TENSOR_NAME.fullmatch(published)
         if match is None or match["part"] not in ("weight", "linear.weight", "linear.bias"):
             return published
@@ -56,11 +58,11 @@ class Names:
         return pattern.format(h=match["head"], l=match["layer"], L=match["layer"], part=match["part"].split(".")[-1])
 
     def block_of(self, name: str) -> re.Match[str] | None:
-        """The match of a block's name, with groups h, l and part; `None` for other names."""
+        """Match the name of a block's tensor, with groups h, l and part; return `None` for other names."""
         return re.fullmatch(_regex(self.block), name)
 
     def to_published(self, name: str, num_layers: int) -> str:
-        """The published name of a tensor with a name in this format; other names stay."""
+        """Convert a name in this format, for heads of `num_layers` blocks, to the published name, if there is one."""
         if match := self.block_of(name):
             return PUBLISHED.block.format(**match.groupdict())
         match = None if self is PUBLISHED else re.fullmatch(_regex(self.lm_head), name)
@@ -68,6 +70,7 @@ class Names:
 
 
 def _regex(pattern: str) -> str:
+    """Turn a pattern of `Names` into a regular expression."""
     groups = {"h": r"(?P<h>\d+)", "l": r"(?P<l>\d+)", "L": r"\d+", "part": "(?P<part>weight|bias)"}
     return re.sub(r"\\{(\w+)\\}", lambda match: groups[match[1]], re.escape(pattern))
 
@@ -78,39 +81,44 @@ TENSORRT_LLM = Names("{h}.medusa_layers.{l}.linear.{part}", "{h}.lm_head.weight"
 
 
 def is_of_heads(name: str) -> bool:
-    """Whether the name is that of a heads' block in any format."""
+    """Whether a tensor with this name belongs to a block of Medusa heads, in any of the formats."""
     bare = PREFIX.sub("", name, count=1)
     return any(names.block_of(bare) for names in (PUBLISHED, VLLM, TENSORRT_LLM))
 
 
 @dataclass
 class HeadTensors:
-    """Tensors of heads under the published names."""
+    """The tensors of heads under the published names, with their original format for error messages."""
 
     tensors: Tensors
     names: Names = PUBLISHED
-    """The format of the file."""
+    """The format of the names in the file."""
     prefix: str = ""
     """The prefix of all names in the file."""
     vocabulary: Tensor | None = None
-    """[N] the tokens that the heads guess among; `None`: all."""
+    """[N] the ids of the tokens that the heads guess among; `None`: all tokens."""
 
     def called(self, published: str) -> str:
-        """The name in the file of the tensor with a published name."""
+        """Convert a published name to the name in the file."""
         return self.prefix + self.names.called(published)
 
 
 def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> HeadTensors:
-    """Find the tensors of heads among those `stored`; `published` is the config of the same folder.
+    """Find the tensors of heads in the files of heads or of a model, and give them published names.
 
-    A tensor whose name belongs to no head keeps its name, so that `from_published` rejects it.
+    A tensor with an unknown name keeps its name, so that `from_published` rejects it.
+
+    Args:
+        stored: all tensors in the files.
+        published: the content of the folder's `config.json`.
+        source: the name of the file, for error messages.
 
     Raises:
-        RequestError: heads that are quantised or scaled, or a draft vocabulary that does not fit.
+        RequestError: the heads are quantised or scale their logits, or their reduced vocabulary is invalid.
     """
     of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
-    # Tensors without the prefix are the backbone's. In vLLM's files they are the heads', since vLLM drops the prefix.
+    # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.
     inside = {name.removeprefix(prefix): name for name in stored if of_vllm or name.startswith(prefix)}
     if scale := next((name for name in inside if name.endswith(QUANTISED)), None):
         raise RequestError(
@@ -127,12 +135,15 @@ def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> H
 
 
 def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source: str) -> None:
-    """Complete heads of vLLM's file: an LM head for each, cut to the tokens in `token_map`, and biases of 0."""
+    """Add what vLLM's files leave out: an LM head for each head, and biases of zero.
+
+    LM heads of all tokens are cut to the tokens of the reduced vocabulary.
+    """
     tensors = found.tensors
     blocks = [match for match in map(PUBLISHED.block_of, tensors) if match]
     shared, own = tensors.pop(SHARED, None), [name for name in tensors if LM_HEAD_NAME.fullmatch(name)]
     if published.get("original_lm_head") and shared is None and own == [f"0.{num_layers}.weight"]:
-        shared = tensors.pop(own.pop())  # vLLM uses it for all heads
+        shared = tensors.pop(own.pop())  # vLLM uses the LM head of head 0 for all heads
     if shared is not None and own:
         raise RequestError(f"{source} holds both {SHARED} and an LM head for each head; remove one of them")
     if shared is not None:
@@ -156,7 +167,7 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
 
 
 def to_published(checkpoint: Checkpoint) -> Tensors:
-    """The tensors of each head under published names; heads without a published form keep their modules' names."""
+    """Return the tensors of heads under the published names, or unchanged if there are no published names for them."""
     config, tensors = checkpoint.config, checkpoint.tensors
     if not config.is_published:
         return tensors
@@ -172,10 +183,15 @@ def to_published(checkpoint: Checkpoint) -> Tensors:
 
 
 def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoint:
-    """Heads from tensors with published names, and the config `published` that came with them.
+    """Make heads from tensors with published names.
+
+    Args:
+        found: the tensors.
+        published: the content of the folder's `config.json`.
+        source: the name of the file, for error messages.
 
     Raises:
-        RequestError: a tensor of the file `source` is missing, unknown or of the wrong shape.
+        RequestError: a tensor is missing, unknown or of the wrong shape.
     """
     config = _config_of(found, published, source)
     require_exactly(found.tensors, to_published(empty(config)), source, found.called)
@@ -188,17 +204,27 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
 
 
 def from_others(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
-    """Heads under other programs' names, alone or inside the model `asked`; `published` is the folder's config."""
+    """Make heads from the files of another program, which contain only heads or a model with heads inside.
+
+    Args:
+        stored: all tensors in the files.
+        published: the content of the folder's `config.json`.
+        source: the name of the file, for error messages.
+        asked: the folder or Hub id that the user gave. It becomes the backbone of heads inside a model.
+
+    Raises:
+        RequestError: the heads cannot be loaded, or a tensor is missing, unknown or of the wrong shape.
+    """
     found = _find_heads(stored, published, source)
-    if found.names is not PUBLISHED or found.prefix:  # another program's config: its other keys can mean other things
+    if found.names is not PUBLISHED or found.prefix:  # other keys of another program's config can have other meanings
         published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
-    if found.prefix and len(found.tensors) < len(stored):  # inside the backbone that they belong to
+    if found.prefix and len(found.tensors) < len(stored):  # the heads are inside their backbone
         published["base_model_name_or_path"] = asked
     return from_published(found, published, source)
 
 
 def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig:
-    """Count heads, blocks and sizes from the tensors; take the rest from the config."""
+    """Make the config: sizes from the tensors, and other values from the folder's `config.json`."""
     tensors = found.tensors
     parts = _parts(found, source)
     count = 1 + max(head for head, _, _ in parts)
@@ -226,7 +252,7 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
 
 
 def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
-    """Head, layer and part of every tensor; raise RequestError for a tensor that cannot be a head's."""
+    """Return the head, block and part of every tensor; raise RequestError for a tensor that cannot belong to a head."""
     for name, tensor in found.tensors.items():
         if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
             raise RequestError(
@@ -242,10 +268,10 @@ def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
 
 
 def _stacked(tensors: Tensors, config: MedusaConfig) -> Tensors:
-    """Stack the tensors of all heads by our modules' names: the inverse of `to_published`."""
+    """Stack the tensors of K heads under the names of the state dict: the inverse of `to_published`."""
 
     def stack(name: str) -> Tensor:
-        """[K, out, in] as [K, in, out]; biases [K, out] as [K, 1, out]."""
+        """Stack a tensor of each head: matrices [out, in] as [K, in, out], biases [out] as [K, 1, out]."""
         stacked = torch.stack([tensors[f"{head}.{name}"] for head in range(config.num_heads)])
         return stacked.transpose(1, 2).contiguous() if stacked.ndim == 3 else stacked.unsqueeze(1)
 

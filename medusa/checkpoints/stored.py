@@ -1,4 +1,4 @@
-"""The files of a folder of heads or of a model, and the tensors in them."""
+"""The names of the files in a folder of heads or of a model, and reading and writing of their tensors."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from medusa.files import read_json, replacing
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
 WEIGHTS = "medusa_lm_head.safetensors"
+"""The file of the heads' weights in this project's format and in the format of TGI and LoRAX."""
 LEGACY_WEIGHTS = "medusa_lm_head.pt"
-"""The file of FasterDecoding's first format."""
+"""The file of weights in the first format of FasterDecoding."""
 HYDRA_WEIGHTS = "hydra_lm_head.pt"
-"""The file of the original Hydra."""
+"""The file of weights of the original Hydra."""
 HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
+"""All files that contain only heads, in the order in which they are looked for."""
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Indices of models in several files."""
+"""The index files of a model whose weights are in several files."""
 SUFFIXES = (".safetensors", ".bin", ".pt")
-"""Formats of tensors. Of a folder, only files of the first format present are read."""
+"""The suffixes of files of weights. In each folder, only the files with the first suffix present are read."""
 
 
 class Stored(Mapping[str, Tensor]):
-    """Tensors in files, by name. Files can be large, so each tensor is read when it is asked for."""
+    """A mapping of tensors in files by name. Each tensor is read at its first use, because files can be large."""
 
     def __init__(self, places: dict[str, Path] | None = None) -> None:
+        """Make a mapping from the file of each tensor, without reading the files."""
         self.places = places or {}
         """The file of each tensor."""
-        self._pickled: dict[Path, Tensors] = {}  # pickled files that were read, with all their tensors
+        self._pickled: dict[Path, Tensors] = {}  # the content of each pickled file that was read
 
     @classmethod
     def of_files(cls, paths: list[Path]) -> Stored:
-        """All tensors of these files.
+        """Make a mapping of all tensors in these files.
 
         Raises:
-            RequestError: a file is damaged or holds no tensors, or two files hold the same tensor.
+            RequestError: a file is damaged or contains something else, or two files contain the same tensor.
         """
         stored = cls()
         for path in paths:
@@ -56,10 +59,10 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """The tensors that a model's index lists; without an index, those of its files.
+        """Make a mapping of a model's tensors, from its index file or, without an index, from all its files.
 
         Raises:
-            RequestError: as `of_files`, or a damaged index.
+            RequestError: the index or a file is damaged, or two files contain the same tensor.
         """
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
@@ -68,10 +71,10 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
-        """The tensors that a model's index lists; `None` without an index.
+        """Make a mapping of the tensors that a model's index file lists; return `None` without an index file.
 
         Raises:
-            RequestError: a damaged index.
+            RequestError: the index file is damaged.
         """
         index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
         if index is None:
@@ -86,7 +89,7 @@ class Stored(Mapping[str, Tensor]):
 
     @property
     def paths(self) -> list[Path]:
-        """All files, sorted by name."""
+        """The files of all tensors, sorted by name."""
         return sorted(set(self.places.values()))
 
     def __contains__(self, name: object) -> bool:
@@ -99,7 +102,7 @@ class Stored(Mapping[str, Tensor]):
         return len(self.places)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor; raise RequestError if its file is damaged or missing."""
+        """Read a tensor; raise RequestError if its file is missing or damaged."""
         path = self.places[name]
         if not path.is_file():
             raise RequestError(f"{path} does not exist, and should hold {name}; download it")
@@ -109,13 +112,13 @@ class Stored(Mapping[str, Tensor]):
             if name not in self._pickled[path]:
                 raise RequestError(f"{path} does not hold {name}, though its index says so; download it again")
             return self._pickled[path][name]
-        with _damage_named(path), safe_open(path, framework="pt") as file:
+        with _damage_reported(path), safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
         return tensor
 
     def _names(self, path: Path) -> list[str]:
-        """The names of a file's tensors. A pickled file is read whole and kept."""
-        with _damage_named(path):
+        """Return the names of the tensors in a file. A pickled file is read completely and cached."""
+        with _damage_reported(path):
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt") as file:
                     return list(file.keys())
@@ -129,8 +132,8 @@ class Stored(Mapping[str, Tensor]):
 
 
 @contextlib.contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Raise RequestError for any error while `path` is read: damaged files raise errors of many types."""
+def _damage_reported(path: Path) -> Iterator[None]:
+    """Turn every error while `path` is read into a RequestError, because damaged files raise errors of many types."""
     try:
         yield
     except Exception as error:
@@ -140,14 +143,15 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def _unpickled(path: Path) -> object:
-    if path.suffix == ".bin":  # of a whole model
-        with contextlib.suppress(RuntimeError):  # files of before PyTorch 1.6 cannot be mapped
+    """Load a pickled file. A file of a whole model is mapped into memory if possible, instead of read."""
+    if path.suffix == ".bin":
+        with contextlib.suppress(RuntimeError):  # files from before PyTorch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:
-    """Write tensors as safetensors, the file whole or not at all."""
+    """Write tensors to a safetensors file atomically."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
         save_file(ready, temporary, metadata={"format": "pt"})

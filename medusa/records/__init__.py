@@ -1,1 +1,1 @@
-"""Records of prompts and training text: their sources, their forms, and the ids of a prompt."""
+"""Records of prompts and training text: reading them from files or the Hub, and turning them into token ids."""

@@ -1,8 +1,12 @@
-"""One record of a file of prompts or training text: its JSON forms, and the token ids of its prompt.
+"""Records of prompts and training text: parsing of their JSON forms, and the token ids of a record's prompt.
 
-A JSON object holds one of `{"prompt"}`, `{"question"}`, `{"text"}`, `{"input_ids"}`,
-`{"messages": [{"role", "content"}]}`, ShareGPT's `{"conversations": [{"from", "value"}]}` and MT-bench's
-`{"turns": [...]}`, of which the first turn is used. A `category` and the `tools` of a conversation are kept.
+The JSON object of a record contains one of these keys, and optionally a `category` and the `tools` of a conversation:
+
+    prompt, question, text    a string; `text` is a whole document
+    input_ids                 a list of token ids
+    messages                  [{"role", "content"}, ...]
+    conversations             [{"from", "value"}, ...], as in ShareGPT
+    turns                     a list of questions, as in MT-bench; the first one is the prompt
 """
 
 from __future__ import annotations
@@ -21,37 +25,43 @@ if TYPE_CHECKING:
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
 SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
+"""The roles in ShareGPT's conversations, and the roles of chat templates that they become."""
 
 
 @dataclass
 class Record:
-    """One record: exactly one of `text`, `input_ids` and `messages` is set."""
+    """A prompt, a document or a conversation: exactly one of `text`, `input_ids` and `messages` is not `None`."""
 
     where: str
-    """File and line, for messages to the user."""
+    """The file and line of the record, for error messages."""
     text: str | None = None
     input_ids: list[int] | None = None
     messages: list[Json] | None = None
     is_prompt: bool = False
-    """Whether the text is a prompt or question to be continued, and not a whole document."""
+    """Whether the record is a prompt or question to continue, rather than a whole document."""
     prompt_tokens: int = 0
-    """Number of `input_ids` that the backbone did not write; heads are not trained on them."""
+    """The number of `input_ids` at the start that belong to the prompt. They do not count in the training loss."""
     category: str | None = None
+    """The category of the prompt, such as `math`, for results by category."""
     tools: list[Json] | None = None
-    """JSON schemas of the tools in a conversation, for the chat template."""
+    """The JSON schemas of the tools in a conversation, for the chat template."""
     turns: list[str] = field(default_factory=list)
-    """All questions of an MT-bench record; `messages` holds the first."""
+    """All questions of an MT-bench record. `messages` contains only the first one."""
     teach_last: bool = False
-    """Train on the last answer of a conversation only: other records hold the earlier answers."""
+    """Whether only the last answer counts in the training loss, because other records contain the earlier answers."""
     unfinished: bool = False
-    """The last answer was cut off: its text does not end there."""
+    """Whether the last answer was cut off, so that no end token follows it."""
 
 
 def parse_record(row: object, where: str) -> Record:
-    """The record in a JSON object.
+    """Make a record from a JSON object.
+
+    Args:
+        row: the parsed JSON.
+        where: the file and line, for error messages.
 
     Raises:
-        RequestError: none of the known forms, or a value of the wrong type; the message begins with `where`.
+        RequestError: the object has none of the known forms, or a value has the wrong type.
     """
     if not isinstance(row, dict):
         raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
@@ -84,7 +94,7 @@ def parse_record(row: object, where: str) -> Record:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON; the message of the error begins with `where`."""
+    """Parse JSON text; raise RequestError with the position `where` if it is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -92,6 +102,7 @@ def parse_json(text: str, where: str) -> object:
 
 
 def _sharegpt_messages(turns: object, where: str) -> list[Json]:
+    """Convert the turns of a ShareGPT conversation to messages of a chat template."""
     if not isinstance(turns, list):
         raise RequestError(f'{where}: conversations must be a list of {{"from", "value"}}')
     for turn in turns:
@@ -101,6 +112,7 @@ def _sharegpt_messages(turns: object, where: str) -> list[Json]:
 
 
 def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int]:
+    """Check the token ids of a record and the number of its prompt tokens; return both."""
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
         raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
     if not isinstance(prompt_tokens, int) or not 0 <= prompt_tokens <= len(ids):
@@ -109,7 +121,7 @@ def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int
 
 
 def _with_parsed_arguments(message: Json, where: str) -> Json:
-    """A message whose tool calls have their arguments as objects: OpenAI keeps them as JSON text, templates do not."""
+    """Parse the arguments of tool calls in a message. OpenAI's format has JSON text, chat templates need objects."""
     if not message.get("tool_calls"):
         return message
     try:
@@ -124,7 +136,7 @@ def _with_parsed_arguments(message: Json, where: str) -> Json:
 
 
 def _tools(tools: object, where: str) -> list[Json] | None:
-    """A list of tools, which some data sets keep as JSON text."""
+    """Return the list of tools, which some datasets store as JSON text; `None` without tools."""
     if isinstance(tools, str) and tools.strip():
         tools = parse_json(tools, f"{where}: tools")
     if not tools:
@@ -135,10 +147,13 @@ def _tools(tools: object, where: str) -> list[Json] | None:
 
 
 def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """The token ids to continue: a whole text, or a conversation up to the assistant's next answer.
+    """Return the token ids of a record's prompt.
+
+    The prompt is the whole text, the first `prompt_tokens` of the ids, or a conversation without its last answer.
 
     Raises:
-        RequestError: text without a tokenizer, a conversation without a chat template, or an empty prompt.
+        RequestError: the record is text and there is no tokenizer, it is a conversation and there is no chat template,
+            or the prompt is empty.
     """
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
@@ -154,7 +169,10 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `text` after `prompt`, tokenised together: a word's first token can hold the space before it."""
+    """Return the token ids of `text` as a continuation of the token ids `prompt`.
+
+    Both are tokenised together, because a token can contain the space before a word.
+    """
     whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]
@@ -162,23 +180,24 @@ def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenize
 
 
 def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Apply the chat template to a conversation without its last answer; return the token ids."""
     messages = list(record.messages or ())
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if tokenizer.chat_template is None:
         if len(messages) == 1 and record.is_prompt:
-            return tokenizer(messages[0]["content"])["input_ids"]  # a base model: the question itself is the prompt
+            return tokenizer(messages[0]["content"])["input_ids"]  # base models have no chat template
         raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
     try:
         tools = cast("list[dict[str, object] | Callable[..., object]] | None", record.tools)
         rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
         return cast("BatchEncoding", rendered)["input_ids"]
-    except Exception as error:  # templates are programs that raise errors of any type, all about this record
+    except Exception as error:  # templates are programs and raise errors of many types
         raise template_error(record, error) from None
 
 
 def template_error(record: Record, error: Exception) -> RequestError:
-    """The error for a conversation that a chat template rejects."""
+    """Make the error for a conversation that the chat template rejects."""
     roles = ", ".join(str(message["role"]) for message in record.messages or ())
     return RequestError(
         f"{record.where}: the chat template refuses the messages ({error}); their roles are {roles}: change or leave "

@@ -1,6 +1,6 @@
-"""Files, folders and Hub datasets of records: JSONL, JSON, text and Parquet.
+"""Reading of records from files (JSONL, JSON, text and Parquet), folders and Hub datasets.
 
-All but JSON arrays are read line by line when they are needed, so that a file can be larger than the memory.
+Records are read when they are needed, so that a file can be larger than the memory. Only JSON arrays are read at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from medusa.errors import RequestError, first_line
 from medusa.records.record import Record, parse_json, parse_record
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+"""The suffixes of files with records."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 DOCUMENT_SEPARATOR = "<|endoftext|>"
+"""The usual line between two documents in a text file."""
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"
-"""Name endings of files that `medusa distill` writes next to its data; they hold no records."""
+"""The name endings of files that `medusa distill` writes next to its data. They contain no records."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -28,12 +30,12 @@ def read_records(
     """Read the records of a file, of all files in a folder, or of a Hub dataset.
 
     Args:
-        source: a path or Hub id.
-        split, subset: of a Hub dataset.
+        source: a path or the Hub id of a dataset.
+        split, subset: the split and the configuration of a Hub dataset.
         separator: the line between documents in a `.txt` file; `None`: every line is a prompt.
 
     Raises:
-        RequestError: no such source, an empty one, or a line that has none of the known forms.
+        RequestError: the source does not exist, is empty, or contains a record of no known form.
     """
     path, record = Path(source), None
     if path.is_dir():
@@ -54,6 +56,7 @@ def read_records(
 
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
+    """Read the records of one file, by its suffix."""
     if path.suffix == ".parquet":
         yield from (parse_record(row, f"{path}, row {number}") for number, row in enumerate(_parquet_rows(path), 1))
     elif path.suffix == ".jsonl":
@@ -73,6 +76,7 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
 
 
 def _parquet_rows(path: Path) -> Iterator[object]:
+    """Read the rows of a Parquet file in batches."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -84,6 +88,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
 
 
 def _json_array(path: Path) -> list[object]:
+    """Read a file that contains one JSON array of records."""
     try:
         content = json.loads("\n".join(line for _, line in _lines(path)))
     except json.JSONDecodeError as error:
@@ -95,7 +100,7 @@ def _json_array(path: Path) -> list[object]:
 
 
 def _documents(path: Path, separator: str) -> Iterator[Record]:
-    """Documents between lines that hold only the separator, which never becomes a token of the text."""
+    """Read the documents of a text file, which are separated by lines that contain only `separator`."""
     lines: list[str] = []
     start = 1
     for number, line in chain(_lines(path), [(0, separator)]):
@@ -109,7 +114,7 @@ def _documents(path: Path, separator: str) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines. Only a newline ends a line: text can hold characters such as U+2028 unescaped."""
+    """Read a file's lines with their numbers, split only at newlines: JSON can contain characters such as U+2028."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:
@@ -124,11 +129,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
+    """Stream the records of a Hub dataset."""
     from datasets import load_dataset
 
     try:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
-    except Exception as error:  # datasets raises many types; all mean that the dataset cannot be loaded
+    except Exception as error:  # datasets raises errors of many types
         reason = first_line(error)
         raise RequestError(f"no data at {name}: neither a file nor a dataset on the Hub ({reason})") from None
     yield from (parse_record(row, f"{name}, row {number}") for number, row in enumerate(rows, 1))
