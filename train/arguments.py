@@ -37,7 +37,7 @@ class MedusaTrainingArguments(TrainingArguments):
     """Loss weights of the heads: dpace (by how much each guess adds to the expected number of accepted guesses; the
     default) or decay (head_decay^k for head k; the default if head_decay is given)."""
     head_decay: Annotated[float | None, Gt(0), Le(1)] = None
-    """Base of the loss weight head_decay^k of head k, from 0; by default 0.8 (paper, section 2.2.1)."""
+    """Base of the loss weights head_decay^k, where k counts heads from 0; by default 0.8 (paper, section 2.2.1)."""
     dpace_smoothing: Annotated[float, Ge(0), Le(1)] = 0.5
     """Smoothing of the probabilities in dpace's weights: 0 for none; 1 weights heads as if all were always right."""
     hidden_noise: Annotated[float, Ge(0)] = 0.0
@@ -101,7 +101,7 @@ class MedusaTrainingArguments(TrainingArguments):
 
     @property
     def weighting(self) -> Weighting:
-        """The rule for the loss weights of the heads."""
+        """The rule for the loss weights of the heads, from the fields head_weighting, head_decay and dpace_smoothing."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
 

@@ -35,7 +35,7 @@ class HeadsConfig(Section):
     expansion: float | None = Field(default=None, gt=0)
     """Width of an mlp or gated block, as a multiple of the hidden size."""
     lm_head: Annotated[str | None, OneOf(*LM_HEADS)] = None
-    """LM heads of the heads: own (each head has one, of vocabulary x hidden size weights) or shared (the
+    """LM head that a head uses: own (one for each head, of vocabulary x hidden size weights) or shared (the
     backbone's)."""
     vocabulary: int | None = None
     """Number of tokens that the heads guess among, the most frequent ones of the training text; 0: all. It makes
@@ -117,8 +117,8 @@ class AdapterConfig(Section):
     """With lm_loss kl: exponent of the first head's prediction in the target of the backbone (`train.medusa2.lm_loss`).
     By default 0.06; 0: off."""
     schedule: Literal["constant", "linear", "sine"] = "constant"
-    """How lambda_0 and teacher_tilt change over the run: constant, or rising from 0 (linear, or sine: a quarter wave),
-    which changes the backbone less."""
+    """How lambda_0 and teacher_tilt change over the run: constant, linear (a rise from 0) or sine (a rise along a
+    quarter wave). A rise changes the backbone less."""
     heads_first: float = Field(default=0.1, ge=0, lt=1)
     """Share of the run, at its start, in which only the heads learn. Use 0 with trained heads (heads.start)."""
     quality_data: str | None = None
@@ -149,8 +149,8 @@ class TrainConfig(Section):
     heads: HeadsConfig = Field(default_factory=HeadsConfig)
     """Shape of the heads to train."""
     eval_data: DataConfig | None = None
-    """Texts to evaluate on during training; same keys as data. Evaluated every training.eval_steps steps, by default
-    500."""
+    """Texts to evaluate on during training, with the same keys as data. An evaluation takes place every
+    training.eval_steps steps, by default 500."""
     adapter: AdapterConfig | None = None
     """Train the backbone too, through a LoRA adapter (Medusa-2)."""
     training: dict[str, Any] = Field(default_factory=dict)
@@ -173,7 +173,7 @@ class TrainConfig(Section):
     shard_backbone: bool = False
     """Shard the backbone's blocks over all processes (FSDP2), if the backbone is too large for a single GPU."""
     quantization: Annotated[str | None, OneOf(*QUANTIZATIONS)] = None
-    """Load the backbone in 4 or 8 bits, with bitsandbytes."""
+    """Load the backbone in 4 or 8 bits, with bitsandbytes; by default it is not quantised."""
     trust_remote_code: bool = False
     """Allow code that comes with the backbone to run."""
 

@@ -41,7 +41,7 @@ class HeadAccuracy:
     head: int
     """Number of the head, counted from 1."""
     top: dict[str, float]
-    """Share of labels that are among the head's best 1, 5 and 10 guesses, by "1", "5" and "10"."""
+    """Share of labels that are among the head's best 1, 5 and 10 guesses, with the keys "1", "5" and "10"."""
     conditional_top1: float
     """Share of labels that are the head's best guess, at positions where the best guesses of earlier heads are all
     right."""

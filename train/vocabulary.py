@@ -34,7 +34,7 @@ def vocabulary_gain(
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
         time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
-    K is the number of heads and H the hidden size; times are counted in weights that are read.
+    K is the number of heads and H the hidden size. q is the share of right guesses where all earlier guesses are right.
 
     Args:
         blocks: number of parameters of the heads without their LM heads.
@@ -105,7 +105,7 @@ def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Describe the expected speedup of the heads' reduced vocabulary in one line.
+    """Check that a reduced vocabulary is expected to make decoding faster, and describe the expected gain in one line.
 
     Args:
         coverage: share of the labels that are in the reduced vocabulary.

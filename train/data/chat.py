@@ -3,7 +3,7 @@
 `train.data.turns` finds the turns in the text that the chat template writes. This module carries them over to tokens:
 
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
-                                                          |in the loss--|
+                                                          |--in the loss--|
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from train.data.examples import DataCounts, Example
 OPEN_ROWS = 16  # rows that wait for more whole documents; with more rows, padding is less and reading ahead longer
 PADDING = -1  # document number of padding
 Batch = dict[str, Tensor]
-"""One or more rows by column: `input_ids`, `position_ids`, `document_ids`, `loss_mask`, and `hidden` with features."""
+"""Rows as named tensors: `input_ids`, `position_ids`, `document_ids`, `loss_mask`, and with features `hidden`."""
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:

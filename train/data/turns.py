@@ -5,8 +5,8 @@ A turn is what the assistant says, up to and including the token that ends the t
 1. The template may mark what the assistant says, with {% generation %}. The marks are then used.
 2. Otherwise the template writes the conversation twice: up to the turn's start, and up to its end. The difference
    between the two texts is the turn.
-3. Some templates write a turn differently if others follow, for example without its reasoning. They write the
-   conversation again with another answer in this turn. The part of the text that changes is the answer.
+3. Some templates write a turn differently if others follow, for example without its reasoning. For these, the
+   conversation is written again with another answer in this turn. The part of the text that changes is the answer.
 
 If no method gives a certain result, the conversation is an error: with a guess, the user's tokens could count in the
 loss.
@@ -32,7 +32,8 @@ class Span(NamedTuple):
 
     start: int
     said: int
-    """A position after the answer. The first special token between it and `end`, if any, is the end-of-turn token."""
+    """End of the answer, or end of the turn if the end of the answer is not known. The first special token between here
+    and `end`, if any, is the end-of-turn token."""
     end: int
     ended: bool
     """Whether the special token that ends the turn lies before `end`. If not, it may also follow directly after

@@ -1,4 +1,4 @@
-"""A cache of one dataset's features: its missing shards are estimated, written and read."""
+"""A cache of one dataset's features on disk: an estimate of its cost, writing what is missing, and reading it."""
 
 from __future__ import annotations
 

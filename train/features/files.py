@@ -3,7 +3,7 @@
 A folder of features is a `manifest.json` and shards `00000.safetensors`, `00001.safetensors`, ... . A shard is either
 complete or absent, and writers only add shards. A shard holds N tokens of documents laid end to end (H hidden size):
 
-    hidden [N, H]        inputs of the LM head and of all Medusa heads, in the backbone's dtype or a shorter one
+    hidden [N, H]        inputs of the LM head and of all Medusa heads, in the backbone's dtype or a smaller one
     input_ids [N]        int32
     document_ids [N]     int32; index of each token's document within the shard; -1 is padding
     loss_mask [N]        bool; True for tokens that count in the loss
@@ -27,7 +27,7 @@ from medusa.files import read_json, replacing, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "medusa features"
-SHARD_BYTES = 2**28  # hidden states in a shard; an interruption loses at most one shard
+SHARD_BYTES = 2**28  # size of the hidden states in a shard; an interruption loses at most one shard
 PER_TOKEN = ("input_ids", "document_ids", "loss_mask")
 
 

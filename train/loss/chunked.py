@@ -131,7 +131,7 @@ def _chunk(
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply x [K, C, A] by one matrix [A, B] for all heads, or by one matrix for each head [K, A, B]; [K, C, B]."""
+    """Multiply x [K, C, A] by one matrix [A, B], or by one matrix for each head [K, A, B]. The result is [K, C, B]."""
     if matrix.dim() == 3:
         return torch.bmm(x_KCA, matrix)
     # In two dimensions, because otherwise `matmul` may copy the matrix for each head.
@@ -139,7 +139,7 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
-    """Add the products of x transposed and the gradient [K, H, V] to `total_KHV`, in place and head by head."""
+    """Add the product of each head's transposed x [H, C] and its gradient [C, V] to `total_KHV`, in place."""
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
         if total.dtype == x.dtype:
             total.addmm_(x.T, gradient)

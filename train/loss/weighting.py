@@ -45,7 +45,7 @@ class Weighting:
         if self.kind == "decay":
             return head_weights(len(taught), self.decay).to(probability.device)[:, None] * taught
         lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * taught
-        gains = lifted.cumprod(0)  # of each prefix of the chain of heads
+        gains = lifted.cumprod(0)  # probability that heads 0 to i are all right
         return gains.flip(0).cumsum(0).flip(0) * taught
 
 

@@ -8,7 +8,7 @@ from train.config import AdapterConfig
 
 
 def risen(config: AdapterConfig, progress: float) -> float | None:
-    """Factor on lambda_0 and teacher_tilt at a share `progress` of the run; `None` while only the heads learn."""
+    """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done; `None` while only the heads learn."""
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
@@ -16,7 +16,7 @@ def risen(config: AdapterConfig, progress: float) -> float | None:
 
 
 def heads_weight(config: AdapterConfig, progress: float) -> float:
-    """The value of lambda_0 at a share `progress` of the run.
+    """The value of lambda_0 when a share `progress` of the run is done.
 
     It is 1 while only the heads learn, because their loss is then the only one.
     """
