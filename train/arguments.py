@@ -101,7 +101,7 @@ class MedusaTrainingArguments(TrainingArguments):
 
     @property
     def weighting(self) -> Weighting:
-        """The rule for the loss weights of the heads, from the fields head_weighting, head_decay and dpace_smoothing."""
+        """The rule for the heads' loss weights, from the fields head_weighting, head_decay and dpace_smoothing."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
 

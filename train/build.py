@@ -1,33 +1,31 @@
-"""The objects of a training run, made from its recipe: arguments, backbone, data, heads and trainer."""
+"""The objects of a training run, made from its recipe: backbone, data, heads and trainer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import PretrainedConfig, set_seed
+from transformers import set_seed
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.files import Json
 from medusa.heads.independent import MedusaHeads
-from medusa.loading import Loaded, load_backbone, load_config
-from train.architecture import learning_rate
+from medusa.loading import Loaded, load_backbone
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
+from train.check import check
 from train.config import TrainConfig
-from train.data.datasets import PackedDataset, StreamedDataset, load_dataset, require_data
+from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.dataset import Features, recorded
 from train.features.files import is_features
 from train.heads import new_heads, require_same_heads
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
-from train.sharding import launched_alone, placement, shard_backbone
+from train.sharding import placement, shard_backbone
 from train.trainer import MedusaTrainer
 from train.vocabulary import most_frequent, require_worthwhile
 
 Rows = PackedDataset | StreamedDataset | Features
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is its name in older transformers
 
 
 class LoadedRun(NamedTuple):
@@ -73,67 +71,6 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     heads = _heads(config, loaded, dataset, quiet)
     require_adaptable(config, heads)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
-
-
-def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
-    """Check a recipe before any weights are loaded. Return its training arguments and the backbone's configuration.
-
-    Raises:
-        RequestError: the data or the backbone does not exist, or two keys exclude each other.
-    """
-    data = config.data
-    if is_features(data.path):
-        unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}
-        for name, given in {"cache_features": config.cache_features, **unused}.items():
-            if given:
-                raise RequestError(f"{data.path} holds features; leave {name} out")
-    else:
-        require_data(data)
-    if config.eval_data is not None:
-        require_data(config.eval_data)
-    sizes = load_config(config.backbone, config.load_options)
-    if launched_alone():
-        say(
-            "warning: accelerate launch --cpu starts one process for any --num_processes; "
-            "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
-        )
-    arguments = training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
-    if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
-        raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
-    return arguments, sizes
-
-
-def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """Make the training arguments from the recipe's section `training`, with defaults from the rest of the recipe.
-
-    Args:
-        hidden_size: hidden size of the backbone, from which the default learning rate follows.
-        quiet: show no progress bar.
-
-    Raises:
-        RequestError: a value is not allowed by `TrainingArguments` or by the rest of the recipe.
-    """
-    given: Json = {
-        "dataloader_pin_memory": config.device not in (None, "cpu"),
-        "learning_rate": learning_rate(hidden_size),
-        "use_cpu": (config.device or "").startswith("cpu"),
-        "disable_tqdm": quiet,  # its default depends on the log level of transformers
-    }
-    if config.eval_data is not None:
-        given |= {"eval_strategy": "steps", "eval_steps": 500}
-    try:
-        arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
-    except RequestError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"training: {' '.join(str(error).split())}") from None
-    # Several GPUs need a launcher: DataParallel would copy the heads but not the backbone, which is no submodule.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    if config.adapter is None and any(getattr(arguments, name, False) for name in CHECKPOINTING):
-        raise RequestError("training.activation_checkpointing saves nothing if the backbone is frozen; leave it out")
-    if arguments.eval_strategy != "no" and config.eval_data is None:
-        raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
-    return arguments
 
 
 def _heads(config: TrainConfig, loaded: Loaded, dataset: Rows, quiet: bool) -> MedusaHeads:

@@ -24,7 +24,8 @@ from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import LogBeforeSaving, ProgressBar
 from train.data.packing import Batch
-from train.evaluate import GuessCounts, label_ranks
+from train.evaluate import label_ranks
+from train.guess_counts import GuessCounts
 from train.loss.heads import HeadLosses
 from train.loss.labels import IGNORE, head_labels
 from train.module import HeadsOnBackbone

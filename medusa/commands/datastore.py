@@ -84,7 +84,7 @@ def run(options: DatastoreOptions) -> None:
 
 def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
     from decode.drafters.retrieval.datastore import Piece
-    from train.data.examples import to_example
+    from train.data.reader import to_example
 
     for record in read_records(data.data, split=data.split, separator=data.document_separator):
         if record.text is not None:

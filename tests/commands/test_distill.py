@@ -25,7 +25,7 @@ from tests.commands.fake_server import FakeServer, Reply, serving
 from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS, plain
 from tests.train.templates import CHATML, byte_tokenizer
-from train.data.examples import to_example
+from train.data.reader import to_example
 
 NEW = 6
 # Without anything around the words, so that what was asked can be read off the ids; and turns that run together.

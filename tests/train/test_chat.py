@@ -11,7 +11,7 @@ from medusa.errors import RequestError
 from medusa.records.record import Record
 from tests.train import templates
 from tests.train.templates import byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer
-from train.data.examples import to_example
+from train.data.reader import to_example
 
 Tokenizer = Any
 Message = dict[str, Any]

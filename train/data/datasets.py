@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from train.config import DataConfig
-from train.data.examples import DataCounts, Example, ExampleReader, records_of
+from train.data.examples import DataCounts, Example
 from train.data.packing import Batch, as_item, pack, padded
+from train.data.reader import ExampleReader, records_of
 
 
 class PackedDataset(Dataset[Batch]):

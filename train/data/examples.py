@@ -1,24 +1,11 @@
-"""Training examples made from records (`medusa.records`): token ids, and which of them count in the loss.
-
-Records that cannot be used are dropped and counted. `train.data.packing` packs examples into rows of one length.
-"""
+"""Training examples, which are documents as tokens with a loss mask, and counts of them."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from medusa.errors import RequestError
-from medusa.records.record import Record, prompt_ids
-from medusa.records.sources import read_records
-from train.config import DataConfig
-from train.data.chat import conversation
 from train.loss.labels import FIRST_OFFSET
 
 
@@ -74,101 +61,3 @@ class DataCounts:
             f"{self.documents} documents ({self.cut} longer than a row), {self.tokens} tokens, {self.taught} taught, "
             f"{self.rows} rows; dropped: {', '.join(reasons) or 'none'}"
         )
-
-
-class ExampleReader:
-    """Reads the records of a dataset in order, and turns them into training examples."""
-
-    def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, row_length: int
-    ) -> None:
-        """Make a reader of the data that `config` describes.
-
-        Token ids must be below `vocab_size`. `config.long_documents` applies to examples of more than `row_length`
-        tokens.
-        """
-        self.config, self.tokenizer = config, tokenizer
-        self.vocab_size, self.row_length = vocab_size, row_length
-        self.excluded = excluded_windows(config, tokenizer)
-
-    def read(self, counts: DataCounts) -> Iterator[Example]:
-        """Yield the examples of one pass over the data, and count dropped records and long documents in `counts`.
-
-        Raises:
-            RequestError: a record cannot be read, or its token ids are those of another tokenizer.
-        """
-        for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
-            example = to_example(record, self.tokenizer)
-            if max(example.input_ids, default=0) >= self.vocab_size:
-                raise RequestError(
-                    f"{record.where}: the id {max(example.input_ids)} is beyond the backbone's vocabulary of "
-                    f"{self.vocab_size}; these are another tokenizer's ids"
-                )
-            too_long = len(example.input_ids) > self.row_length
-            reason = self._reason_to_drop(record, example, too_long)
-            if too_long and self.config.long_documents == "truncate":
-                ids, mask, where = example
-                example = Example(ids[: self.row_length], mask[: self.row_length], where)
-                reason = reason or (None if example.is_taught else "with nothing taught within a row")
-            if reason:
-                counts.drop(reason, record.where)
-                continue
-            counts.cut += too_long
-            yield example
-
-    def _reason_to_drop(self, record: Record, example: Example, too_long: bool) -> str | None:
-        if record.text is not None and not record.text.strip():
-            return "empty"
-        if record.messages is not None and not any(message["role"] == "assistant" for message in record.messages):
-            return "without an assistant turn"
-        if not example.is_taught:
-            return "with nothing to teach"
-        if self.excluded and not self.excluded.isdisjoint(_windows(example.input_ids, self.config.exclude_window)):
-            return "shared with the excluded text"
-        return "longer than a row" if too_long and self.config.long_documents == "drop" else None
-
-
-def records_of(config: DataConfig, source: str) -> Iterator[Record]:
-    """Read the records of the file, folder or dataset `source`, with the reading options in `config`."""
-    return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
-
-
-def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Example:
-    """Turn a record into a training example: token ids, and which of them count in the loss.
-
-    Of a text, all tokens count in the loss; of a conversation, those of the assistant's turns; of a prompt with a
-    continuation in token ids, those of the continuation.
-
-    Raises:
-        RequestError: the record is text but there is no tokenizer, or the assistant's turns cannot be found.
-    """
-    if record.input_ids is not None:
-        taught = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
-        return Example(record.input_ids, taught, record.where)
-    if tokenizer is None:
-        raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
-    if record.messages is not None:
-        return Example(*conversation(record, tokenizer), record.where)
-    begin, end = ([] if token is None else [token] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    ids = begin + tokenizer(record.text or "", add_special_tokens=False)["input_ids"] + end
-    return Example(ids, [True] * len(ids), record.where)
-
-
-def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """Collect all runs of `exclude_window` consecutive tokens in the data that `config.exclude` names.
-
-    Training examples that contain such a run are dropped.
-    """
-    windows: set[tuple[int, ...]] = set()
-    for record in records_of(config, config.exclude) if config.exclude else ():
-        ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
-        if len(ids) < config.exclude_window:
-            warnings.warn(
-                f"{config.exclude} holds a text shorter than exclude_window; it excludes nothing", stacklevel=2
-            )
-        windows.update(_windows(ids, config.exclude_window))
-    return windows
-
-
-def _windows(ids: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    return (tuple(ids[start : start + size]) for start in range(len(ids) - size + 1))

@@ -15,8 +15,9 @@ from medusa.loading import load_config, load_tokenizer
 from medusa.options import LoadOptions
 from train.config import TrainConfig
 from train.data.datasets import require_data, row_length
-from train.data.examples import DataCounts, Example, ExampleReader
+from train.data.examples import DataCounts, Example
 from train.data.packing import pack
+from train.data.reader import ExampleReader
 
 TAUGHT = "bold green"
 BRACKETS = "⟦", "⟧"  # around tokens that count in the loss, on a console without colours

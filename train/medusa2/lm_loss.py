@@ -2,8 +2,9 @@
 
     loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k
 
-L_k is the loss of head k; the paper's weight is lambda_k = head_decay^k. L_LM is one of two losses: the divergence from the original backbone, which is the same weights with the adapter off
-(the paper's self-distillation, section 2.3.2), or the cross-entropy on the text.
+L_k is the loss of head k; the paper's weight for it is lambda_k = head_decay^k. L_LM is one of two losses: the
+divergence from the original backbone, which is the same weights with the adapter off (the paper's self-distillation,
+section 2.3.2), or the cross-entropy on the text.
 
 With `adapter.teacher_tilt` (ours) the teacher p, the original backbone, is tilted towards q, the first head's
 prediction of the same token one position earlier:

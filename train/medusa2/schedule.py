@@ -8,7 +8,10 @@ from train.config import AdapterConfig
 
 
 def risen(config: AdapterConfig, progress: float) -> float | None:
-    """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done; `None` while only the heads learn."""
+    """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done.
+
+    It is `None` at the start of the run, while only the heads learn.
+    """
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
