@@ -1,4 +1,4 @@
-"""The formats of heads that `medusa export` writes for other programs."""
+"""Export of heads for other programs: one module for each format that `medusa export` can write."""
 
 from __future__ import annotations
 

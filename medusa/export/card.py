@@ -1,7 +1,7 @@
-"""The model card of a set of heads: `card.md.j2` filled with facts, measured figures and the machine of each figure.
+"""The model card of a set of heads: the template `card.md.j2`, filled with facts and measured figures.
 
-Figures come from `provenance.json`, `calibration.json` and a file of `medusa benchmark --json`. If one of them is
-missing, the card says so.
+Figures come from `provenance.json`, from `calibration.json` and from a file of `medusa benchmark --json`. Each figure
+is shown with the machine that it was measured on. If one of the files is missing, the card says so.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from medusa.records.sources import SUFFIXES
 from medusa.tree import Tree
 
 BOOKKEEPING = ("save_", "logging_", "eval_", "report_", "dataloader_", "disable_")
-"""Settings that do not change what is trained."""
+"""The prefixes of training settings that do not change the trained heads. The card leaves these settings out."""
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
-# An absolute path, or one in a home folder, up to its last part; not the slashes of a URL or a Hub id.
+"""The form of the Hub's names of licences."""
 FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/'\"=,]+/)*")
+"""The folders of an absolute path, or of a path in a home folder. URLs and Hub ids do not match."""
 Content = TypeVar("Content")
 
 
 @dataclass
 class Facts:
-    """Facts about a set of heads that are not stored in its tensors.
+    """Facts about a set of heads for the model card.
 
     Raises:
-        RequestError: `license` or `repo_id` does not have the Hub's form.
+        RequestError: `license` or `repo_id` does not have the form that the Hub requires.
     """
 
     repo_id: str | None = None
-    """The repository on the Hub, if it is known."""
+    """The id of the repository on the Hub; `None` if unknown."""
     license: str | None = None
-    """The Hub's name of the licence, such as apache-2.0."""
+    """The Hub's name of the licence, such as apache-2.0; `None` if unknown."""
     provenance: Json | None = None
-    """The content of `provenance.json`: recipe, data, training."""
+    """The content of `provenance.json` (recipe, data, versions and results)."""
     calibrations: list[Json] = field(default_factory=list)
-    """The entries of `calibration.json`."""
+    """The entries of `calibration.json`, one for each calibrated machine."""
     benchmark: Json | None = None
-    """The content of a file of `medusa benchmark --json`."""
+    """The content of a file that `medusa benchmark --json` wrote."""
 
     def __post_init__(self) -> None:
         if self.license is not None and not LICENSE.fullmatch(self.license):
@@ -59,17 +60,17 @@ class Facts:
 
     @property
     def data_name(self) -> str | None:
-        """The name of the training data: a Hub id, or a path without its folders."""
+        """The name of the training data: the Hub id of a dataset, or the name of a file without its folders."""
         data = ((self.provenance or {}).get("config") or {}).get("data") or {}
         path: str | None = data.get("path")
         return path if is_hub_id(path) else without_folders(path)
 
 
 def read_benchmark(path: str | Path) -> Json:
-    """Read a file that `medusa benchmark --json` wrote about heads.
+    """Read a file that `medusa benchmark --json` wrote for heads.
 
     Raises:
-        RequestError: the file is no benchmark, or one of a drafter other than heads.
+        RequestError: the file is not a benchmark, or it measured another drafter than heads.
     """
     content = read_json(Path(path))
     parts = ("machine", "settings", "methods")
@@ -84,13 +85,13 @@ def read_benchmark(path: str | Path) -> Json:
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether the name can be a Hub id: it looks like one and is no local file."""
+    """Whether a name has the form of a Hub id and is not a local file or folder."""
     is_file = name is None or Path(name).exists() or Path(name).suffix in SUFFIXES
     return not is_file and HUB_ID.fullmatch(str(name)) is not None
 
 
 def without_folders(content: Content) -> Content:
-    """JSON without the folders of this machine: absolute paths become their last part, also inside commands."""
+    """Remove the folders of this machine from JSON: each absolute path, also inside a text, becomes its last part."""
     clean: object = content
     if isinstance(content, dict):
         clean = {key: without_folders(value) for key, value in content.items()}
@@ -102,9 +103,12 @@ def without_folders(content: Content) -> Content:
 
 
 def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
-    """README.md for these heads: metadata in YAML, and a page of text.
+    """Return the model card (README.md) of a set of heads: metadata in YAML, and a page of text.
 
-    `with_code`: the repository holds `custom_generate/generate.py`.
+    Args:
+        heads: the heads as they are written into the repository.
+        facts: facts and figures about the heads.
+        with_code: whether the repository contains `custom_generate/generate.py`.
     """
     base = heads.config.base_model_name_or_path
     loader = FileSystemLoader(Path(__file__).parent)
@@ -138,27 +142,30 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
 
 def _machine(machine: Json) -> str:
+    """Format the description of a machine: the device, then threads, dtype and versions."""
     names = ("threads", "dtype", "torch", "transformers")
     place = machine.get("gpu") or machine.get("processor") or "a machine that was not named"
     return ", ".join([place, *(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)])
 
 
 def _interval(ends: Sequence[float] | None) -> str:
+    """Format a confidence interval, such as ` (95 %: 1.20 to 1.35)`; return an empty text without one."""
     return "" if not ends else f" (95 %: {ends[0]:.2f} to {ends[1]:.2f})"
 
 
 def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
-    """`name value, name value`, in the order given, without unknown values and names that begin with `without`."""
+    """Format values as `name value, name value`, without empty values and names with a prefix in `without`."""
     known = {name: value for name, value in values.items() if value not in (None, {}) and not name.startswith(without)}
     return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in known.items())
 
 
 def _short(value: object) -> str:
+    """Format a value: floats with four digits, whole numbers with commas between thousands."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _cell(text: object) -> str:
-    """Text for a cell of a Markdown table."""
+    """Escape a text for a cell of a Markdown table."""
     return str(text).replace("|", "\\|")

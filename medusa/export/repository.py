@@ -1,10 +1,10 @@
-"""Heads as a repository of the Hub: weights, config, provenance, a model card, and code for plain transformers.
+"""Repositories on the Hub: weights, config and provenance of heads, a model card, and code for plain transformers.
 
-    config.json   medusa_lm_head.safetensors   provenance.json      the files of `medusa.checkpoints.folder`
+    config.json   medusa_lm_head.safetensors   provenance.json      the files that `medusa.checkpoints.folder` writes
     README.md                                                       the model card (`medusa.export.card`)
     custom_generate/generate.py, requirements.txt                   for `model.generate(custom_generate="org/heads")`
 
-The code is one file made of `medusa/export/hub_code/`.
+The code is made from the modules in `medusa/export/hub_code/`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from medusa.tree import load_tree
 
 CARD, GENERATE, REQUIREMENTS = "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"
 NEEDS = "torch>=2.11\ntransformers>=5.17\nsafetensors>=0.4\n"
-"""transformers checks these before it runs the code."""
+"""The content of `requirements.txt`, which transformers checks before it runs the code."""
 DEFAULT_TREE = "eight"
-"""The tree of heads without measurements: eight nodes cost little on any machine."""
+"""The name of the tree for heads without a tree of their own. Its eight nodes cost little time on any machine."""
 
 
 def why_no_code(config: MedusaConfig) -> str | None:
-    """The property of these heads that `custom_generate/generate.py` cannot decode with; `None`: it can."""
+    """Return a property of the heads that `custom_generate/generate.py` does not support; `None` if there is none."""
     if config.kind not in ("medusa", "cascade"):
         return f"kind {config.kind}"
     if config.prefix_layers:
@@ -42,10 +42,10 @@ def why_no_code(config: MedusaConfig) -> str | None:
 
 
 def write(export: Export) -> Written:
-    """Write a repository for the Hub that plain transformers decodes with.
+    """Write a repository for the Hub, with code that decodes with these heads in plain transformers.
 
     Raises:
-        RequestError: the shipped code cannot decode with heads of this kind.
+        RequestError: the code does not support these heads.
     """
     heads, facts = export.heads, export.facts
     unknown = why_no_code(heads.config)
@@ -54,7 +54,7 @@ def write(export: Export) -> Written:
             f"--to hub: its code decodes with independent and cascaded heads, not with heads with {unknown}; "
             "publish them without code by heads.push_to_hub, for use with this package"
         )
-    if Path(export.backbone) == DEMO.resolve():  # a folder of this installation
+    if Path(export.backbone) == DEMO.resolve():  # do not publish the path of this installation
         heads = replace(heads, config=replace(heads.config, base_model_name_or_path="demo"))
     written = write_repository(heads, export.folder, facts)
     where = facts.repo_id or str(export.place)
@@ -70,9 +70,10 @@ def write(export: Export) -> Written:
 
 
 def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoint:
-    """Write all files of the repository into `folder`; the code only if it can decode with these heads.
+    """Write all files of the repository into `folder`. The code is left out if it does not support these heads.
 
-    No file names a folder of this machine. Heads without a tree get DEFAULT_TREE, cut to their number.
+    The files contain no paths of this machine. Heads without a tree get `DEFAULT_TREE`, cut to the depth that the heads
+    reach.
 
     Returns:
         The heads as they were written.
@@ -97,29 +98,29 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
 
 
 class PushOptions(TypedDict, total=False):
-    """Options of publishing heads."""
+    """The options of `MedusaHeads.push_to_hub`."""
 
     private: bool | None
-    """Whether a new repository is private; by default as the account's settings say."""
+    """Whether a new repository is private; by default according to the settings of the account."""
     token: str | bool | None
     """The access token; by default that of `hf auth login`."""
     revision: str | None
-    """The branch, made if it does not exist; by default main."""
+    """The branch, which is created if it does not exist; by default main."""
     commit_message: str | None
-    """The commit's message; by default the number and kind of the heads and their backbone."""
+    """The commit message; by default the number and kind of the heads, and their backbone."""
     license: str | None
-    """The Hub's name of the licence, for the card."""
+    """The Hub's name of the licence for the model card, such as apache-2.0."""
     benchmark: str | Path | None
-    """A file of `medusa benchmark --json` about these heads, for the card."""
+    """A file that `medusa benchmark --json` wrote for these heads. Its figures go into the model card."""
 
 
 def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str:
-    """Publish heads as the repository `repo_id`, which is made if it does not exist; return the commit's address.
+    """Publish heads in the repository `repo_id`, which is created if it does not exist; return the commit's address.
 
-    Files of the same names, such as the card, are replaced; git keeps the old versions.
+    Existing files with the same names, such as the model card, are replaced. Their old versions stay in the history.
 
     Raises:
-        RequestError: no such repository for this token, or a wrong name, licence or benchmark.
+        RequestError: the token gives no access to the repository, or its name, the licence or the benchmark is wrong.
         RunError: the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
@@ -143,6 +144,6 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
             f"cannot push to {repo_id}: {first_line(error)}; log in with `hf auth login`, or pass a token that may "
             "write there"
         ) from None
-    except (HTTPError, OSError) as error:  # HTTPError: of the library that huggingface_hub uses, whichever it is
+    except (HTTPError, OSError) as error:  # HTTPError is that of httpx or requests, depending on the version
         raise RunError(f"cannot push to {repo_id}: {first_line(error)}; is the Hub reachable from here?") from error
     return str(done.commit_url)

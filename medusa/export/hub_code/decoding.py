@@ -1,4 +1,4 @@
-"""The decoding loop (propose a tree, verify it in one forward, accept a path, compact the cache) and a model check."""
+"""The decoding loop (draft a tree, verify it in one forward, accept a path, compact the KV cache) and a model check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .heads import CandidateTree, Heads, require
 
 
 class Continuation:
-    """The text so far, which grows token by token through the processors and criteria of `generate`."""
+    """The text of one row, which grows by one token at a time. It applies the processors and criteria of `generate`."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Continuation:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
     ) -> None:
+        """Start from a prompt [1, T]; raise ValueError if the model's context is too short for it."""
         self.ids = prompt  # [1, T]
         self.processors, self.criteria, self.do_sample = processors, criteria, config.do_sample
         context = getattr(text_config(model), "max_position_embeddings", None)
@@ -44,7 +45,7 @@ class Continuation:
         self.finished = prompt.shape[1] >= self.limit
 
     def write(self, logits: Tensor) -> int:
-        """Append the token that the model chooses from its logits [V] after the text; return the token."""
+        """Choose the next token from the model's logits [V], greedily or by sampling; append it and return it."""
         scores = self.processors(self.ids, logits[None].to(self.ids.device, torch.float32, copy=True))  # type: ignore[arg-type]
         token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
         self.ids = torch.cat([self.ids, token], dim=1)
@@ -54,31 +55,31 @@ class Continuation:
 
 
 def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Continuation) -> Iterator[list[int]]:
-    """Decode until the text ends, and yield the tokens of every step: of one forward over the tree.
+    """Decode until the text ends. Yield the tokens of each step, in which one forward verifies the tree.
 
-    A step begins with its root: the token that was chosen before and that the model has not read yet. If the text ends
-    with a root, that token needs no forward and is yielded alone.
+    The first token of a step is the root of its tree. The previous step chose this token, but the model has not read it
+    yet. If the text ends with a root, this token is yielded alone, without a forward.
     """
     if text.finished:
         return
-    cache = DynamicCache()  # without the model's config it never drops a key: windows are in our masks, by position
+    cache = DynamicCache()  # without a config, the cache never drops keys; `_masks` applies sliding windows
     with lm_head_inputs(model) as seen:
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         logits = model(input_ids=text.ids, past_key_values=cache, use_cache=True, **last).logits[0, -1]
-        hidden = seen.pop()[0, -1]  # [H] from which the LM head and all Medusa heads guess
+        hidden = seen.pop()[0, -1]  # [H], the input of the LM head and of all Medusa heads
         root = text.write(logits)
         while not text.finished:
-            # Propose: node n holds guess `rank[n]` of head `depth[n]`.
+            # Draft: node n is guess `rank[n]` of head `depth[n]`.
             best = heads.guesses(hidden, tree.max_depth, tree.max_rank + 1).tolist()
             nodes = [root] + [best[d - 1][r] for d, r in zip(tree.depth[1:], tree.rank[1:], strict=True)]
-            seen.clear()  # a shared LM head was called just now
+            seen.clear()  # forget the calls by heads that share the LM head
 
             # Verify: one forward over all nodes, after the text.
-            length = text.ids.shape[1] - 1  # the root is written and not read yet
+            length = text.ids.shape[1] - 1  # the last token of the text is the root, which is not in the cache
             logits = tree_forward(model, cache, nodes, tree, length, text.limit)
             hidden_NH = seen.pop()[0]
 
-            # Accept: follow the model's tokens down the tree, for as long as a node holds them.
+            # Accept: choose token by token, for as long as a child of the last accepted node has the chosen token.
             path, step, child = [0], [root], None
             while True:
                 token = text.write(logits[path[-1]])
@@ -90,11 +91,11 @@ def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Cont
                 path.append(child)
             yield step
 
-            # Compact: of the tree, the cache keeps the path.
+            # Compact: remove the nodes that are not on the accepted path from the cache.
             keep(cache, length, path)
             root, hidden = token, hidden_NH[path[-1]]
             if text.finished and child is not None:
-                return  # the last token was a node's, so the step holds it already
+                return  # the last token was a node, so it has been yielded
         yield [root]
 
 
@@ -106,16 +107,16 @@ def tree_forward(
     length: int,
     limit: int | None = None,
 ) -> Tensor:
-    """Run the model on the tree `nodes` after the `length` tokens in the cache; return logits [N, V].
+    """Run the model on the tree's tokens `nodes` after the `length` tokens in the cache; return logits [N, V].
 
-    The nodes are added to the cache.
+    All nodes are added to the cache. `limit` is the largest length of the text.
     """
     position = length + torch.tensor(tree.depth, device=model.device)
-    # Nodes from `limit` on are never accepted; they must not ask for a position there.
-    asked = position if limit is None else position.clamp(max=limit - 1)
+    # Positions from `limit` on can be outside the context. Nodes there are never accepted, so their position is free.
+    safe = position if limit is None else position.clamp(max=limit - 1)
     return model(
         input_ids=torch.tensor([nodes], device=model.device),
-        position_ids=asked[None],
+        position_ids=safe[None],
         attention_mask=_masks(model, tree, position, length),
         past_key_values=cache,
         use_cache=True,
@@ -123,10 +124,10 @@ def tree_forward(
 
 
 def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-    """Masks [1, 1, N, T + N] in which each node sees the text, its ancestors and itself; one for each kind of layers.
+    """Make the additive mask [1, 1, N, T + N] of a tree for each type of layer.
 
-    They are added to the attention scores, since eager attention would add a boolean mask as 0 and 1. Windows count
-    positions: nodes of one depth stand in different slots of the cache at the same position.
+    Each node attends to the text, to its ancestors and to itself. Windows are computed from positions instead of cache
+    slots, because nodes of one depth share a position. The masks are additive, because eager attention adds them.
     """
     config = text_config(model)
     text = torch.ones(len(tree.depth), length, dtype=torch.bool, device=model.device)
@@ -151,20 +152,20 @@ def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Keep the nodes of `path` after the first `length` slots of the cache, and drop all other nodes."""
+    """Remove all nodes from the cache except those of `path`. The first `length` slots contain the text and stay."""
     for layer in cache.layers:
-        if not getattr(layer, "is_initialized", False):  # the layer uses another layer's keys and values
+        if not getattr(layer, "is_initialized", False):  # a layer that shares the keys and values of another layer
             continue
         for name in ("keys", "values"):
             states = getattr(layer, name)  # [1, ., T, .]
-            kept = states[:, :, [length + node for node in path]]  # a copy
+            kept = states[:, :, [length + node for node in path]]  # a copy, so that the assignment below is safe
             states[:, :, length : length + len(path)] = kept
             setattr(layer, name, states[:, :, : length + len(path)])
 
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Record the LM head's inputs [1, ., H], call by call: the hidden states that heads read, in every model."""
+    """Record the LM head's input [1, T, H] at each call. These are the hidden states that the heads read."""
     seen: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
@@ -173,12 +174,12 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-# The reason why each living model cannot hold a tree, or None.
+# A cache of the reason why each model cannot verify trees; None if the model can.
 _REASONS: weakref.WeakKeyDictionary[PreTrainedModel, dict[object, str | None]] = weakref.WeakKeyDictionary()
 
 
 def require_tree_support(model: PreTrainedModel) -> None:
-    """Raise ValueError if a forward over a tree gives other logits than plain forwards; tested once a model."""
+    """Raise ValueError if a forward over a tree gives wrong logits. The result of the test is cached for each model."""
     known = _REASONS.setdefault(model, {})
     key = (model.dtype, model.device, model.training, getattr(text_config(model), "_attn_implementation", None))
     if key not in known:
@@ -187,23 +188,23 @@ def require_tree_support(model: PreTrainedModel) -> None:
 
 
 def _reason(model: PreTrainedModel) -> str | None:
-    """The reason why the model cannot hold a tree, by its config, else by the logits of a small tree."""
+    """Return the reason why the model cannot verify trees, from its config or a test; `None` if it can."""
     if (reason := why_no_tree(model)) is not None:
         return reason
     if model.training:
         return "it is in train mode; call model.eval()"
     error = _tree_error(model)
-    # Rounding errs by less; a wrong mask or position errs by 0.1 to 1.
+    # Rounding errors are smaller. A wrong mask or position causes errors of 0.1 to 1.
     tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(model.dtype, 4e-2)
     return f"its attention does not follow our masks (error {error:.2g})" if not error <= tolerance else None
 
 
 @torch.no_grad()
 def _tree_error(model: PreTrainedModel) -> float:
-    """The difference between a small tree's logits and those of plain forwards, relative to the largest logit."""
+    """Return the error of a small tree's logits, relative to the largest logit of forwards without a tree."""
     vocab_size = text_config(model).vocab_size
     tree = CandidateTree([[0], [1], [0, 0], [1, 0]], model.device)
-    *prompt, a, b, c, d, e = [(7919 * i + 11) % vocab_size for i in range(1, 14)]  # any ids will do
+    *prompt, a, b, c, d, e = [(7919 * i + 11) % vocab_size for i in range(1, 14)]  # arbitrary ids
     lines = [[a], [a, b], [a, c], [a, b, d], [a, c, e]]
     cache = DynamicCache()
     model(input_ids=torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
@@ -211,5 +212,5 @@ def _tree_error(model: PreTrainedModel) -> float:
     plain = [model(input_ids=torch.tensor([prompt + line], device=model.device), use_cache=False) for line in lines]
     right = torch.stack([out.logits[0, -1] for out in plain]).double()
     errors = (got.double() - right).abs().amax(-1) / right.abs().max()  # [N]
-    # In half precision, rounding sometimes sends a token to another expert; a wrong mask spares two of five nodes.
+    # In half precision, rounding can route a token to another expert. A wrong mask affects three of the five nodes.
     return float(errors.max() if model.dtype in (torch.float32, torch.float64) else errors.median())

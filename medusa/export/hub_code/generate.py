@@ -1,27 +1,27 @@
-"""Medusa decoding for transformers' `generate`, in one file that needs nothing but torch and transformers.
+"""Medusa decoding for transformers' `generate`, in one file that needs only torch and transformers.
 
     model.generate(**inputs, custom_generate="org/heads", trust_remote_code=True, max_new_tokens=256)
 
-`org/heads`, a Hub id or a local folder, holds this file as `custom_generate/generate.py`, with `config.json` and
+`org/heads` is a Hub id or a local folder. It contains this file as `custom_generate/generate.py`, `config.json` and
 `medusa_lm_head.safetensors`. The model is the one that the heads were trained for, loaded as usual.
 
-How it works (Cai et al. 2024, https://arxiv.org/abs/2401.10774). The heads guess the tokens after the next one from
-the last hidden state. Their best guesses form a tree, and one forward of the model reads the whole tree: every node
-sees the text, its ancestors and itself. Then the model chooses token by token as usual, through the same logits
-processors and stopping criteria. If a node of the tree holds the token that the model chose, the logits after that
-token are already known and cost no forward. Nothing is approximate: greedy text is the model's greedy text, a sample
-is a sample of the model's distribution, and for one prompt a seed gives the same text as `generate` without this file.
-(In bfloat16 and float16, a forward over many tokens rounds differently than a forward over one token, so that
-near-ties can be decided differently.)
+How it works (Cai et al. 2024, https://arxiv.org/abs/2401.10774): the heads guess the tokens after the next one from the
+last hidden state. Their best guesses form a tree. One forward of the model computes the logits of all nodes. In this
+forward, each node attends to the text, its ancestors and itself. Then the model chooses token by token as usual, with
+the same logits processors and stopping criteria. If a node of the tree is the chosen token, the logits after this token
+are already known. So they need no further forward.
+
+The output is exact. Greedy text is the model's greedy text, and a sample has the model's distribution. With one prompt
+and a seed, the text equals that of `generate` without this file. In bfloat16 and float16, forwards over many tokens
+round differently from forwards over one token. So near-ties can be decided differently.
 
 The rows of a batch are decoded one after the other. Options in addition to those of `generate`:
 
     medusa_heads           a folder or a Hub id of heads; by default the value of `custom_generate`
-    medusa_tree            paths such as [[0], [1], [0, 0]]: the rank of each head's guess; by default the tree in
-                           `config.json`
+    medusa_tree            paths of ranks such as [[0], [1], [0, 0]]; by default the tree in `config.json`
     medusa_step_lengths    a list to which the number of tokens of each forward is appended
 
-Shapes: N nodes of the tree with its root, K heads, H hidden size, V vocabulary, T tokens of text in the cache.
+Shapes: B prompts, N nodes of the tree with its root, K heads, H hidden size, V vocabulary size, T tokens of text.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def generate(
     medusa_step_lengths: list[int] | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Return what `model.generate` returns for prompts [B, T], padded on the left with an `attention_mask` [B, T].
+    """Generate with Medusa heads; return the same as `model.generate`.
+
+    The prompts [B, T] are padded on the left, with an `attention_mask` [B, T].
 
     Raises:
-        ValueError: no heads were found, they belong to another model, the model cannot hold a tree, or an option
+        ValueError: there are no heads, they belong to another model, the model cannot verify a tree, or an option
             cannot be combined with heads.
     """
     where = medusa_heads or _named_in_generate()
@@ -85,7 +87,7 @@ def generate(
     new = []
     for row in rows:
         prompt, own = prompts[row : row + 1], dict(kwargs)
-        if attention_mask is not None:  # without a mask nothing is padding, whatever the ids are
+        if attention_mask is not None:  # without a mask no token is padding
             prompt = prompt[:, attention_mask[row].bool()]
         if prefix_allowed_tokens_fn is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids, of=prefix_allowed_tokens_fn, row=row: of(row, ids)
@@ -100,7 +102,11 @@ def generate(
 
 @dataclass
 class RowDecoder:
-    """Decodes one row after the other, each through transformers' own `generate`, which prepares everything."""
+    """A decoder that continues one prompt at a time.
+
+    It calls transformers' `generate`, which prepares the processors, criteria and config, with `decoding_method` as the
+    custom decoding loop.
+    """
 
     model: PreTrainedModel
     heads: Heads
@@ -108,15 +114,15 @@ class RowDecoder:
     streamer: BaseStreamer | None
     step_lengths: list[int] | None
     config: GenerationConfig | None = None
-    """The config as `generate` prepared it for the last row."""
+    """The generation config that `generate` prepared for the last prompt."""
 
     def continued(self, prompt: Tensor, kwargs: Options) -> Tensor:
-        """Decode after the prompt [1, T]; return the new ids."""
+        """Continue a prompt [1, T]; return the ids of the new tokens."""
         require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
         kwargs |= {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
         if self.streamer is not None:
             self.streamer.put(prompt.cpu())
-        stock: Any = type(self.model)  # the class's method: `model.generate` can be this function
+        stock: Any = type(self.model)  # the class, because `model.generate` can be this file's `generate`
         new_ids: Tensor = stock.generate(self.model, prompt, custom_generate=self.decoding_method, **kwargs)
         if self.streamer is not None:
             self.streamer.end()
@@ -131,7 +137,7 @@ class RowDecoder:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Decode one row: transformers' `generate` calls this method with everything that it prepared."""
+        """Decode one prompt; transformers' `generate` calls this method as its custom decoding loop."""
         self.config = generation_config
         _require_supported(generation_config, model_kwargs)
         text = Continuation(model, input_ids, logits_processor, stopping_criteria, generation_config)
@@ -144,7 +150,7 @@ class RowDecoder:
 
 
 def _require_supported(config: GenerationConfig, model_kwargs: Options) -> None:
-    """Raise ValueError if an option or input that `generate` prepared cannot be combined with heads."""
+    """Raise ValueError if an option or model input cannot be combined with heads."""
     mode = config.get_generation_mode().value
     require(mode in ("greedy_search", "sample"), f"{mode.replace('_', ' ')} cannot be combined with heads")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
@@ -159,10 +165,10 @@ def _require_supported(config: GenerationConfig, model_kwargs: Options) -> None:
 
 
 def _named_in_generate() -> str:
-    """The value of `custom_generate` in the call of transformers' `generate`.
+    """Return the value of `custom_generate` in the user's call of transformers' `generate`.
 
-    `generate` does not pass this argument on, and runs a copy of this file in a cache, far from the heads. So the name
-    is read from the frame of the calling `generate`.
+    `generate` does not pass this argument to this file, and runs a copy of this file in a cache without the heads. So
+    the value is read from the stack frame of `generate`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -174,7 +180,7 @@ def _named_in_generate() -> str:
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: Options) -> Options:
-    """Turn `stop_strings` and `tokenizer` into a criterion: transformers passes no tokenizer to decoding methods."""
+    """Turn `stop_strings` into a stopping criterion, because `generate` does not pass a tokenizer to custom loops."""
     stops = kwargs.pop("stop_strings", None) or _setting(model, kwargs, "stop_strings")
     tokenizer = kwargs.pop("tokenizer", None)
     if not stops:
@@ -187,4 +193,5 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: Options) -> Options:
 
 
 def _setting(model: PreTrainedModel, kwargs: Options, name: str) -> Any:
+    """Return an option from the user's generation config, or else from the model's."""
     return getattr(kwargs.get("generation_config") or model.generation_config, name, None)

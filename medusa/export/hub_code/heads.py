@@ -1,4 +1,4 @@
-"""Heads loaded from `config.json` and `medusa_lm_head.safetensors`, and the tree of their guesses."""
+"""Heads loaded from `config.json` and `medusa_lm_head.safetensors`, and the candidate tree of their guesses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Options = dict[str, Any]
 
 
 def require(holds: object, otherwise: str) -> None:
-    """Raise ValueError with the message `otherwise` unless the condition holds."""
+    """Raise ValueError with the message `otherwise` unless the condition `holds` is true."""
     if not holds:
         raise ValueError(otherwise)
 
@@ -32,12 +32,13 @@ def require(holds: object, otherwise: str) -> None:
 class Heads:
     """K heads that guess the tokens at distance 2, 3, ... K + 1 from one hidden state.
 
-    A head is a few residual blocks and an LM head, which heads can share with the model. Blocks are the paper's
-    x + SiLU(W x + b), or x + D SiLU(U x + b) + c. All heads of kind `medusa` start from the hidden state; heads of kind
-    `cascade` start from the blocks' output of the head before.
+    A head has residual blocks and an LM head, or uses the LM head of the model. A block computes x + SiLU(W x + b), as
+    in the Medusa paper, or x + D SiLU(U x + b) + c. Heads of kind `medusa` read the hidden state. Heads of kind
+    `cascade` read the output of the previous head's blocks.
     """
 
     def __init__(self, config: Options, tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
+        """Make heads from the content of `config.json`, their tensors and the model's LM head."""
         self.kind, self.lm_head = config.get("kind", "medusa"), lm_head
         heads, layers = config["medusa_num_heads"], config["medusa_num_layers"]
         self.tree: list[list[int]] = config.get("tree") or [[0] * depth for depth in range(1, heads + 1)]
@@ -50,14 +51,14 @@ class Heads:
             stacked = tensors.get("lm_heads")  # [K, H, V]
             own = [tensors[f"{head}.{layers}.weight"] for head in range(heads)] if stacked is None else list(stacked.mT)
             self.lm_heads = own
-        self.like = next(iter(tensors.values()))  # has the heads' device and dtype
+        self.like = next(iter(tensors.values()))  # any tensor, for the device and dtype of the heads
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def guesses(self, hidden: Tensor, count: int, top: int) -> Tensor:
-        """hidden [H] -> the `top` best tokens of each of the first `count` heads [count, top], best first."""
-        start = hidden.to(self.like)  # a model can be spread over devices, and its LM head can have another dtype
+        """Return the `top` best guesses [count, top] of the first `count` heads for a hidden state [H], best first."""
+        start = hidden.to(self.like)  # the model's hidden states can be on another device or in another dtype
         logits, x = [], start
         for head in range(count):
             x = start if self.kind == "medusa" else x
@@ -69,6 +70,7 @@ class Heads:
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -81,12 +83,13 @@ def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
 
 
 class CandidateTree:
-    """A tree of guesses, made from paths of ranks: [0, 2] is head 2's third best guess under head 1's best guess.
+    """A tree of guesses. The path [0, 2] is the third best guess of head 2 as a child of the best guess of head 1.
 
-    Node 0 is the root: the token that is already chosen. Parents come before their children.
+    Node 0 is the root: the next token, which the model has already chosen. Parents come before their children.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
+        """Make a tree from the paths of its nodes; raise ValueError if the parent of a path is missing."""
         nodes = [(), *sorted({tuple(path) for path in paths if path}, key=lambda path: (len(path), path))]
         index = {path: node for node, path in enumerate(nodes)}
         self.depth = [len(path) for path in nodes]
@@ -98,17 +101,20 @@ class CandidateTree:
             ancestors[node, [index[path[:depth]] for depth in range(len(path) + 1)]] = True
             if path:
                 self.children[index[path[:-1]]].append(node)
-        self.ancestors = ancestors.to(device)  # [N, N] True for a node itself and the nodes above it
+        self.ancestors = ancestors.to(device)  # [N, N] True for the node itself and its ancestors
         self.max_depth, self.max_rank = max(self.depth), max(self.rank)
 
 
-# The heads that were last used with each living model, and the files they came from.
+# A cache of the heads that were last used with each model, and of their files.
 _LOADED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Heads]] = weakref.WeakKeyDictionary()
 
 
 def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads:
-    """The heads in the folder or Hub repository `where`, in the model's dtype next to its LM head; loaded once."""
-    # On the Hub, code and weights have one commit: the folder of this copy of the code is named after it.
+    """Load heads from the folder or Hub repository `where`, in the model's dtype and on the device of its LM head.
+
+    The heads are cached for each model. Raise ValueError if there are no heads or they do not fit the model.
+    """
+    # Load the weights of the commit that this code is from: transformers caches the code in a folder with that name.
     commit = next((part for part in Path(__file__).parts if re.fullmatch("[0-9a-f]{40}", part)), None)
     if commit is not None and not Path(where).is_dir():
         hub_options.setdefault("revision", commit)
@@ -120,7 +126,7 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads
     lm_head = model.get_output_embeddings()
     require(lm_head is not None, f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
     device = lm_head.weight.device
-    if device.type == "meta":  # offloaded
+    if device.type == "meta":  # the weights are offloaded
         device = model.device
     key = (*((str(path), path.stat().st_mtime_ns) for path in paths), model.dtype, device)
     known = _LOADED.get(model)
@@ -135,6 +141,7 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads
 
 
 def _require_fit(config: Options, model: PreTrainedModel, where: str) -> None:
+    """Raise ValueError if this file does not support the heads, or they belong to a model of other sizes."""
     supported = config.get("kind", "medusa") in KINDS
     require(
         supported and not config.get("prefix_layers") and not config.get("vocabulary"),
