@@ -1,6 +1,6 @@
-"""What make_backbone.py is made of: a tokenizer, rows of text, a teacher, two optimizers, a stock Trainer, a score.
+"""Parts of make_backbone.py: tokenizer, rows of text, teacher, optimizers, stock Trainer and evaluation.
 
-Shapes: B rows a step, T tokens a row, V vocabulary, K tokens kept of a teacher's distribution.
+Shapes: B rows in a batch, T tokens in a row, V tokens in the vocabulary, K most probable tokens of the teacher.
 """
 
 from __future__ import annotations
@@ -8,65 +8,50 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.optimizer import StateDict
 from torch.utils.data import Dataset
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from medusa.loading import load_tokenizer
 from train.callbacks import ProgressBar
 from train.time_budget import TimeBudget
-
-SPECIAL_TOKEN = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the result of a training, besides its data and the model's sizes."""
+    """Hyperparameters of a training run."""
 
     seed: int = 0
     row_length: int = 384  # tokens
-    batch_size: int = 10  # rows a step
+    batch_size: int = 10  # rows
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
     warmup_steps: int = 30
-    teacher_weight: float = 0.9  # the teacher's share of the loss
-    teacher_top: int = 32  # tokens kept of the teacher's distribution
+    teacher_weight: float = 0.9  # weight of the teacher in the loss, from 0 to 1
+    teacher_top: int = 32  # K, tokens of the teacher's distribution that are kept
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE of `vocab_size` pieces; its only special token has id 0 and is BOS, EOS and PAD."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(
-        documents,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[SPECIAL_TOKEN], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    single, pair = f"{SPECIAL_TOKEN} $A", f"{SPECIAL_TOKEN} $A {SPECIAL_TOKEN} $B"
-    bos = processors.TemplateProcessing(single=single, pair=pair, special_tokens=[(SPECIAL_TOKEN, 0)])
-    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos])
-    roles = dict.fromkeys(("bos_token", "eos_token", "pad_token"), SPECIAL_TOKEN)
-    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=context, **roles)
+    """Train a byte-level BPE tokenizer of `vocab_size` tokens; its only special token, id 0, is BOS, EOS and PAD.
+
+    All but the vocabulary is as in the tokenizer of the shipped backbone.
+    """
+    shipped = load_tokenizer("demo")
+    tokenizer = shipped.train_new_from_iterator(documents, vocab_size, show_progress=False)
+    tokenizer.model_max_length = context
+    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[Tensor]:
-    """The token ids of every document [T], BOS first."""
+    """Yield the token ids [T] of each document, with BOS at their start."""
     bos = tokenizer.bos_token_id
     for start in range(0, len(documents), 1000):  # verbose would warn about documents longer than the context
         for ids in tokenizer(list(documents[start : start + 1000]), verbose=False)["input_ids"]:
@@ -74,7 +59,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iter
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Documents laid end to end and cut into rows [T]; the incomplete row at the end is dropped."""
+    """Dataset of rows [T]: all documents concatenated and cut. The incomplete row at the end is dropped."""
 
     def __init__(self, encoded: Iterable[Tensor], length: int) -> None:
         stream = torch.cat(list(encoded))
@@ -88,9 +73,9 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Teacher:
-    """The K most probable next tokens at each position according to a trained model, with their probabilities.
+    """A trained model that gives the K most probable next tokens at each position, with their probabilities.
 
-    The targets of a row are computed when it is first used and kept: 6 bytes for each token and each of the K.
+    They are computed when a row is first used, and stored: 6 K bytes for each token of the data.
     """
 
     def __init__(self, model: PreTrainedModel, rows: Rows, top: int) -> None:
@@ -101,7 +86,10 @@ class Teacher:
         self.known = torch.zeros(len(rows), dtype=torch.bool)
 
     def targets(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [B] with tokens [B, T-1] -> ids and probabilities, both [B, T-1, K]; the K probabilities sum to 1."""
+        """Return ids and probabilities, both [B, T-1, K], for tokens [B, T-1] of the rows with the indices `rows` [B].
+
+        The K probabilities of a position sum to 1.
+        """
         device, rows = tokens.device, rows.cpu()
         if not self.known[rows].all():
             with torch.no_grad():
@@ -112,7 +100,10 @@ class Teacher:
 
 
 def soft_cross_entropy(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of logits [..., V] against weights [..., K] on the tokens ids [..., K]."""
+    """Compute the mean cross-entropy in nats of logits [..., V] against a target distribution.
+
+    The target gives the probabilities `weights` [..., K] to the tokens `ids` [..., K].
+    """
     return ((logits.logsumexp(-1, keepdim=True) - logits.gather(-1, ids)) * weights).sum(-1).mean()
 
 
@@ -128,21 +119,23 @@ class MuonWithAdamW(Optimizer):
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})  # shared, not copied
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         for part in self.parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[StateDict]]:
         return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, list[StateDict]]) -> None:
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def learning_rate_factor(step: int, done: float, warmup_steps: int) -> float:
-    """The schedule: linear warm-up, constant until half of the training is `done`, then linear down to 2 %.
+    """Compute the learning rate as a share of its peak; `done` is the share of the training that is finished.
+
+    The rate rises linearly during the warm-up and falls linearly to 2 % in the second half of the training.
 
     >>> [round(learning_rate_factor(100, done, 30), 2) for done in (0.1, 0.5, 0.75, 1.0)]
     [1.0, 1.0, 0.51, 0.02]
@@ -152,7 +145,7 @@ def learning_rate_factor(step: int, done: float, warmup_steps: int) -> float:
 
 
 class BackboneTrainer(Trainer):
-    """The stock Trainer with our loss, optimizers and schedule; `minutes`, if given, ends the training by the clock."""
+    """The stock Trainer with a teacher in the loss, two optimizers, and a schedule that can follow the clock."""
 
     def __init__(
         self,
@@ -163,9 +156,10 @@ class BackboneTrainer(Trainer):
         minutes: float | None = None,
         teacher: Teacher | None = None,
     ) -> None:
+        """Make a trainer of `model` on `rows`. If `minutes` is given, training ends after that time."""
         self.recipe, self.teacher = recipe, teacher
-        optimizers = (MuonWithAdamW(model, recipe), None)
         budget = [TimeBudget(60 * minutes)] if minutes else []
+        optimizers = (MuonWithAdamW(model, recipe), None)
         super().__init__(model, arguments, train_dataset=rows, optimizers=optimizers, callbacks=budget)
         for printing in (PrinterCallback, ProgressCallback):  # standard output is for results
             self.remove_callback(printing)
@@ -173,36 +167,36 @@ class BackboneTrainer(Trainer):
 
     @property
     def budget(self) -> TimeBudget | None:
-        """The time budget in force. On resuming, the Trainer replaces the one that it was given."""
+        """The time budget in force. A resumed Trainer replaces the budget that was passed to it."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Follow `learning_rate_factor`, by the clock if there is a time budget."""
+        """Make a scheduler of `learning_rate_factor`; with a time budget, it follows the clock."""
 
         def factor(step: int) -> float:
-            budget = self.budget
-            done = step / num_training_steps if budget is None else budget.progress()
+            done = self.budget.progress() if self.budget else step / num_training_steps
             return learning_rate_factor(step, done, self.recipe.warmup_steps)
 
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
         return self.lr_scheduler
 
-    def compute_loss(self, model: PreTrainedModel, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Nats a token against the text, mixed with the teacher's distribution if there is a teacher."""
-        tokens, targets = inputs["input_ids"][:, :-1], inputs["input_ids"][:, 1:]
-        logits = model(input_ids=tokens, use_cache=False).logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def compute_loss(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], *args: object, **kwargs: object
+    ) -> Tensor:
+        """Compute the loss in nats a token: the model's own, mixed with the cross-entropy against the teacher."""
+        rows, ids, share = inputs["rows"], inputs["input_ids"], self.recipe.teacher_weight
+        output = model(input_ids=ids, labels=ids, use_cache=False)
         if self.teacher is None:
-            return loss
-        soft = soft_cross_entropy(logits, *self.teacher.targets(inputs["rows"], tokens))
-        return (1 - self.recipe.teacher_weight) * loss + self.recipe.teacher_weight * soft
+            return output.loss
+        targets = self.teacher.targets(rows, ids[:, :-1])
+        return (1 - share) * output.loss + share * soft_cross_entropy(output.logits[:, :-1].float(), *targets)
 
 
 class Score(NamedTuple):
-    """Sums over a text. `tokens` leaves BOS out; `agreements` counts where the teacher predicts the same token."""
+    """Sums over the evaluated text. `agreements`: positions where model and teacher prefer the same token."""
 
     nats: float
-    tokens: int
+    tokens: int  # without BOS
     characters: int
     agreements: int | None = None
 
@@ -211,18 +205,18 @@ class Score(NamedTuple):
         return self.nats / math.log(2) / self.characters
 
     def __str__(self) -> str:
-        told = f"{self.nats / self.tokens:.4f} nats a token, {self.bits_per_character:.4f} bits a character"
-        told += f" ({self.tokens} tokens, {self.characters} characters)"
+        figures = f"{self.nats / self.tokens:.4f} nats a token, {self.bits_per_character:.4f} bits a character"
+        figures += f" ({self.tokens} tokens, {self.characters} characters)"
         if self.agreements is None:
-            return told
-        return f"{told}, {self.agreements / self.tokens:.4f} top-1 agreement with the teacher"
+            return figures
+        return f"{figures}, {self.agreements / self.tokens:.4f} top-1 agreement with the teacher"
 
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Cover a document of `length` tokens: (begin, end, first), where tokens first..end-1 are scored in begin..end-1.
+    """Yield the windows (begin, end, first) that score a document of `length` tokens: each token but BOS once.
 
-    Every token except BOS is scored once. A document longer than the context is read in windows that advance by half
-    of it, so that a token after the first window has at least half a context before it.
+    The model reads the tokens begin to end - 1 and scores those from `first` on. Windows advance by half a context,
+    so tokens after the first window have at least half a context before them.
 
     >>> list(windows(5, 8)), list(windows(11, 8))
     ([(0, 5, 1)], [(0, 8, 1), (4, 11, 8)])
@@ -242,7 +236,7 @@ def evaluate(
     documents: Sequence[str],
     teacher: PreTrainedModel | None = None,
 ) -> Score:
-    """Score whole documents, each begun by BOS."""
+    """Score whole documents, with BOS at the start of each; `teacher` adds the count of agreements."""
     nats, tokens, agreements = 0.0, 0, 0
     for ids in encode(tokenizer, documents):
         for begin, end, first in windows(len(ids), model.config.max_position_embeddings):

@@ -1,16 +1,15 @@
-"""Check which models can hold a tree: tiny random models of many architectures, or a model of yours.
+"""Check which models can verify a token tree: tiny random models of many architectures, or one given model.
 
     python scripts/check_architectures.py                               # the tables of docs/architectures.md
     python scripts/check_architectures.py --write docs/architectures.md --json architectures.json
     python scripts/check_architectures.py --only llama "phi3, longrope"
-    python scripts/check_architectures.py --backbone org/model          # the self-test on a model of yours
+    python scripts/check_architectures.py --backbone org/model          # the self-test on this model
 
-Exit status 1 if a model does not behave as its table says.
+The exit status is 1 if a model does not behave as its table says.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -29,14 +28,17 @@ from decode.loop import Step
 from decode.tree_check import TreeCheck, check_tree_forward
 from medusa import RequestError, Tree
 from medusa.backbone import Backbone, require_tree_support
-from medusa.files import write_json, write_text
-from medusa.loading import DTYPES, LoadOptions, load_backbone
+from medusa.commands.arguments import group, parse
+from medusa.commands.options import Output
+from medusa.files import write_text
+from medusa.loading import load_backbone
+from medusa.options import LoadOptions, Options, option
 from script_tools import markdown_table, run_script, script_parser
 from tiny_models import REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
 
-# Wide, because random heads guess badly: the next of 61 tokens is among 40 guesses two times in three.
+# Wide, because random heads guess badly: of 61 tokens, the next one is among 40 guesses two times in three.
 TREE = Tree.top_k([40, 4])
-PROMPTS, NEW = (9, 4, 6), 30  # tokens: three rows of a ragged batch; all end far beyond the window
+PROMPTS, NEW = (9, 4, 6), 30  # tokens of three prompts, and new tokens, which go far beyond a sliding window
 CHECKED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SUPPORTED_COLUMNS = ["model", "class", "attention", *CHECKED, "control", "greedy text", "tau"]
 REFUSED_COLUMNS = ["model", "class", "refused because", "the self-test alone"]
@@ -45,36 +47,38 @@ BEGIN, END = "<!-- tables: begin (scripts/check_architectures.py --write) -->", 
 
 @dataclass
 class Row:
-    """What was found about one architecture."""
+    """The findings about one architecture, which form a row of a table."""
 
     name: str
     model: str = ""
     checks: dict[str, dict[str, TreeCheck]] = field(default_factory=dict)
-    """The self-test by attention implementation and dtype; only those that the model offers."""
+    """The self-test by attention implementation, if the model offers it, and by dtype."""
     same: bool | None = None
-    """Whether greedy text is that of `model.generate`, alone and in a ragged batch; `None` for refused models."""
+    """Whether the greedy text equals that of `model.generate`; `None` for refused models."""
     tau: float | None = None
-    """Tokens a step of that text. At 1, no draft was accepted, and nothing was tested."""
+    """Tokens per step of that text. A tau of 1 means that no draft was accepted, so nothing was tested."""
     refusal: str | None = None
-    """Why the model is refused by its structure."""
+    """Why `require_tree_support` refuses the model."""
 
     @property
     def all_checks(self) -> list[TreeCheck]:
+        """All self-tests of this architecture."""
         return [check for by_dtype in self.checks.values() for check in by_dtype.values()]
 
     @property
     def caught(self) -> str:
-        """What the self-test alone says about a refused model."""
+        """The error that the self-test alone finds in a refused model."""
         return self.all_checks[0].reason or "nothing" if self.all_checks else "not run"
 
     @property
     def as_expected(self) -> bool:
+        """Whether the findings are those of a supported or a refused architecture."""
         if self.name in REFUSED:
             return self.refusal is not None and self.caught != "nothing"
         return bool(self.checks) and all(c.ok for c in self.all_checks) and bool(self.same) and (self.tau or 0) > 1
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Return the cells of this row in its table."""
         if self.name in REFUSED:
             return [self.name, self.model, self.refusal or "NOT REFUSED", re.split(": | [(]", self.caught)[0]]
         by_dtype = [[checks[dtype] for checks in self.checks.values()] for dtype in CHECKED]
@@ -85,12 +89,12 @@ class Row:
 
 
 def short(check: TreeCheck) -> str:
-    """A check's error with one digit, marked if the check failed."""
+    """Format the error of a self-test with one digit; a failed self-test is marked."""
     return ("" if check.ok else "FAILS ") + ("0" if check.error == 0 else f"{check.error:.0e}".replace("e-0", "e-"))
 
 
 def check_supported(name: str) -> Row:
-    """Run the self-test for every attention and dtype, and compare greedy text with `model.generate` in float32."""
+    """Run the self-test for each attention implementation and dtype, and compare greedy text with `model.generate`."""
     row = Row(name)
     for attention in ("sdpa", "eager"):
         for dtype_name, dtype in CHECKED.items():
@@ -107,20 +111,20 @@ def check_supported(name: str) -> Row:
 
 
 def check_refused(name: str) -> Row:
-    """Find the reason that users see, and whether the self-test alone would have caught the model."""
+    """Record why the model is refused, and whether the self-test alone would find an error."""
     model = offered(name, attn_implementation="sdpa") or tiny_model(name)
     row = Row(name, type(model).__name__)
     try:
         require_tree_support(model)
     except RequestError as error:
         row.refusal = str(error).split(": ", 1)[1]
-    if not model.config.is_encoder_decoder:  # these have no plain forward to compare with
+    if not model.config.is_encoder_decoder:  # an encoder-decoder has no plain forward to compare with
         row.checks[model.config._attn_implementation] = {"float32": check_tree_forward(model)}
     return row
 
 
 def offered(name: str, **settings: object) -> PreTrainedModel | None:
-    """Make a tiny model; `None` if it does not offer the attention implementation."""
+    """Make a tiny model, or return `None` if it does not offer the attention implementation in `settings`."""
     try:
         return tiny_model(name, **settings)
     except ValueError as error:
@@ -130,7 +134,10 @@ def offered(name: str, **settings: object) -> PreTrainedModel | None:
 
 
 def compare_texts(model: PreTrainedModel) -> tuple[bool, float]:
-    """Whether random heads give the text of `model.generate`, for prompts alone and in a batch; and tokens a step."""
+    """Compare the greedy text of random heads with that of `model.generate`, for single prompts and for a ragged batch.
+
+    Returns:
+        Whether all texts are equal, and the tokens per step (tau)."""
     backbone, generator = Backbone(model), torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     heads = random_heads(model, TREE.max_depth, std=0.3)
@@ -138,31 +145,33 @@ def compare_texts(model: PreTrainedModel) -> tuple[bool, float]:
     options = {"max_new_tokens": NEW, "do_sample": False}
     plain = [model.generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in prompts]
     runs = [list(steps(model, heads, ids, tree=TREE, **options)) for ids in prompts]
-    same = all(written(run, 0) == text for run, text in zip(runs, plain, strict=True))
+    same = all(text_of(run, 0) == text for run, text in zip(runs, plain, strict=True))
     if backbone.rope_boundary is None:  # longrope rotates all rows of a batch alike, so batches are refused
         batch = left_padded([ids[0].tolist() for ids in prompts], model.device)
         together = list(steps(model, heads, tree=TREE, **batch, **options))
-        same &= all(written(together, row) == text for row, text in enumerate(plain))
+        same &= all(text_of(together, row) == text for row, text in enumerate(plain))
     return same, len(PROMPTS) * NEW / sum(map(len, runs))
 
 
-def written(run: Sequence[Step], row: int) -> list[int]:
+def text_of(run: Sequence[Step], row: int) -> list[int]:
+    """Join the new ids of one row of the batch from all steps of a run."""
     return [token for step in run for token in step.ids.get(row, [])]
 
 
 def versions() -> str:
+    """Name the versions that the checks run with."""
     return f"transformers {transformers.__version__} and torch {torch.__version__} on a CPU"
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Both tables, and the versions that they were made with."""
+    """Format both tables, with the versions that they were made with."""
     supported = markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in rows if row.name not in REFUSED])
     refused = markdown_table(REFUSED_COLUMNS, [row.cells() for row in rows if row.name in REFUSED])
     return f"Run with {versions()}.\n\n### Supported\n\n{supported}\n\n### Refused\n\n{refused}"
 
 
 def write_page(path: Path, rows: Sequence[Row]) -> None:
-    """Put the tables between the page's markers; the rest of the page is written by hand."""
+    """Replace the tables between the page's markers; the rest of the page stays."""
     if not path.is_file():
         raise RequestError(f"no such file: {path}")
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
@@ -172,10 +181,20 @@ def write_page(path: Path, rows: Sequence[Row]) -> None:
     write_text(path, f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}")
 
 
-def check_backbone(args: argparse.Namespace) -> bool:
-    """Run the self-test on the user's own model."""
-    options = LoadOptions(args.dtype, args.device, args.attention, args.revision, args.trust_remote_code)
-    model = load_backbone(args.backbone, options).model
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    """Options of check_architectures.py."""
+
+    only: tuple[str, ...] | None = option(None, "check only these rows", metavar="NAME", nargs="+")
+    write: str | None = option(None, "put the tables into this Markdown file", metavar="PAGE")
+    backbone: str | None = option(None, "check this model instead: demo, a folder or a Hub id", metavar="MODEL")
+    load: LoadOptions = group(LoadOptions, "loading of --backbone", without=("quantization",))
+    output: Output = group(Output, "output", only=("json",))
+
+
+def check_backbone(options: CheckOptions, backbone: str) -> bool:
+    """Run the self-test on the model that the user named."""
+    model = load_backbone(backbone, options.load).model
     require_tree_support(model)
     check = check_tree_forward(model)
     how = f"{str(model.dtype).removeprefix('torch.')}, {model.config._attn_implementation}"
@@ -183,38 +202,26 @@ def check_backbone(args: argparse.Namespace) -> bool:
     print(f"error {check.error:.1e}, at most {check.limit:.1e}; control {check.control:.2f}")
     if check.reason:
         print(check.reason)
-    if args.json:
-        write_json(args.json, asdict(check))
+    options.output.write(asdict(check))
     return check.ok
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script_parser(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these rows only")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this Markdown file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine-readable results")
-    parser.add_argument("--backbone", metavar="MODEL", help="check this model instead: demo, a folder or a Hub id")
-    parser.add_argument("--dtype", choices=DTYPES, help="of --backbone (default: float32 on a CPU)")
-    parser.add_argument("--device", help="for --backbone (default: a GPU if there is one)")
-    parser.add_argument("--attention", choices=["sdpa", "eager"], help="of --backbone (default: sdpa if offered)")
-    parser.add_argument("--revision", help="of --backbone: a branch or a commit")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with --backbone")
-    args = parser.parse_args(argv)
+    options = parse(CheckOptions, script_parser(__doc__), argv)
     transformers.logging.set_verbosity_error()
-    if args.backbone:
-        return 0 if check_backbone(args) else 1
+    if options.backbone:
+        return 0 if check_backbone(options, options.backbone) else 1
     names = [*SUPPORTED, *REFUSED]
-    if unknown := sorted(set(args.only or []) - set(names)):
+    if unknown := sorted(set(options.only or []) - set(names)):
         raise RequestError(f"--only {unknown[0]!r} is no row; choose from {', '.join(names)}")
-    if args.only and args.write:
+    if options.only and options.write:
         raise RequestError("--write needs all rows; leave --only out")
-    progress = track(args.only or names, "checking", console=Console(stderr=True), transient=True)
+    progress = track(options.only or names, "checking", console=Console(stderr=True), transient=True)
     rows = [check_refused(name) if name in REFUSED else check_supported(name) for name in progress]
-    if args.write:
-        write_page(args.write, rows)
+    if options.write:
+        write_page(Path(options.write), rows)
     print(markdown(rows))
-    if args.json:
-        write_json(args.json, {"versions": versions(), "rows": [asdict(row) for row in rows]})
+    options.output.write({"versions": versions(), "rows": [asdict(row) for row in rows]})
     if wrong := [row.name for row in rows if not row.as_expected]:
         print(f"not as expected: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0

@@ -1,14 +1,14 @@
-"""Compare all drafters: what each accepts on every kind of text, its speed, what it needs, and whether it is exact.
+"""Compare drafters: tau on every category of prompts, speed, requirements, memory, and whether the text is exact.
 
     python scripts/compare_drafters.py --prompts medusa/assets/prompts.jsonl --text stories.txt --threads 1 \\
         --on demo demo --on stories260K stories260K-heads --json drafters.json
 
-`--on BACKBONE HEADS` is repeated for every backbone. Every round decodes all prompts plainly, by `model.generate`, by
-its prompt lookup and assisted generation if our versions take part, and with each drafter, in turns, greedily. Speedups
-are medians of the ratios within a round; on one thread CPU time counts, so that a busy machine does little harm. Exact:
-texts equal to those of plain decoding, and draws by both forms of rejection that pass the chi-square tests of `medusa
-verify`. `rest` looks things up in a datastore made of `--text`, which must not hold the continuations of the prompts. A
-drafter that does not fit a backbone, such as a draft model of another vocabulary, is left out with its reason.
+Give `--on BACKBONE HEADS` once for each backbone. In each round, all methods decode all prompts greedily and in turns:
+plain decoding, `model.generate`, its prompt lookup and assisted generation if our versions take part, and each drafter.
+A speedup is the median of the ratios within the rounds. With one thread, CPU time is measured. A drafter is exact if
+its texts equal those of plain decoding and its draws pass the chi-square tests of `medusa verify`. `rest` uses a
+datastore made of `--text`, which must not contain the continuations of the prompts. A drafter that does not fit a
+backbone, such as a draft model with another vocabulary, is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from decode.bench.benchmark import summarize
 from decode.bench.losslessness.cases import p_values, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.machine import machine
@@ -46,7 +45,7 @@ DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "m
 
 @dataclass(frozen=True, kw_only=True)
 class DraftersOptions(MeasuringOptions):
-    """Options of this script."""
+    """Options of compare_drafters.py."""
 
     models: Models = group(Models, "models", only=("tree",), backbone="")
     load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))
@@ -54,74 +53,72 @@ class DraftersOptions(MeasuringOptions):
     on: tuple[tuple[str, str], ...] = option(
         REQUIRED, "measure on this backbone; repeatable", metavar=("BACKBONE", "HEADS"), nargs=2, action="append"
     )
-    drafters: tuple[str, ...] = option(tuple(DRAFTERS), "rest alone: that of --text", metavar="NAME", nargs="+")
+    drafters: tuple[str, ...] = option(
+        tuple(DRAFTERS), "compare these drafters; rest needs --text", metavar="NAME", nargs="+"
+    )
     text: str | None = option(None, "build the datastore of rest from this text", metavar="DATA")
-    draws: int = count(100_000, "draw N times by each rule")
-    sampled_prompts: int = count(2, "draw from the first N prompts")
+    draws: int = count(100_000, "sample N tokens with each rule")
+    sampled_prompts: int = count(2, "sample after the first N prompts")
 
 
 class Entry(NamedTuple):
-    """A drafter that takes part."""
+    """A drafter that fits the backbone: its configuration and what makes it."""
 
     config: DrafterConfig
     source: DrafterFactory
 
 
 def compare(options: DraftersOptions, folder: Path) -> dict[str, object]:
-    """All drafters on one backbone; `folder`: where the datastore may go."""
-    models, settings = open_measured(options), options.settings
-    entries, left_out = open_drafters(options, models.loaded, settings, folder)
-    rows = measure(options, models, entries, settings)
+    """Compare all drafters on the backbone of `options.models`; `folder` is for the datastore of `rest`."""
+    models, new_tokens = open_measured(options), options.settings.max_new_tokens
+    entries, left_out = open_drafters(options, models.loaded, folder)
+    rows = measure(options, models, entries)
     for name, (config, source) in entries.items():
         rows[name] |= {"needs": config.needs, "megabytes": source.num_bytes / 1e6} | verify(options, models, source)
-    table = {"backbone": models.loaded.name, "heads": options.models.heads}
-    table |= {"prompts": len(models.prompts), "rounds": options.rounds}
-    table |= {"max_new_tokens": settings.max_new_tokens, "draws": options.draws, "left_out": left_out, "rows": rows}
-    title = f"{models.loaded.name}, {len(models.prompts)} prompts, {settings.max_new_tokens} greedy tokens"
+    title = f"{models.loaded.name}, {len(models.prompts)} prompts, {new_tokens} greedy tokens"
     reasons = [f"{name} left out: {why}" for name, why in left_out.items()]
     show(options, title, speed_table(rows), price_table(rows), *reasons)
-    return table
+    about = {"backbone": models.loaded.name, "heads": options.models.heads, "prompts": len(models.prompts)}
+    about |= {"rounds": options.rounds, "max_new_tokens": new_tokens, "draws": options.draws}
+    return about | {"left_out": left_out, "rows": rows}
 
 
-def open_drafters(
-    options: DraftersOptions, loaded: Loaded, settings: Settings, folder: Path
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The drafters that fit this backbone, and why the others do not."""
+def open_drafters(options: DraftersOptions, loaded: Loaded, folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the drafters that fit this backbone, and for each of the others the reason why it does not fit."""
     entries, left_out = {}, {}
     for name in options.drafters:
         if name == "rest":
-            words = ["--backbone", loaded.name, "--data", str(options.text), "--output", str(folder), "--quiet"]
-            medusa(["datastore", "build", *words])
+            argv = ["--backbone", loaded.name, "--data", str(options.text), "--output", str(folder), "--quiet"]
+            medusa(["datastore", "build", *argv])
         config = parse_drafter(f"rest:{folder}" if name == "rest" else name)
         try:
             config.check(loaded.model.config)
-            entries[name] = Entry(config, open_drafter(options, loaded, config, settings))
+            entries[name] = Entry(config, open_drafter(options, loaded, config, options.settings))
         except RequestError as error:
             left_out[name] = str(error)
     return entries, left_out
 
 
-def measure(
-    options: DraftersOptions, models: Measured, entries: dict[str, Entry], settings: Settings
-) -> dict[str, dict[str, object]]:
-    """The figures of plain decoding, `model.generate` and all drafters, by name."""
-    (model, tokenizer), prompts = (models.loaded.model, models.loaded.tokenizer), [[ids] for ids in models.prompts]
+def measure(options: DraftersOptions, models: Measured, entries: dict[str, Entry]) -> dict[str, dict[str, object]]:
+    """Measure plain decoding, `model.generate` and all drafters; return the figures of each by its name."""
+    (model, tokenizer), settings = (models.loaded.model, models.loaded.tokenizer), options.settings
     methods = {"plain": plain_method(model, settings, tokenizer)} | stock_methods(models.loaded, entries, settings)
     for name, (_, source) in entries.items():
         methods[name] = medusa_method(model, source.heads, settings, tokenizer, drafter=source)
-    contenders = take_turns(options, models.loaded, methods, prompts)
-    figures = summarize(list(contenders.values()), models.categories)
     kept = ("tau", "speedup", "speedup_vs_generate", "equal_to_plain")
     return {
         name: {key: getattr(found, key) for key in kept}
         | {"tokens_per_second": found.tokens_per_second.median}
         | {"by_category": {kind: {"tau": of.tau, "speedup": of.speedup} for kind, of in found.by_category.items()}}
-        for name, found in figures.items()
+        for name, found in take_turns(options, models, methods).items()
     }
 
 
 def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings) -> dict[str, Method]:
-    """`model.generate`, and its own version of each drafter that it has: as many tokens ahead, and no heuristics."""
+    """Make methods of `model.generate`: plain, and with its own version of each drafter that it also has.
+
+    Its versions predict as many tokens ahead as ours, and their heuristics are off.
+    """
     found: dict[str, dict[str, object]] = {"transformers": {}}
     for name, (config, source) in entries.items():
         if isinstance(config, NgramConfig):
@@ -137,7 +134,7 @@ def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings)
 
 
 def verify(options: DraftersOptions, models: Measured, source: DrafterFactory) -> dict[str, object]:
-    """Draw as `medusa verify` does: the smallest p-value of those judged, and whether all pass."""
+    """Test sampled tokens as `medusa verify` does; return the smallest p-value, and whether all tests pass."""
     model, sampling, cases = models.loaded.model, Settings(temperature=1.0), []
     generator = torch.Generator(model.device).manual_seed(options.runtime.seed)
     for number, prompt in enumerate(models.prompts[: options.sampled_prompts]):
@@ -148,7 +145,7 @@ def verify(options: DraftersOptions, models: Measured, source: DrafterFactory) -
 
 
 def speed_table(rows: dict[str, dict[str, object]]) -> str:
-    """tau by category, and speeds."""
+    """Tabulate each method's tau, by category and in all, and its speeds."""
     categories, lines = list(rows["plain"]["by_category"]), []
     for name, row in rows.items():
         taus = [row["by_category"][category]["tau"] for category in categories] + [row["tau"]]
@@ -160,7 +157,7 @@ def speed_table(rows: dict[str, dict[str, object]]) -> str:
 
 
 def price_table(rows: dict[str, dict[str, object]]) -> str:
-    """What a drafter needs, its memory without the backbone's, and whether it changes anything."""
+    """Tabulate what each drafter requires, whether it is exact, and its memory without the backbone."""
     lines = []
     for name, row in rows.items():
         if "needs" in row:

@@ -1,19 +1,18 @@
-"""Compare heads on one backbone: what they accept, the cost of a step, and how fast they write.
+"""Compare heads on one backbone: tau, the cost of a step, and speed.
 
     python scripts/compare_kinds.py --backbone B --prompts prompts.jsonl --trees dynamic:64 dynamic:16 --compile \\
         --heads paper=runs/paper medusa=runs/medusa hydra=runs/hydra --threads 1 --json kinds.json
 
-Every round decodes all prompts with all heads and trees, in turns, and plainly; a figure is the median over rounds, a
-speedup the median of the ratios within a round. On one thread its CPU time counts, so that a busy machine does little
-harm. The cost of drafting is counted, not timed: floating point operations of matrix products and attention, and the
-bytes that they read and write, in one step for one text, after `--context` tokens of it. The heads that
-`scripts/reproduce_stories260k.py` trains can be compared as they are.
+In each round, plain decoding and all heads with all trees decode all prompts, in turns. Figures are medians over the
+rounds, and a speedup is the median of the ratios within the rounds. With one thread, CPU time is measured. The cost of
+a step is counted, not timed: floating point operations of matrix products and attention, and the bytes that they read
+and write, in one step of one text after `--context` tokens. The heads of `scripts/reproduce_stories260k.py` can be
+compared without changes.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,14 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from decode.bench.benchmark import Contender
 from decode.bench.calibration.stored import files_for, situation, stored
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import region
 from decode.drafters.trained_heads import heads_drafter
 from decode.request import prepare
-from decode.results import tau
 from decode.session import Session
 from decode.settings import Settings
 from measuring import MeasuringOptions, open_measured, show, take_turns
@@ -45,9 +42,9 @@ from medusa.options import REQUIRED, count, option
 from medusa.tree import Layout, Tree
 from script_tools import markdown_table, run_script, script_parser
 
-TREES = """as for medusa generate, or calibrated:N, the static tree of N nodes that `medusa calibrate` found and kept
-with the heads (default: dynamic:64)"""
-PATH = 4
+TREES = """decode with these trees: as for medusa generate, or calibrated:N for the static tree of N nodes that
+`medusa calibrate` stored with the heads (default: dynamic:64)"""
+PATH = 4  # nodes on the accepted path of the counted step
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's own counter knows those of GPUs only
 # In inference mode, which `costs` uses, scaled_dot_product_attention is one operation.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product_attention"}
@@ -55,7 +52,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product_atten
 
 @dataclass(frozen=True, kw_only=True)
 class KindsOptions(MeasuringOptions):
-    """Options of this script."""
+    """Options of compare_kinds.py."""
 
     settings: Settings = group(
         Settings, "generation", only=("max_new_tokens", "compile"), max_new_tokens=128, ignore_eos=True
@@ -66,13 +63,16 @@ class KindsOptions(MeasuringOptions):
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
-    """Both products, from shapes [B, A, queries or keys, D]; for every query all keys, as masks save nothing."""
+    """Count the operations of both products of an attention call, given three shapes [B, A, tokens, D].
+
+    A heads of width D. Every query counts with all keys, since masks do not save operations.
+    """
     *rows, queries, size = query
     return 2 * math.prod(rows) * queries * key[2] * (size + value[3])
 
 
 class Bytes(TorchDispatchMode):
-    """Adds up the bytes that matrix products read and write; a view counts with its own size."""
+    """Context manager that sums the bytes which matrix products read and write; a view counts with its own size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,9 +88,9 @@ class Bytes(TorchDispatchMode):
 
 @torch.inference_mode()
 def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -> dict[str, float]:
-    """Count one step after `prompt`: millions of operations and of bytes, for drafting and for the tree's forward.
+    """Count the operations and bytes, in millions, of one step after `prompt`: of the draft and of the tree's forward.
 
-    Matrix products and attention are counted; for heads that look back also the reading of what was accepted."""
+    Only matrix products and attention count. For heads with a cache, the draft includes its update after a step."""
     requests = prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False)
     session = Session(loaded.model, requests, tree.num_nodes, heads=heads)
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
@@ -98,7 +98,7 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
     counter = partial(FlopCounterMode, display=False, custom_mapping={ATTENTION: attention_flops})
     with counter() as drafting, Bytes() as moved:
         draft = drafter.propose(frontier)
-        if session.heads_cache is not None:  # reads what was accepted: here a path of PATH nodes
+        if session.heads_cache is not None:  # updated with the accepted path, here of PATH nodes
             hidden = frontier.hidden[:, None].expand(-1, PATH, -1)
             session.heads_cache.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
     with counter() as verifying, Bytes() as read:
@@ -112,10 +112,10 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
 
 
 def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layout:
-    """Choose the tree of `options.models` as for `medusa generate`, or the calibrated one of `calibrated:N`.
+    """Return the tree that `options.models` names: as `medusa generate` does, or the stored tree of `calibrated:N`.
 
     Raises:
-        RequestError: no such tree, or the heads cannot fill it."""
+        RequestError: there is no such tree, or the heads cannot fill it."""
     folder, tree = options.models.heads, str(options.models.tree)
     settings = replace(options.settings, compile=False)
     if not tree.startswith("calibrated:"):
@@ -129,24 +129,10 @@ def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layou
     return Tree.from_paths(paths[nodes])
 
 
-def speeds(contender: Contender, plain: Contender) -> dict[str, float]:
-    """What was measured of one set of heads with one tree."""
-    results, rates, plain_rates = contender.rounds[0], contender.tokens_per_second(), plain.tokens_per_second()
-    same = [a.new_ids == b.new_ids for a, b in zip(results, plain.rounds[0], strict=True)]
-    return {
-        "equal_to_plain": statistics.fmean(same),
-        "tau": tau(results),
-        "tokens_per_second": statistics.median(rates),
-        "speedup": statistics.median(a / b for a, b in zip(rates, plain_rates, strict=True)),
-        "plain_tokens_per_second": statistics.median(plain_rates),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(KindsOptions, script_parser(__doc__), argv)
-    loaded, prompts, _ = open_measured(options)
-    settings = options.settings
-    text = list(islice(cycle(prompts[0]), options.context))
+    measured, settings = open_measured(options), options.settings
+    loaded, text = measured.loaded, list(islice(cycle(measured.prompts[0]), options.context))
     methods: dict[str, Method] = {"plain": plain_method(loaded.model, settings)}
     rows: dict[str, dict[str, object]] = {}
     for named in options.heads:
@@ -160,18 +146,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             methods[f"{name} {asked}"] = medusa_method(loaded.model, heads, settings, tree=tree)
             about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
             rows[f"{name} {asked}"] = about | costs(loaded, heads, tree, text)
-    region.KEPT = max(region.KEPT, len(methods))  # taking turns, all of them are needed again and again
-    contenders = take_turns(options, loaded, methods, [[prompt] for prompt in prompts])
+    region.KEPT = max(region.KEPT, len(methods))  # compiled regions that are kept: each method needs its own
+    figures = take_turns(options, measured, methods)
     for key, row in rows.items():
-        row |= speeds(contenders[key], contenders["plain"])
+        found, plain = figures[key], figures["plain"].tokens_per_second.median
+        row |= {"equal_to_plain": found.equal_to_plain, "tau": found.tau, "speedup": found.speedup}
+        row |= {"tokens_per_second": found.tokens_per_second.median, "plain_tokens_per_second": plain}
     show(options, table_of(list(rows.values())))
-    about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(prompts), "rounds": options.rounds}
-    about["context"] = options.context
+    about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(measured.prompts)}
+    about |= {"rounds": options.rounds, "context": options.context}
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> str:
-    """The rows for people."""
+    """Tabulate the most important figures of each row."""
     formats = {"parameters": ",", "draft_mflop": ".2f", "draft_megabytes": ".2f", "tau": ".2f"}
     formats |= {"tokens_per_second": ".0f", "speedup": ".2f", "equal_to_plain": ".0%"}
     head = ["parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"]

@@ -1,4 +1,4 @@
-"""Train a small Llama on a text: a backbone for tests and demonstrations, or a draft model for it.
+"""Train a small Llama from scratch: a backbone for tests and demonstrations, or a draft model for such a backbone.
 
     python scripts/make_backbone.py --data train.txt --eval eval.txt --output backbone --minutes 100
     python scripts/make_backbone.py --preset draft --data train.txt --eval eval.txt --tokenizer backbone \\
@@ -13,7 +13,6 @@ import argparse
 import random
 import shutil
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,42 +20,27 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from backbone_training import BackboneTrainer, Recipe, Rows, Teacher, encode, evaluate, train_tokenizer
+from backbone_training import BackboneTrainer, Recipe, Rows, Score, Teacher, encode, evaluate, train_tokenizer
 from decode.bench.machine import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
 from medusa.loading import LoadOptions, load_backbone, load_tokenizer
-from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
-from script_tools import markdown_table, positive, run_script, script_parser
+from medusa.records.sources import DOCUMENT_SEPARATOR
+from script_tools import markdown_table, positive, read_documents, run_script, script_parser
 
-BYTES = 256  # every byte needs a piece in a byte-level vocabulary
-SETTINGS = "training.json"  # in the output folder while a training is unfinished
+BYTES = 256  # every byte needs a token in a byte-level vocabulary
+SETTINGS = "training.json"  # in the output folder until the training run is finished
 SHAPES = {
     "backbone": {"hidden_size": 256, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate_size": 704},
-    # Two layers, because each drafted token pays for every layer. The width bounds the rank of the output.
+    # Two layers, because each drafted token costs a pass through all layers.
     "draft": {"hidden_size": 80, "layers": 2, "heads": 5, "kv_heads": 5, "intermediate_size": 224},
 }
 VOCAB_SIZE, CONTEXT = 4096, 512  # of both presets
-CARD = """---
-license: {licence}
-library_name: transformers
-pipeline_tag: text-generation
-language: en
----
-
-# {title}
-
-A Llama of {parameters:,} parameters, made by `scripts/make_backbone.py`; weights in bfloat16. It writes text like its
-data and nothing else.
-
-{table}
-
-Documents were shuffled, laid end to end and cut into rows. Muon trained the matrices of the layers, AdamW the rest.
-"""
+CARD = Path(__file__).with_name("backbone_card.md")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All options; those of a preset are None unless given."""
+    """Make the parser of all options. An option of the preset is None unless it is given."""
     parser = script_parser(__doc__)
     data = parser.add_argument_group("data")
     data.add_argument("--data", help="a file, a folder or a Hub dataset id (roneneldan/TinyStories)")
@@ -66,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--eval", metavar="FILE", help="text to evaluate on")
     data.add_argument("--tokenizer", metavar="FOLDER", help="use this tokenizer instead of training one")
 
-    model = parser.add_argument_group("model: a preset, and what differs from it")
+    model = parser.add_argument_group("model: a preset, and sizes that differ from it")
     model.add_argument("--preset", choices=SHAPES, default="backbone", help="default: %(default)s")
     for name in SHAPES["backbone"]:
         default = ", ".join(f"{preset} {shape[name]}" for preset, shape in SHAPES.items())
@@ -81,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, field in Recipe.__dataclass_fields__.items():
         flag, kind = f"--{name.replace('_', '-')}", float if isinstance(field.default, float) else int
         recipe.add_argument(flag, type=kind, default=field.default, metavar="N", help="default: %(default)s")
-    recipe.add_argument("--teacher", metavar="FOLDER", help="also learn this model's distribution (same vocabulary)")
+    recipe.add_argument("--teacher", metavar="FOLDER", help="also train on this model's distribution (same vocabulary)")
     bf16_help = "bfloat16 autocast (default: if the device is fast at it)"
     recipe.add_argument("--bf16", action=argparse.BooleanOptionalAction, help=bf16_help)
     recipe.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU)")
@@ -89,10 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="FOLDER", help="write the model here")
-    output.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+    output.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
     output.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     output.add_argument("--checkpoint-every", type=positive, default=100, metavar="STEPS", help="default: %(default)s")
-    output.add_argument("--save-tokenizer", action=argparse.BooleanOptionalAction, default=True, help="with the model")
+    output.add_argument(
+        "--save-tokenizer", action=argparse.BooleanOptionalAction, default=True, help="write the tokenizer too"
+    )
     output.add_argument("--data-name", help="for the model card (default: the name of --data)")
     output.add_argument("--data-licence", default="CDLA-Sharing-1.0", help="for the model card (default: %(default)s)")
     output.add_argument("--evaluate-only", metavar="FOLDER", help="only print the figures of this model on --eval")
@@ -106,11 +92,11 @@ def require(allowed: object, message: str) -> None:
 
 
 def check_training(args: argparse.Namespace) -> None:
-    """Fill in the sizes of the preset, and refuse what is known to fail before anything is read."""
+    """Fill in the sizes of the preset; raise RequestError for options that cannot work together."""
     for name, default in SHAPES[args.preset].items():
         setattr(args, name, getattr(args, name) or default)
     require(args.data and args.output, "a training needs --data and --output")
-    require(args.steps or args.minutes is not None, "say how long to train: --steps or --minutes")
+    require(args.steps or args.minutes is not None, "--steps or --minutes is needed: how long to train")
     for name in ("minutes", "batch_size", "muon_lr", "adamw_lr", "teacher_top"):
         value = getattr(args, name)
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}; it must be above 0")
@@ -132,14 +118,8 @@ def check_training(args: argparse.Namespace) -> None:
     require(free, f"{args.output} is not empty; add --overwrite, or --resume to continue a training")
 
 
-def read_documents(source: str, separator: str, limit: int | None = None, split: str = "train") -> list[str]:
-    """Read the documents of a file, a folder or a Hub dataset; empty documents are left out."""
-    records = islice(read_records(source, split=split, separator=separator), limit)
-    return [text for record in records if (text := (record.text or "").strip())]
-
-
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local folder; refuse one without BOS."""
+    """Load the tokenizer of a local folder; raise RequestError unless it has a BOS token."""
     tokenizer = load_tokenizer(folder) if Path(folder).is_dir() else None
     if tokenizer is None or tokenizer.bos_token_id is None:
         raise RequestError(f"{folder} must be a folder with a tokenizer that has a BOS token")
@@ -149,41 +129,30 @@ def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def open_model(
     folder: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, dtype: str = "float32"
 ) -> PreTrainedModel:
-    """Load the model of a local folder; refuse one with fewer tokens than the tokenizer."""
+    """Load the model of a local folder; raise RequestError if the tokenizer has more tokens than the model."""
     require(Path(folder).is_dir(), f"no such folder: {folder}")
     model = load_backbone(folder, LoadOptions(dtype, args.device)).model
-    pieces, known = len(tokenizer), model.config.vocab_size
-    require(pieces <= known, f"the tokenizer has {pieces} pieces, and {folder} a vocabulary of {known}")
+    tokens, known = len(tokenizer), model.config.vocab_size
+    require(tokens <= known, f"the tokenizer has {tokens} tokens, and {folder} a vocabulary of {known}")
     return model
 
 
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """Make a Llama in float32 with random weights and tied embeddings."""
     transformers.set_seed(args.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=args.hidden_size,
-            intermediate_size=args.intermediate_size,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.kv_heads,
-            max_position_embeddings=args.context,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    sizes = {"num_hidden_layers": args.layers, "num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads}
+    sizes |= {"hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size}
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": args.context}
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True))
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
-    """The Trainer's part of the options."""
+    """Make the Trainer's arguments from the command line."""
     arguments = TrainingArguments(
         output_dir=str(args.output),
         max_steps=args.steps or 2**31,  # or the time budget ends the training
         per_device_train_batch_size=args.batch_size,
-        max_grad_norm=1.0,
         bf16=args.bf16,
         use_cpu=args.device == "cpu",
         seed=args.seed,
@@ -193,7 +162,6 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         dataloader_drop_last=True,
         dataloader_pin_memory=args.device != "cpu",
         remove_unused_columns=False,
-        report_to="none",
         restore_callback_states_from_checkpoint=True,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # DataParallel would copy the model but not the teacher
@@ -201,18 +169,21 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, object]:
-    """The settings that decide what a training gives."""
+    """Return the settings that determine the result of a training run, by name."""
     names = [*SHAPES[args.preset], "context", "vocab_size", *Recipe.__dataclass_fields__]
     return {"data": args.data_name or Path(args.data).name} | {name: getattr(args, name) for name in names}
 
 
 def find_checkpoint(args: argparse.Namespace) -> str | None:
-    """Find the checkpoint to resume, or prepare the folder of a new training; refuse to resume with other settings."""
+    """Return the checkpoint to resume; for a new run, prepare the output folder and return None.
+
+    Raises:
+        RequestError: the run to resume was started with other settings."""
     settings, place = settings_of(args), args.output / SETTINGS
     if args.resume:
         begun = read_json(place)
         changed = ", ".join(name for name in settings if settings[name] != begun.get(name))
-        require(not changed, f"{args.output} holds a training with other settings: {changed}")
+        require(not changed, f"{args.output} holds a training run with other settings: {changed}")
         return get_last_checkpoint(str(args.output))
     remove_checkpoints(args.output)
     write_json(place, settings)
@@ -220,66 +191,71 @@ def find_checkpoint(args: argparse.Namespace) -> str | None:
 
 
 def remove_checkpoints(folder: Path) -> None:
+    """Delete the Trainer's checkpoints in `folder`."""
     for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(checkpoint)
 
 
 def train(args: argparse.Namespace) -> None:
-    """Read the text, train, and write the model with its card."""
-    held_out = read_documents(args.eval, args.document_separator) if args.eval else []
+    """Read the data, train a model, and write it with its card."""
+    if args.eval:
+        read_documents(args.eval, args.document_separator)  # refused before the training if it cannot be read
     documents = read_documents(args.data, args.document_separator, args.max_documents, args.split)
     random.Random(args.seed).shuffle(documents)
     if args.tokenizer:
         tokenizer = open_tokenizer(args.tokenizer)
     else:
         tokenizer = train_tokenizer(documents, args.vocab_size or VOCAB_SIZE, args.context)
-    pieces = len(tokenizer)
-    require(args.vocab_size in (None, pieces), f"--vocab-size is {args.vocab_size}; the tokenizer has {pieces} pieces")
+    tokens = len(tokenizer)
+    require(args.vocab_size in (None, tokens), f"--vocab-size is {args.vocab_size}; the tokenizer has {tokens} tokens")
     rows = Rows(encode(tokenizer, documents), args.row_length)
     too_few = f"the text fills {len(rows)} rows of {args.row_length} tokens, and a step takes {args.batch_size}"
     require(len(rows) >= args.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
     model = build_model(args, tokenizer)
-    teacher = None
+    dtype, teacher = "bfloat16" if args.bf16 else "float32", None
     if args.teacher:
-        dtype = "bfloat16" if args.bf16 else "float32"
         teacher = Teacher(open_model(args.teacher, args, tokenizer, dtype), rows, args.teacher_top)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe.__dataclass_fields__})
     trainer = BackboneTrainer(model, rows, recipe, training_arguments(args), args.minutes, teacher)
     trainer.train(resume_from_checkpoint=find_checkpoint(args))
-    write_model(args, model, tokenizer, held_out, trainer.state.global_step, len(documents))
+    data = f"{settings_of(args)['data']}: {len(documents):,} documents"
+    write_model(args, model, tokenizer, {"data": data, "steps": trainer.state.global_step})
 
 
 def write_model(
-    args: argparse.Namespace,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: Sequence[str],
-    steps: int,
-    documents: int,
+    args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: dict[str, object]
 ) -> None:
-    """Write the model in bfloat16, score what was written, write the card, and remove the checkpoints."""
+    """Write the model in bfloat16 and its card with its score and `data`, the figures of the run."""
     model.to(torch.bfloat16).save_pretrained(args.output)
     if args.save_tokenizer:
         tokenizer.save_pretrained(args.output)
     facts = settings_of(args) | {"vocab_size": len(tokenizer), "licence of the data": args.data_licence}
-    facts |= {"data": f"{facts['data']}: {documents:,} documents", "steps": steps, "bf16 autocast": args.bf16}
+    facts |= data | {"bf16 autocast": args.bf16}
     facts |= {name: Path(path).resolve().name for name in ("teacher", "tokenizer") if (path := getattr(args, name))}
-    if held_out:  # scored in float32, so that the figures do not depend on the device's bfloat16
-        teacher = open_model(args.teacher, args, tokenizer) if args.teacher else None
-        score = evaluate(open_model(str(args.output), args, tokenizer), tokenizer, held_out, teacher)
-        facts[f"on {Path(args.eval).name}"] = f"{score}; whole documents, each begun by BOS"
+    if args.eval:
+        score = score_of(args, str(args.output), tokenizer)
+        facts[f"on {Path(args.eval).name}"] = f"{score}; whole documents, with BOS at the start of each"
         print(score)
     card = {"licence": args.data_licence.lower(), "title": args.output.resolve().name}
     table = markdown_table(["", ""], ((name.replace("_", " "), value) for name, value in facts.items()))
-    write_text(args.output / "README.md", CARD.format(parameters=model.num_parameters(), table=table, **card))
+    content = CARD.read_text(encoding="utf-8").format(parameters=model.num_parameters(), table=table, **card)
+    write_text(args.output / "README.md", content)
     remove_checkpoints(args.output)
     (args.output / SETTINGS).unlink()
+
+
+def score_of(args: argparse.Namespace, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
+    """Evaluate the model in `folder` on the text of `--eval`, in float32, since bfloat16 differs between devices."""
+    teacher = open_model(args.teacher, args, tokenizer) if args.teacher else None
+    return evaluate(
+        open_model(folder, args, tokenizer), tokenizer, read_documents(args.eval, args.document_separator), teacher
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    LoadOptions(device=args.device)  # refuses a device that is not there
+    LoadOptions(device=args.device)  # raises RequestError for a device that this machine lacks
     if args.bf16 is None:
         args.bf16 = has_fast_bfloat16() if args.device == "cpu" else torch.cuda.is_bf16_supported()
     torch.set_num_threads(args.threads or torch.get_num_threads())
@@ -290,10 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(args)
         return
     require(args.eval, "--evaluate-only needs --eval FILE")
-    tokenizer = open_tokenizer(args.tokenizer or args.evaluate_only)
-    model = open_model(args.evaluate_only, args, tokenizer)
-    teacher = open_model(args.teacher, args, tokenizer) if args.teacher else None
-    print(evaluate(model, tokenizer, read_documents(args.eval, args.document_separator), teacher))
+    print(score_of(args, args.evaluate_only, open_tokenizer(args.tokenizer or args.evaluate_only)))
 
 
 if __name__ == "__main__":

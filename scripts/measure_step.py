@@ -1,20 +1,20 @@
-"""Measure what a step costs beyond what it cannot do without: one bare forward over the tree, and the heads once.
+"""Compare a decoding step with its lower bound: one bare forward over the tree, and one pass through the heads.
 
     python scripts/measure_step.py --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --threads 1
     python scripts/measure_step.py --random 6x288 --tree mc_sim_7b_63 --threads 1
     python scripts/measure_step.py --random 12x768 --tree topk:4,3 --tau 2.5 --dtype bfloat16 --threads 1
 
-A round is one real step, a bare forward of the same model on the same cache with a mask built beforehand, the heads on
-one hidden state, and the same of plain decoding: one step of our loop and one forward over one token. All are timed
-within the round, so that a machine that slows down slows all of them:
+A round times one step of our loop, a bare forward of the same model on the same cache with a prepared mask, the heads
+on one hidden state, and one step of plain decoding with its bare forward over one token. Everything is timed within the
+round, so a slower machine slows all parts:
 
     ratio    step / (forward + heads)
-    outside  the part of the step that is neither forward nor heads
-    speedup  tau x plain step / step, with its bound tau x T(1) / (T(n) + T(heads))
+    outside  share of the step that is neither forward nor heads
+    speedup  tau x plain step / step; its bound is tau x T(1) / (T(n) + T(heads))
 
-`--random` takes a Llama of that many layers and that hidden size, with random weights and V = 32000. Its LM head makes
-the model count: after token t it writes t + 1, in every dtype and in every batch. So a scripted drafter can be right
-about as many tokens as `--tau` asks for. The heads run all the same; their guesses fill the rest of the tree.
+`--random` makes a Llama of that many layers and that hidden size, with random weights and a vocabulary of 32000. It
+always predicts token t + 1 after token t, so a scripted drafter can reach the tau of `--tau`. The heads still run, and
+their guesses fill the rest of the tree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from decode.request import prepare
 from decode.sequences import Request
 from decode.session import Session
 from decode.topology import Topology
-from measuring import MeasuringOptions, PeakMemory, open_measured
+from measuring import MeasuringOptions, PeakMemory, open_measured, show
 from medusa import MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.commands.arguments import group, parse
@@ -59,7 +59,7 @@ WARM_UP = 3  # rounds of each prompt that are not counted
 
 
 class Round(NamedTuple):
-    """Seconds."""
+    """Times of the parts of a round, in seconds."""
 
     step: float
     forward: float
@@ -69,7 +69,10 @@ class Round(NamedTuple):
 
 
 class Scripted(HeadsDrafter):
-    """The heads' draft with the right tokens, root + 1, root + 2, ..., written over its first path."""
+    """Drafter whose draft is that of the heads, with the correct tokens root + 1, root + 2, ... on its first path.
+
+    So many of them are correct that steps accept `tau` tokens on average.
+    """
 
     tau: float
     steps = 0
@@ -84,26 +87,16 @@ class Scripted(HeadsDrafter):
 
 
 def layers_and_hidden(text: str) -> tuple[int, int]:
-    """Read 6x288, for argparse."""
+    """Read layers and hidden size from text such as 6x288; the `type` of an argparse argument."""
     layers, _, hidden = text.partition("x")
     return positive(layers), positive(hidden)
 
 
 def counting_llama(layers: int, hidden: int) -> LlamaForCausalLM:
-    """A random Llama that writes t + 1 after t: the LM head's row t + 1 is the embedding of t."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=8 * hidden // 3 // 32 * 32,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64),
-        head_dim=64,
-        max_position_embeddings=1 << 16,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    """Make a random Llama that predicts t + 1 after t: row t + 1 of its LM head is the embedding of t."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 8 * hidden // 3 // 32 * 32, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": max(1, hidden // 64), "head_dim": 64, "max_position_embeddings": 1 << 16}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, bos_token_id=None, eos_token_id=None)).eval()
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         nn.init.normal_(embedding, std=4)  # so far above what the layers add that rounding decides nothing
@@ -113,7 +106,7 @@ def counting_llama(layers: int, hidden: int) -> LlamaForCausalLM:
 
 @torch.inference_mode()
 def measure_prefill(model: PreTrainedModel, prompt: list[int]) -> dict[str, float]:
-    """Seconds of reading a prompt, and how far the memory in use rose meanwhile (Linux or CUDA), its cache included."""
+    """Measure the prefill of a prompt: seconds, peak memory with the cache (Linux or CUDA), and the cache's size."""
     backbone = Backbone(model)
     ids, clock = torch.tensor([prompt], device=backbone.device), stopwatch(backbone.device)
     memory, cache = PeakMemory(backbone.device), TreeCache(model.config, 1, capacity=len(prompt))
@@ -128,7 +121,7 @@ def measure_prefill(model: PreTrainedModel, prompt: list[int]) -> dict[str, floa
 def measure(
     model: PreTrainedModel, heads: MedusaHeads, tree: Tree, prompt: list[int], new_tokens: int, tau: float | None = None
 ) -> tuple[list[Round], list[int]]:
-    """Rounds of decoding one prompt, and the tokens that each step accepted, the root included."""
+    """Decode one prompt; return its rounds, and the number of tokens that each step accepted, with the root."""
     backbone = Backbone(model)
     requests = prepare(model, [prompt], max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
     session, steps = start_session(model, heads, tree, requests, tau)
@@ -170,21 +163,20 @@ def measure(
 def start_session(
     model: PreTrainedModel, heads: MedusaHeads, tree: Tree, requests: Sequence[Request], tau: float | None
 ) -> tuple[Session, Iterator[Step]]:
-    """A session and its steps; with `tau`, the drafter is scripted."""
+    """Start decoding, and return the session with its steps; with `tau`, the drafter is scripted."""
     session = Session(model, requests, slack=tree.num_nodes)
-    drafter = HeadsDrafter(heads, session.backbone, tree)
-    if tau is not None:
+    drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
+    if isinstance(drafter, Scripted):
         if not 1 <= tau <= 1 + tree.max_depth:
-            raise RequestError(f"--tau is {tau}; this tree reaches 1 to {1 + tree.max_depth}")
-        drafter = Scripted(heads, session.backbone, tree)
+            raise RequestError(f"--tau is {tau}; this tree allows 1 to {1 + tree.max_depth}")
         drafter.tau = tau
     return session, run(session.sequences, TreeStepper(session, drafter, Acceptor("greedy")), Timer())
 
 
 def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:
-    """Lower quartiles, because other work on the machine only makes things longer, and what follows from them.
+    """Compute the figures from the lower quartile of each part's times, since other processes only slow a part down.
 
-    `ratio_of_rounds` is the median of the ratios within the rounds.
+    `ratio_of_rounds` is the median of the ratios within the rounds, with its quartiles.
     """
     low = Round(*(statistics.quantiles(column, n=4)[0] for column in zip(*rounds, strict=True)))
     needed = low.forward + low.heads
@@ -201,18 +193,9 @@ def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:
     }
 
 
-def show(outcome: dict[str, object], title: str) -> None:
-    """Print the figures for people."""
-    print(f"{title}, tau {outcome['tau']:.2f}")
-    figures = {f"{name}, ms": value for name, value in outcome["ms"].items()}
-    figures |= {name: outcome[name] for name in ("ratio", "outside", "speedup", "bound")}
-    figures |= {f"prefill {name}": value for name, value in outcome["prefill"].items()}
-    print(markdown_table(["figure", "value"], [[name, f"{value:.3f}"] for name, value in figures.items()]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(MeasuringOptions):
-    """Options of this script."""
+    """Options of measure_step.py."""
 
     models: Models = group(Models, "models", without=("drafter",), backbone="")
     rounds: int = 1
@@ -248,7 +231,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds = [timed for part, _ in found for timed in part]
     outcome = summarize(rounds, statistics.fmean(length for _, lengths in found for length in lengths))
     outcome["prefill"] = read
-    show(outcome, f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)")
+    figures = {f"{name}, ms": value for name, value in outcome["ms"].items()}
+    figures |= {name: outcome[name] for name in ("ratio", "outside", "speedup", "bound")}
+    figures |= {f"prefill {name}": value for name, value in outcome["prefill"].items()}
+    title = f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)"
+    lines = [["tau", f"{outcome['tau']:.2f}"], *([name, f"{value:.3f}"] for name, value in figures.items())]
+    show(options, title, markdown_table(["figure", "value"], lines))
     options.output.write({"machine": asdict(machine()), "settings": about} | outcome)
 
 

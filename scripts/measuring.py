@@ -1,15 +1,15 @@
-"""What the scripts that measure share: models with their prompts, methods that take turns, and peak memory."""
+"""Helpers of the scripts that measure: options, models with their prompts, timing in turns, and peak memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from decode.bench.benchmark import Contender, run_rounds
+from decode.bench.benchmark import Contender, run_rounds, summarize
+from decode.bench.figures import MethodFigures
 from decode.bench.machine import stopwatch
 from decode.bench.methods import Method
 from decode.settings import Settings
@@ -23,7 +23,7 @@ from medusa.options import count
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(CommandOptions):
-    """Options of the scripts that measure: greedy decoding of prompts, one at a time, that goes on after EOS."""
+    """Options of the scripts that measure: greedy decoding of one prompt at a time, which continues after EOS."""
 
     models: Models = group(Models, "models", only=("backbone",))
     prompts: Prompts = group(Prompts, "prompts")
@@ -34,41 +34,43 @@ class MeasuringOptions(CommandOptions):
 
 
 class Measured(NamedTuple):
-    """A backbone and the prompts that it is measured on."""
+    """A backbone with the prompts that it decodes, and the category of each prompt."""
 
     loaded: Loaded
     prompts: list[list[int]]
     categories: list[str | None]
-    """One for each prompt."""
 
 
 def open_measured(options: MeasuringOptions) -> Measured:
-    """Load the backbone and the prompts; raise RequestError for a backbone that cannot verify a tree."""
+    """Load the backbone and the prompts; raise RequestError if the backbone cannot verify a tree."""
     records = options.prompts.read()
     loaded, _, prompts, _ = open_models(options, records)
     require_tree_forward(loaded.model)
     return Measured(loaded, prompts, [record.category for record in records])
 
 
-def take_turns(
-    options: MeasuringOptions, loaded: Loaded, methods: dict[str, Method], batches: Sequence[list[list[int]]]
-) -> dict[str, Contender]:
-    """Decode the batches by all methods, which take turns; on one CPU thread, its CPU time is counted."""
-    contenders = {name: Contender(name, method) for name, method in methods.items()}
+def take_turns(options: MeasuringOptions, measured: Measured, methods: dict[str, Method]) -> dict[str, MethodFigures]:
+    """Decode all prompts with all methods, which take turns, and return the figures of each method.
+
+    The first of the methods must be `plain`, plain decoding. With one CPU thread, CPU time is measured, else wall time.
+    """
+    contenders, batches = [Contender(*named) for named in methods.items()], [[ids] for ids in measured.prompts]
     with options.output.progress_bars() as start_progress:
         advance = start_progress("measuring", options.rounds * len(batches))
-        clock = stopwatch(loaded.model.device)
-        run_rounds(list(contenders.values()), batches, options.rounds, advance, options.runtime.seed, clock)
-    return contenders
+        clock = stopwatch(measured.loaded.model.device)
+        run_rounds(contenders, batches, options.rounds, advance, options.runtime.seed, clock)
+    if "transformers" not in methods:  # `summarize` needs it; without it, no speedup over `generate` is of interest
+        contenders.append(replace(contenders[0], name="transformers"))
+    return summarize(contenders, measured.categories)
 
 
 def show(options: MeasuringOptions, *parts: str) -> None:
-    """Print titles and Markdown tables as they are, unless `--quiet` was given."""
+    """Print titles and Markdown tables without markup, unless `--quiet` was given."""
     options.output.console.print("\n\n".join(parts), markup=False, highlight=False, soft_wrap=True)
 
 
 class PeakMemory:
-    """The most bytes in use since this object was made: tensors on a GPU, resident memory on a CPU (Linux only)."""
+    """Measures peak memory from its creation on: tensors on a GPU, resident memory on a CPU (Linux only)."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.on_gpu = torch.device(device).type == "cuda"
@@ -80,11 +82,11 @@ class PeakMemory:
             self.before = _resident("VmRSS")
 
     def grown(self) -> int:
-        """Bytes by which memory in use rose at most."""
+        """Return the peak of the memory in use since the creation of this object, less the memory in use then."""
         return (torch.cuda.max_memory_allocated() if self.on_gpu else _resident("VmHWM")) - self.before
 
 
 def _resident(field: str) -> int:
-    """Bytes that the kernel counts under this name in /proc/self/status."""
+    """Read a memory figure from /proc/self/status, in bytes; `field` is VmRSS (now) or VmHWM (peak)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

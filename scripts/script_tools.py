@@ -1,4 +1,4 @@
-"""What several scripts share. Scripts import it by its bare name, since it lies in their folder."""
+"""Helpers that several scripts share: parser, exit status, subprocesses, records and Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,41 +7,51 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from medusa.commandline import OneLineParser, exit_status
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 
 def script_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help shows `description`, the script's docstring, as it is written."""
+    """Make a parser whose help shows `description`, usually the script's docstring, with its line breaks."""
     return OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's `main` and exit: status 2 and one line after a wrong request, as the `medusa` commands do."""
+    """Run a script's `main` and exit as the `medusa` commands do: status 2 and one line after a wrong request."""
     sys.exit(exit_status(Path(sys.argv[0]).stem, main))
 
 
 def medusa(command: str, *more: object) -> None:
-    """Run `medusa` in a separate process with the arguments in `command`, then `more` arguments as they are."""
+    """Run `medusa` in a separate process; the words of `command` come first, then the arguments `more`."""
     subprocess.run([sys.executable, "-m", "medusa", *command.split(), *map(str, more)], check=True)
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
+    """Read a whole number of at least 1; the `type` of an argparse argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, object]]) -> None:
-    """Write one JSON object a line."""
+    """Write `records` to `path` as JSON Lines, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
+def read_documents(
+    source: str, separator: str = DOCUMENT_SEPARATOR, limit: int | None = None, split: str = "train"
+) -> list[str]:
+    """Read the first `limit` documents of a file, a folder or a Hub dataset; empty documents are left out."""
+    records = islice(read_records(source, split=split, separator=separator), limit)
+    return [text for record in records if (text := (record.text or "").strip())]
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table.
+    """Format a Markdown table.
 
     >>> print(markdown_table(["n", "ms"], [[1, 2.5]]))
     | n | ms |

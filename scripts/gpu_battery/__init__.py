@@ -1,6 +1,6 @@
-"""Everything that wants a GPU, in three calls of under nine minutes each, without a network (docs/measuring.md)."""
+"""Figures that need a GPU, measured in three calls of under nine minutes each (docs/measuring.md)."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # scripts import their neighbours by their bare names
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # scripts import each other by their bare names

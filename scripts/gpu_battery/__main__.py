@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in three calls of under nine minutes each, without a network.
+"""Measure everything that needs a GPU, in three calls of under nine minutes each, without a network.
 
     python -m scripts.gpu_battery --call 1 --output runs/battery     curves, losses, sharding
     python -m scripts.gpu_battery --call 2 --output runs/battery     backbone, heads
@@ -7,9 +7,9 @@
     python -m scripts.gpu_battery --rehearse --output runs/rehearsal     every stage at toy size, on any CPU
     python -m scripts.gpu_battery --report --output runs/battery     only write report.md again
 
-Run it from the root of the repository; nothing has to be installed but the packages' dependencies. Every figure is
-written to figures.jsonl when it is made, with the clocks and the power of the GPU. report.md is one page of tables.
-Every stage is a process with a time limit, so that a stage that fails or hangs costs no other stage its figures.
+Run the battery from the root of the repository; only the dependencies of the packages must be installed. Each figure
+is appended to figures.jsonl at once, with the GPU's clocks and power; report.md is one page of tables. Each stage is a
+process with a time limit, so a stage that fails or hangs does not affect the figures of other stages.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_stages(args: argparse.Namespace) -> int:
-    """Run the stages asked for, one after the other; returns 1 if one of them was not finished.
+    """Run the requested stages in order; return 0 if all of them finished, else 1.
 
     Raises:
-        RequestError: there is no GPU."""
+        RequestError: there is no GPU, and `--rehearse` was not given."""
     toy = args.rehearse
     if not toy and not torch.cuda.is_available():
         raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
@@ -64,7 +64,7 @@ def run_stages(args: argparse.Namespace) -> int:
     factor = REHEARSAL_FACTOR if toy else 1
     end, finished = time.monotonic(), True
     for name in names:
-        end += factor * STAGES[name].seconds  # what earlier stages left over is added
+        end += factor * STAGES[name].seconds  # a stage may also use the time that earlier stages did not use
         print(f"{name} ...", end=" ", flush=True)
         outcome = run_stage(name, args.output, toy, "cpu" if toy else args.device, end - time.monotonic())
         print(f"{outcome['status']}, {outcome['seconds']} s", outcome.get("error", ""), flush=True)

@@ -1,4 +1,4 @@
-"""The first call: T(n) of models with random weights, the losses, and a model that FSDP2 shards over one device."""
+"""Stages of the first call: step times T(n) of random models, the losses, and FSDP2 on one device."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ ATTENTION = ("attention", "fmha", "flash", "cudnn", "sdpa")  # parts of the name
 
 
 def curves(run: Run) -> None:
-    """Time T(n): a step over n nodes by context length and batch, compiled and eager, without and with grouped queries.
+    """Measure T(n), the time of a step over n nodes, by context, batch size, attention (GQA, MHA), compiled and eager.
 
-    The heads are random, so a step writes about one token, and the cache has another length in every step.
+    The heads are random, so a step accepts about one token.
     """
     scale = run.scale
     for how, context, batch in itertools.product(("compiled", "eager"), scale.contexts, scale.batches):
@@ -58,7 +58,7 @@ def curves(run: Run) -> None:
 
 
 def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Method:
-    """Decoding by a random model: plainly if there is one node, else with random heads."""
+    """Make a method that decodes with a random model: plainly if `nodes` is 1, else with random heads."""
     model = random_model(run, model_name)
     settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, compile=compile)
     if nodes == 1:
@@ -69,7 +69,7 @@ def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Metho
 
 @functools.cache
 def random_model(run: Run, name: str) -> LlamaForCausalLM:
-    """Make the random Llama with this name's number of KV heads, once."""
+    """Make the random Llama with the number of KV heads that the scale gives to `name`. The model is cached."""
     shape = run.scale.curve_shape | {"num_key_value_heads": run.scale.kv_heads[name]}
     config = LlamaConfig(**shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None)
     with torch.device(run.device):
@@ -79,20 +79,20 @@ def random_model(run: Run, name: str) -> LlamaForCausalLM:
 
 
 def tree_of(nodes: int) -> Tree:
-    """The first nodes of the tree that the paper published for Vicuna-7B, level by level."""
+    """Make a tree of the first `nodes` nodes, level by level, of the paper's tree for Vicuna-7B."""
     paths = sorted(load_tree("mc_sim_7b_63", 5).clip(NUM_HEADS).rank_paths, key=lambda path: (len(path), path))
     return Tree.from_paths(paths[: nodes - 1])
 
 
 def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> float:
-    """Milliseconds of a step: the median. A step ends when its tokens are on the host."""
+    """Return the median time of a step in milliseconds. A step ends when its tokens are on the host."""
     times: list[float] = []
     method(prompts, lambda row, ids: times.append(time.perf_counter()) if row == 0 else None)
     return 1000 * statistics.median(b - a for a, b in itertools.pairwise(times[SKIPPED - 1 :]))
 
 
 def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Count the kernels that a step launches and its waits for the device; name the attention kernel that ran longest.
+    """Count the kernel launches and device synchronizations of a step, and name its longest attention kernel.
 
     On a CPU, PyTorch's operations count as launches."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.on_gpu else [])]
@@ -118,7 +118,7 @@ def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) ->
 
 
 def losses(run: Run) -> None:
-    """Measure memory and time of the loss: all logits at once, in chunks, and by Liger's kernels if installed."""
+    """Measure peak memory and time of the loss: plain, in chunks, and with Liger's kernels if they are installed."""
     backends = ["plain", "chunked", *(["liger"] if run.on_gpu and find_spec("liger_kernel") else [])]
     for positions, lm_head, backend in itertools.product(run.scale.loss_positions, ("shared", "own"), backends):
         about = {"backend": backend, "lm_head": lm_head, "positions": positions}
@@ -128,7 +128,7 @@ def losses(run: Run) -> None:
 
 
 def sharding(run: Run) -> None:
-    """Compare logits before and after FSDP2 shards the model over the one process."""
+    """Compare the logits of a model before and after FSDP2 shards it over one process."""
     model = random_model(run, next(iter(run.scale.kv_heads))).requires_grad_(False)
     ids = torch.randint(run.scale.curve_shape["vocab_size"], (2, 64), device=run.device)
     with torch.no_grad():

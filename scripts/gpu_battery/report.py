@@ -1,8 +1,9 @@
-"""The report: one page of tables, from the figures that were kept."""
+"""The battery's report: one Markdown page of tables, made from the file of figures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from medusa.files import write_text
@@ -11,11 +12,11 @@ from scripts.gpu_battery.run import Figure, read_figures
 from scripts.gpu_battery.stages import STAGES
 
 REPORT = "report.md"
-ALL = ("stage", "event")  # in every figure: no columns
+ALL = ("stage", "event")  # fields that are no columns of a table
 
 
 def write_report(output: Path) -> Path:
-    """Write report.md and return its path."""
+    """Write report.md from the figures in `output`, and return its path."""
     figures = read_figures(output)
     parts = ["# GPU battery", headline(figures.get("machine", [{}])[-1]), stage_table(figures)]
     for name in STAGES:
@@ -28,7 +29,7 @@ def write_report(output: Path) -> Path:
 
 
 def headline(about: Figure) -> str:
-    """What was measured on."""
+    """Describe the machine, the versions, the date and the commit in one sentence."""
     toy = "Toy sizes on a CPU: these figures only show that every stage runs. " if about.get("toy") else ""
     return (
         f"{toy}{about.get('gpu') or about.get('processor')}, torch {about.get('torch')}, transformers "
@@ -37,7 +38,7 @@ def headline(about: Figure) -> str:
 
 
 def stage_table(figures: dict[str, list[Figure]]) -> str:
-    """How each stage ended; a stage without an end was interrupted."""
+    """Tabulate how each stage ended, its time and its peak memory; a stage without an end was interrupted."""
     rows = []
     for name in (name for name in STAGES if name in figures):
         events = {figure["event"]: figure for figure in figures[name] if "event" in figure}
@@ -47,7 +48,7 @@ def stage_table(figures: dict[str, list[Figure]]) -> str:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Figures as rows, with a column for everything that any of them has."""
+    """Tabulate figures as rows; every field that a figure has becomes a column."""
     columns = list(dict.fromkeys(key for figure in figures for key in figure if key not in ALL))
     return markdown_table(
         [name.replace("_", " ") for name in columns],
@@ -56,20 +57,18 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def curve_table(figures: Sequence[Figure]) -> str:
-    """Milliseconds of a step, and how many plain steps it costs."""
-    keys = ("model", "how", "context", "batch")
-    plain = {tuple(f[key] for key in keys): f["ms"] for f in figures if f.get("nodes") == 1 and "ms" in f}
-    timed = [figure for figure in figures if "nodes" in figure]
+    """Tabulate the milliseconds of a step, with the ratio T(n)/T(1) to a step of plain decoding."""
+    timed, rest = ([f for f in figures if ("nodes" in f) is has_nodes] for has_nodes in (True, False))
+    point = itemgetter("model", "how", "context", "batch")
+    plain = {point(figure): figure["ms"] for figure in timed if figure["nodes"] == 1 and "ms" in figure}
     for figure in timed:
-        one = plain.get(tuple(figure[key] for key in keys))
-        if one and "ms" in figure:
-            figure["T(n)/T(1)"] = figure["ms"] / one
-    rest = [figure for figure in figures if "nodes" not in figure]
+        if "ms" in figure and point(figure) in plain:
+            figure["T(n)/T(1)"] = figure["ms"] / plain[point(figure)]
     return "\n\n".join(table(part) for part in (timed, rest) if part)
 
 
 def cell(value: object) -> str:
-    """A figure for people."""
+    """Format a value for a cell of a table."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a stage works with: sizes, places, clocks, and a file that keeps every figure as soon as it is made."""
+"""The context of a stage: its sizes, folders and GPU monitor, and the file that every figure is appended to."""
 
 from __future__ import annotations
 
@@ -13,22 +13,52 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-
-from scripts.gpu_battery.scale import Scale
+import yaml
 
 Figure = dict[str, object]
+Shape = dict[str, int]
 FIGURES = "figures.jsonl"
 CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # MHz, MHz, W, degrees Celsius
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of everything that the battery measures. scale.yaml holds the values and says what each one means."""
+
+    curve_shape: Shape
+    kv_heads: dict[str, int]
+    contexts: list[int]
+    batches: list[int]
+    nodes: list[int]
+    steps: int
+    losses: Shape
+    loss_positions: list[int]
+    backbone: str
+    source_bytes: int
+    texts: int
+    first_heads: Figure
+    other_heads: Figure
+    prompt_tokens: int
+    prompts: int
+    new_tokens: int
+    rounds: int
+    draws: int
+    sampled_prompts: int
+    trees: dict[str, str]
+
+
+SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
+FULL, TOY = Scale(**SIZES["full"]), Scale(**SIZES["toy"])
+
+
 def append(output: Path, figure: Figure) -> None:
-    """Add a line to the file of figures, written to disk before this returns."""
+    """Append a figure to the file of figures; the line is on disk when this function returns."""
     with (output / FIGURES).open("a", encoding="utf-8") as file:
         file.write(json.dumps(figure) + "\n")
 
 
 def read_figures(output: Path) -> dict[str, list[Figure]]:
-    """The figures of each stage's last run, in the order in which stages were run."""
+    """Read the figures of the last run of each stage, in the order in which the stages ran."""
     found: dict[str, list[Figure]] = {}
     place = output / FIGURES
     for line in place.read_text(encoding="utf-8").splitlines() if place.is_file() else ():
@@ -40,7 +70,7 @@ def read_figures(output: Path) -> dict[str, list[Figure]]:
 
 
 class GpuMonitor:
-    """The GPU's clocks, power and temperature, as nvidia-smi reports them five times a second."""
+    """Follows the GPU's clocks, power and temperature, which nvidia-smi reports five times a second."""
 
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
@@ -57,14 +87,13 @@ class GpuMonitor:
 
 @dataclass(eq=False)
 class Run:
-    """One run of one stage."""
+    """One run of one stage, which may take `seconds`."""
 
     stage: str
     output: Path
     scale: Scale
     device: str
     seconds: float
-    """How long the stage may take."""
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
@@ -79,26 +108,26 @@ class Run:
         return self.end - time.monotonic()
 
     def heads(self, kind: str) -> Path:
-        """The folder of the trained heads of this kind."""
+        """Return the folder of the trained heads of this kind."""
         return self.output / "heads" / kind
 
     def keep(self, **figure: object) -> None:
-        """Write a figure to disk, with the GPU's clocks and power."""
+        """Append a figure of this stage to the file of figures, with the GPU's clocks, power and temperature."""
         append(self.output, {"stage": self.stage} | figure | self.monitor.latest)
 
     @contextmanager
     def attempt(self, **about: object) -> Iterator[None]:
-        """Keep what goes wrong inside as a figure, so that one failure does not cost the other figures."""
+        """Record an exception inside the block as a figure, so that the stage goes on with its other figures."""
         try:
             yield
         except Exception as error:
             self.keep(**about, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
     def medusa(self, command: str, *more: object, result: str | None = None) -> dict[str, object]:
-        """Run a `medusa` command in this process; returns the JSON that it wrote, if `result` names the file.
+        """Run a `medusa` command in this process; `result` names the JSON file of its results, which are returned.
 
         Raises:
-            RuntimeError: its exit status is not 0, and it wrote no JSON."""
+            RuntimeError: the command failed and wrote no JSON."""
         from medusa.__main__ import main
 
         argv = [*command.split(), *map(str, more)]

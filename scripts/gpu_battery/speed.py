@@ -1,4 +1,4 @@
-"""The third call: the trained backbone with its heads, compared with plain decoding and `model.generate`."""
+"""Stages of the third call: the trained heads, compared with plain decoding and `model.generate`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ FIRST_KIND = next(iter(KINDS))  # whose heads most stages use
 
 
 def benchmark(run: Run) -> None:
-    """Measure tau and tokens per second with the first heads, and of plain decoding and `generate`."""
+    """Measure tau and tokens per second of plain decoding, of decoding with medusa heads, and of `generate`."""
     bench = Bench(run)
-    for compile in (True, False):
-        settings = bench.settings(compile)
-        how = "compiled" if compile else "eager"
+    for how in ("compiled", "eager"):
+        settings = bench.settings(how == "compiled")
         bench.measure(f"plain, {how}", plain_method(bench.model, settings))
         for name in run.scale.trees:
             bench.measure_heads(f"{FIRST_KIND}, {name}, {how}", FIRST_KIND, name, settings)
@@ -34,7 +33,7 @@ def benchmark(run: Run) -> None:
 
 
 def kinds(run: Run) -> None:
-    """Measure tau and tokens per second with heads of each kind, in compiled steps."""
+    """Measure tau and tokens per second of compiled decoding with heads of each kind."""
     bench = Bench(run)
     settings = bench.settings(True)
     bench.measure("plain, compiled", plain_method(bench.model, settings))
@@ -44,7 +43,7 @@ def kinds(run: Run) -> None:
 
 
 class Bench:
-    """Decodes the same prompts by one method after another."""
+    """Measures decoding methods, one after another, on the prompts that the stage `backbone` wrote."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -52,19 +51,19 @@ class Bench:
         lines = run.prompts.read_text(encoding="utf-8").splitlines()
         self.prompts: Texts = [json.loads(line)["input_ids"] for line in lines]
         self.plain: tuple[float, Texts] | None = None
-        """Speed and texts of the first method, plain decoding."""
+        """Tokens per second and texts of plain decoding, which is measured first."""
 
     def settings(self, compile: bool) -> Settings:
         return Settings(max_new_tokens=self.run.scale.new_tokens, ignore_eos=True, compile=compile)
 
     def measure_heads(self, name: str, kind: str, tree: str, settings: Settings) -> None:
-        """Measure heads of this kind on one of the scale's trees."""
+        """Measure the heads of this kind with the tree that the scale calls `tree`."""
         with self.run.attempt(method=name):
             heads = MedusaHeads.from_pretrained(self.run.heads(kind)).to(self.run.device, self.model.dtype)
             self.measure(name, medusa_method(self.model, heads, settings, tree=self.run.scale.trees[tree]))
 
     def measure(self, name: str, method: Method) -> None:
-        """Decode all prompts in several rounds, after one prompt that warms up, and keep the figures."""
+        """Decode one prompt as a warm-up, then all prompts in several rounds, and record the figures."""
         with self.run.attempt(method=name):
             start = time.monotonic()
             method(self.prompts[:1])
@@ -83,27 +82,19 @@ class Bench:
 
 
 def verify(run: Run) -> None:
-    """Collect evidence for equality in float32 and bfloat16: greedy texts, and draws against the backbone."""
+    """Run `medusa verify` in float32 and bfloat16: equal greedy texts, and tests of sampled tokens."""
     passed = []
     for dtype in ("float32", "bfloat16"):
+        tree, report = next(iter(run.scale.trees.values())), run.output / f"verify_{dtype}.html"
         argv = ["--backbone", run.backbone, "--heads", run.heads(FIRST_KIND), "--prompts", run.prompts]
-        argv += ["--tree", next(iter(run.scale.trees.values())), "--max-new-tokens", run.scale.new_tokens]
-        argv += [
-            "--draws",
-            run.scale.draws,
-            "--sampled-prompts",
-            run.scale.sampled_prompts,
-            "--dtype",
-            dtype,
-            "--device",
-            run.device,
-        ]
-        argv += ["--report", run.output / f"verify_{dtype}.html", "--overwrite", "--quiet"]
+        argv += ["--tree", tree, "--max-new-tokens", run.scale.new_tokens, "--draws", run.scale.draws]
+        argv += ["--sampled-prompts", run.scale.sampled_prompts, "--dtype", dtype, "--device", run.device]
+        argv += ["--report", report, "--overwrite", "--quiet"]
         with run.attempt(dtype=dtype):
             found = run.medusa("verify", *argv, result=f"verify_{dtype}")
-            greedy = found["greedy"]
-            texts = f"{greedy['equal']} of {greedy['prompts']}"
-            run.keep(dtype=dtype, passed=found["passed"], equal_texts=texts, rounding_ties=greedy["rounding_ties"])
+            greedy, about = found["greedy"], {"dtype": dtype, "passed": found["passed"]}
+            equal = f"{greedy['equal']} of {greedy['prompts']}"
+            run.keep(**about, equal_texts=equal, rounding_ties=greedy["rounding_ties"])
             passed.append(found["passed"])
     if not all(passed):
         raise RuntimeError("there is evidence against equality; see the pages verify_*.html")

@@ -1,4 +1,4 @@
-"""The stages of the battery. Each runs in a process of its own, which is ended with all its children at its limit.
+"""The table of stages, and the process that runs a stage until its time limit.
 
 A new stage is a function of a `Run` and a line in `STAGES`.
 """
@@ -21,8 +21,7 @@ import transformers
 
 from medusa.memory import peak_memory
 from scripts.gpu_battery.curves import curves, losses, sharding
-from scripts.gpu_battery.run import Figure, Run, append, read_figures
-from scripts.gpu_battery.scale import FULL, TOY
+from scripts.gpu_battery.run import FULL, TOY, Figure, Run, append, read_figures
 from scripts.gpu_battery.speed import benchmark, kinds, verify
 from scripts.gpu_battery.training import backbone, heads
 
@@ -31,14 +30,14 @@ CALL_SECONDS = 520  # of the nine minutes of a call; the rest is for starting up
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a call."""
+    """A part of a call, which measures or trains something in a separate process."""
 
     run: Callable[[Run], None]
     call: int
     seconds: int
-    """The stage's share of the call. Time that earlier stages leave over is added."""
+    """The stage's share of the call. Time that earlier stages did not use is added."""
     needs: tuple[str, ...] = ()
-    """Stages without which this one cannot run."""
+    """Stages that must have produced figures before this stage can run."""
 
 
 STAGES = {
@@ -54,27 +53,24 @@ STAGES = {
 
 
 def run_stage(name: str, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Run a stage and keep how it ended: done, failed, cut off or skipped."""
+    """Run a stage, and record and return how it ended: done, failed, cut off or skipped."""
     append(output, {"stage": name, "event": "start"})
-    figures = read_figures(output)
+    figures, start = read_figures(output), time.monotonic()
     missing = [needed for needed in STAGES[name].needs if not kept_figures(figures.get(needed, ()))]
-    start = time.monotonic()
-    if missing:
-        outcome: Figure = {"status": "skipped", "error": f"needs {missing[0]}"}
-    else:
-        outcome = watch(name, output, toy, device, seconds)
+    skipped: Figure = {"status": "skipped", "error": f"needs {missing[0]}"} if missing else {}
+    outcome = skipped or watch(name, output, toy, device, seconds)
     outcome = {"seconds": round(time.monotonic() - start)} | outcome
     append(output, {"stage": name, "event": "end"} | outcome)
     return outcome
 
 
 def kept_figures(figures: Sequence[Figure]) -> bool:
-    """Whether a stage has measured or made anything. A stage that was cut off may have made what others need."""
+    """Tell whether a stage produced a figure. A stage that was cut off may have produced what other stages need."""
     return any("event" not in figure and "error" not in figure for figure in figures)
 
 
 def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Start the stage's process and wait for it."""
+    """Run the stage in a new process; after `seconds`, end the process with all its children."""
     # A forked process need not import anything again, but CUDA cannot be used in one.
     context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     log = output / "logs" / f"{name}.log"
@@ -84,7 +80,7 @@ def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Fi
     process.join(seconds)
     in_time = process.exitcode is not None
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what a finished stage has left running
+        os.killpg(process.pid, signal.SIGKILL)  # also children that a finished stage left running
     process.kill()
     process.join()
     if not in_time:
@@ -97,7 +93,7 @@ def watch(name: str, output: Path, toy: bool, device: str, seconds: float) -> Fi
 
 
 def in_process(name: str, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
-    """Run the stage in this process; its output goes to the log."""
+    """Run the stage in this process, with its output in the file `log`."""
     os.setpgid(0, 0)  # a new group, so that its children can be ended with it
     with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)

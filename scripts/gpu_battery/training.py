@@ -1,10 +1,9 @@
-"""The second call: a backbone trained on the Python sources of this machine, and heads of every kind for it."""
+"""Stages of the second call: train a backbone on Python sources of this machine, and heads of every kind for it."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import sysconfig
 import time
@@ -40,38 +39,35 @@ def backbone(run: Run) -> None:
 
 
 def write_tokens(run: Run, path: Path, texts: list[str]) -> None:
-    """Write prompts of equal length: the first tokens of each text."""
+    """Write prompts of equal length as JSON Lines of ids: the first tokens of each text."""
     encoded = AutoTokenizer.from_pretrained(run.backbone)(texts)["input_ids"]
     write_jsonl(path, ({"input_ids": ids[: run.scale.prompt_tokens]} for ids in encoded))
 
 
 def python_sources(limit: int) -> list[str]:
-    """Read Python files of this machine, in a fixed order that mixes packages, up to `limit` characters.
+    """Read Python files of this machine, shuffled with a fixed seed, up to `limit` characters.
 
     Raises:
-        RuntimeError: there are too few."""
-    folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
-    walks = itertools.chain.from_iterable(map(os.walk, folders))
-    files = sorted({Path(root, name) for root, _, names in walks for name in names if name.endswith(".py")})
+        RuntimeError: there are fewer than 40 files."""
+    folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
     random.Random(0).shuffle(files)
     texts, taken = [], 0
     for path in files:
         if taken >= limit:
             break
-        if not path.is_file():  # a link to nowhere
-            continue
         text = path.read_text(encoding="utf-8", errors="ignore").replace(DOCUMENT_SEPARATOR, "").strip()
         text = text[: min(20_000, limit // 100)]
         if len(text) > SHORTEST:
             texts.append(text)
             taken += len(text)
     if len(texts) < 40:
-        raise RuntimeError(f"this machine has only {len(texts)} Python sources; that is too little to train on")
+        raise RuntimeError(f"this machine has only {len(texts)} Python sources; training needs at least 40")
     return texts
 
 
 def heads(run: Run) -> None:
-    """Let the backbone write its own text, then train heads of each kind on that text."""
+    """Let the backbone generate text, then train heads of each kind on that text."""
     own = run.output / "own.jsonl"
     where = ["--device", run.device, "--dtype", run.dtype_name, "--quiet", "--overwrite"]
     argv = ["--backbone", run.backbone, "--prompts", run.output / "openings.jsonl", "--output", own, *where]

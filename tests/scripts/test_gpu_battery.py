@@ -16,8 +16,7 @@ from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
 from scripts.gpu_battery import curves, report, run
-from scripts.gpu_battery.run import Run
-from scripts.gpu_battery.scale import FULL, TOY
+from scripts.gpu_battery.run import FULL, TOY, Run
 from scripts.gpu_battery.stages import CALL_SECONDS, STAGES, Stage, run_stage
 
 REPO = Path(__file__).resolve().parents[2]
