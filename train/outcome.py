@@ -7,10 +7,7 @@ from pathlib import Path
 
 from medusa.memory import bytes_of, peak_memory
 from train.callbacks import top1_shares
-from train.checkpoints import (
-    size_on_disk,
-    whole_checkpoints,
-)
+from train.checkpoints import size_on_disk, whole_checkpoints
 from train.medusa2.perplexity import Quality
 from train.trainer import MedusaTrainer
 

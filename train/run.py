@@ -26,7 +26,8 @@ from train.checkpoints import (
 )
 from train.config import TrainConfig
 from train.curves import PICTURE, draw_curves
-from train.data.datasets import PackedDataset, StreamedDataset
+from train.data.datasets import PackedDataset
+from train.data.streaming import StreamedDataset
 from train.features.cache import FeatureCache
 from train.features.plan import FeaturePlan
 from train.heads import describe

@@ -36,16 +36,18 @@ from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train.architecture import BackboneSizes
 from train.build import require_adaptable
-from train.data.datasets import PackedDataset, StreamedDataset
+from train.data.datasets import PackedDataset
 from train.data.examples import Example
+from train.data.streaming import StreamedDataset
 from train.evaluate import label_ranks
+from train.frequent_tokens import most_frequent
 from train.loss.heads import head_losses, head_losses_plain
 from train.loss.labels import IGNORE
 from train.loss.teacher import BackboneTeacher
 from train.loss.weighting import Weighting
 from train.recipe import parse_recipe
 from train.run import train
-from train.vocabulary import most_frequent, vocabulary_gain
+from train.vocabulary import vocabulary_gain
 
 WORDS, HEADS = 40, 3
 LM_HEADS = ["own", "shared"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from medusa.records.record import Record
-from train.data.turns import Span, Written
+from train.data.turns import ConversationText, Span
 
 Places = list[tuple[int, int]]
 """Offsets of the tokens of a text: the start and the end of each token, in characters."""
@@ -34,7 +34,7 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
             f"{record.where}: a conversation needs a chat template, and this tokenizer has none; train on text, or put "
             "the model's chat_template.jinja next to its tokenizer"
         )
-    written = Written(record, tokenizer)
+    written = ConversationText(record, tokenizer)
     spans = written.spans()
     ids, mask = _to_tokens(written.text, spans, tokenizer, record.where)
     if spans and not any(mask):
@@ -61,8 +61,8 @@ def _to_tokens(
     mask = [False] * len(ids)
     for span in spans:
         first = next((at for at, (_, end) in enumerate(places) if end > span.start), len(ids))
-        said, last = (_first_after(places, first, at) for at in (span.said, span.end))
-        last = _end_of_turn(ids, first, said, last, span.ended, tokenizer)
+        answer_end, last = (_first_after(places, first, at) for at in (span.answer_end, span.end))
+        last = _end_of_turn(ids, first, answer_end, last, span.ended, tokenizer)
         mask[first:last] = [True] * (last - first)
     return ids, mask
 
@@ -94,7 +94,7 @@ def _places(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where
 
 
 def _end_of_turn(
-    ids: list[int], first: int, said: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
+    ids: list[int], first: int, answer_end: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
 ) -> int:
     """Find the index of the token after a turn's end-of-turn token, where the tokens that count in the loss end.
 
@@ -103,11 +103,11 @@ def _end_of_turn(
     Args:
         ids: token ids of the conversation.
         first: index of the turn's first token.
-        said: index of the first token after the answer.
+        answer_end: index of the first token after the answer.
         last: index of the first token after the turn's place in the text.
         ended: whether the end-of-turn token lies before `last`. If not, it may be the token at `last`.
     """
-    for at in range(said, last):
+    for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):
             return at + 1
     end = last

@@ -31,7 +31,7 @@ class Span(NamedTuple):
     """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters."""
 
     start: int
-    said: int
+    answer_end: int
     """End of the answer, or end of the turn if the end of the answer is not known. The first special token between here
     and `end`, if any, is the end-of-turn token."""
     end: int
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     `end`."""
 
 
-class Written:
+class ConversationText:
     """The text of a conversation, as the chat template of its tokenizer writes it."""
 
     def __init__(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -77,7 +77,7 @@ class Written:
                 start = max(start, len(self.text[: answer[0]].rstrip(" ")))
             return Span(start, answer[1], whole[1], ended=True)
         if found := whole or answer:
-            return Span(found[0], said=found[1], end=found[1], ended=found is whole)
+            return Span(found[0], answer_end=found[1], end=found[1], ended=found is whole)
         raise RequestError(
             f"{self.record.where}: the chat template writes message {turn + 1} differently if others follow, so the "
             "assistant's answer cannot be found in the text; mark answers in the template with {% generation %}, or "
