@@ -155,8 +155,7 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 
     The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... This is the number of paths, itself
     included, that are not longer and have no greater rank. All of them are at least as probable, so a path is never
-    chosen if its measure exceeds `num_nodes` - 1. Ranks from TOP on are left out, and of more than MAX_CANDIDATES nodes
-    those with the greatest measures.
+    chosen if its measure exceeds `num_nodes` - 1. The tree keeps ranks below TOP, and up to MAX_CANDIDATES nodes.
     """
     paths: list[RankPath] = []
     # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.

@@ -87,5 +87,5 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for a row of the session."""
 
     def depth(self, row: int, most: int) -> int:
-        """Number of tokens to draft: `most`, or fewer near a row's length limit; each step adds one more token."""
+        """Number of tokens to draft: `most`, or fewer near a row's length limit, as a step adds one more token."""
         return min(most, self.sequences.tokens_left(row) - 1)
