@@ -1,4 +1,4 @@
-"""The `medusa` command. Each sub-command is a module of `medusa.commands`: a class of options and `run(options)`."""
+"""The `medusa` command. Each sub-command is a module in `medusa.commands` with an options class and `run(options)`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from medusa.commandline import OneLineParser, exit_status
 
 COMMANDS = {
     "demo": "run the whole workflow offline on the embedded backbone",
-    "info": "describe heads: kind, shapes, tree, backbone, training",
+    "info": "describe heads: kind, shapes, tree, backbone and training",
     "train": "train heads on a frozen backbone",
     "generate": "generate text from prompts",
     "chat": "chat in the terminal, or in the browser (--web)",
     "serve": "serve an OpenAI-compatible API",
-    "evaluate": "measure how often the heads predict the backbone's own tokens",
-    "calibrate": "find the best tree for these heads on this machine",
-    "benchmark": "measure speedup, tokens per step and the time of each phase",
-    "verify": "test that decoding with heads changes nothing",
+    "evaluate": "measure how often heads predict the tokens that the backbone generates",
+    "calibrate": "find the fastest tree for heads on this machine",
+    "benchmark": "measure the speedup, tokens per step and the time of each phase",
+    "verify": "test that decoding with heads does not change the output",
     "distill": "generate training data with the backbone",
-    "export": "write heads in the format of a server or another toolkit",
-    "datastore": "build the text that --drafter rest:DIR looks tokens up in",
+    "export": "convert heads to the format of a server or another toolkit",
+    "datastore": "build a datastore, in which --drafter rest:DIR looks up the next tokens",
 }
 
 EPILOG = """\
@@ -36,10 +36,10 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the options of `command`; the modules of the others are not imported."""
+    """Make the parser of all sub-commands. Only the module of `command` is imported, and only its options are added."""
     parser = OneLineParser(
         prog="medusa",
-        description="Train Medusa heads on a frozen language model, decode with them, measure the speedup.",
+        description="Train Medusa heads on a frozen language model, decode with them, and measure the speedup.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -61,10 +61,10 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def foreign_package() -> str | None:
-    """The error message if another package shadows `medusa`, `train` or `decode`; `None` if none does.
+    """Return an error message if another package shadows `medusa`, `train` or `decode`, else `None`.
 
-    `python -m medusa` and `torchrun -m medusa` find a `train.py` in the current folder before our package, and another
-    distribution may have installed a package of the same name.
+    `python -m medusa` and `torchrun -m medusa` find a `train.py` in the current folder before our package `train`.
+    Another distribution may also have installed a package of the same name.
     """
     if "MedusaHeads" not in getattr(medusa, "__all__", ()):
         return f"{medusa.__file__} belongs to another distribution; install medusa-heads in an environment of its own"
@@ -81,7 +81,7 @@ def foreign_package() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `medusa` with `argv` and return the exit status."""
+    """Run the `medusa` command with the arguments `argv` (by default `sys.argv`) and return the exit status."""
     if reason := foreign_package():
         print(f"medusa: error: {reason}", file=sys.stderr)
         return 2
@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(command if command in COMMANDS else None)
     args, rest = parser.parse_known_args(arguments)
     if rest and hasattr(args, "overrides") and not any(argument.startswith("-") for argument in rest):
-        args.overrides = [*args.overrides, *rest]  # argparse does not take a key=value that follows an option
+        args.overrides = [*args.overrides, *rest]  # argparse leaves a key=value that follows an option in `rest`
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
-    args.command_line = shlex.join(["medusa", *arguments])  # for results
+    args.command_line = shlex.join(["medusa", *arguments])  # is written into results
     return exit_status(f"medusa {args.command}", lambda: args.run(args))
 
 

@@ -1,4 +1,4 @@
-"""The parser and the exit statuses of our command-line programs: a wrong request is reported in one line."""
+"""The argument parser and the exit status of command-line programs. Errors are reported in one line."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NoReturn
 
 from medusa.errors import RequestError, RunError
 
-INTERRUPTED = 130  # the shell's status after Ctrl-C
+INTERRUPTED = 130  # the exit status after Ctrl-C in shells
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser that reports wrong arguments in one line, without the usage text."""
+    """An argparse parser that reports invalid arguments in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Print `message` and exit with status 2."""
+        """Print the error `message` on standard error and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
-    """Call `run` and return its exit status; `program` begins the line that reports an error.
+    """Call `run` and return the exit status of the program; errors are printed in one line that begins with `program`.
 
     Returns:
-        What `run` returned (`None` is 0), 1 after a `RunError`, 2 after a `RequestError`, 130 after Ctrl-C.
+        The status that `run` returned (0 for `None`), 1 after a `RunError`, 2 after a `RequestError`, 130 after Ctrl-C.
     """
     try:
         return run() or 0

@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: name, default, check and help text, for Python and for the command line."""
+"""Options as dataclass fields: each field holds default, check and help text, for Python and the command line."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def option(
         name: the name of the argument, if it differs from the field's name.
         argparse: further keywords for `add_argument`; also `positional`, and `hidden` for fields without an argument.
     """
-    about: dict[str, object] = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name}
-    about["argparse"] = argparse
+    about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "argparse": argparse}
     return field(default=default, metadata=about)
 
 
@@ -53,16 +52,15 @@ def share(default: float, help: str, metavar: str, name: str = "") -> Any:
 
 
 class OptionError(RequestError):
-    """An invalid value of an option. The message begins with the name of the option."""
+    """An invalid value of an option. The message begins with the option's name."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The base class of dataclasses whose fields are options. It checks all values when an object is created.
+    """Base class of dataclasses whose fields are options. Each value is checked when an instance is made.
 
     Raises:
-        OptionError: the value of an option is invalid.
-    """
+        OptionError: the value of an option is invalid."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -77,34 +75,38 @@ class LoadOptions(Options):
     """Options for loading a backbone.
 
     Raises:
-        RequestError: a value is invalid, or this machine does not have the device.
-    """
+        RequestError: a value is invalid, or this machine does not have the device."""
 
     dtype: str | None = option(
-        None, f"load weights as {', '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
+        None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
     )
     device: str | None = option(
         None, "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)"
     )
-    attention: str | None = option(None, "use sdpa (default if the model offers it) or eager attention")
+    attention: str | None = option(None, "compute attention by sdpa or eager (default: sdpa if the model has it)")
     revision: str | None = option(None, "load this branch, tag or commit of the backbone from the Hub")
-    trust_remote_code: bool = option(False, "run code that comes with the backbone")
-    quantization: str | None = option(None, "load the weights in 4bit or 8bit, by bitsandbytes")
+    trust_remote_code: bool = option(False, "run the Python code that comes with the backbone")
+    quantization: str | None = option(None, "load weights quantised by bitsandbytes: 4bit or 8bit")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype is not None and self.dtype not in DTYPE_NAMES:
             raise RequestError(f"--dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_NAMES)}")
         if self.attention is not None and self.attention not in ATTENTIONS:
-            raise RequestError(f"--attention is {self.attention!r}; choose sdpa or eager, which take a tree mask")
+            raise RequestError(f"--attention is {self.attention!r}; choose sdpa or eager, which take tree masks")
         if self.device is not None and self.device != "auto":
             _require_device(self.device)
-        if self.quantization is not None:
-            _require_quantization(self.quantization)
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise RequestError(f"quantization is {self.quantization!r}; choose 4bit or 8bit, or leave it out")
+        if self.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+            raise RequestError(
+                f"quantization: {self.quantization} needs bitsandbytes, which is not installed; install it, or leave "
+                "quantization out"
+            )
 
     @property
     def hub(self) -> dict[str, str | bool | None]:
-        """The options for the Hub, as keyword arguments of transformers' `from_pretrained`."""
+        """The options about the Hub, as keywords of `from_pretrained`."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
@@ -118,16 +120,8 @@ def _require_device(device: str) -> None:
         raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
     count = torch.cuda.device_count()
     if asked.type == "cuda" and (asked.index or 0) >= count:
-        raise RequestError(f"--device is {device!r}, and PyTorch sees {count} CUDA device(s); choose cpu")
-    if asked.type == "mps" and not torch.backends.mps.is_available():
-        raise RequestError(f"--device is {device!r} but PyTorch sees no Apple GPU; choose cpu")
-
-
-def _require_quantization(kind: str) -> None:
-    """Raise RequestError if there is no such quantisation, or bitsandbytes is not installed."""
-    if kind not in QUANTIZATIONS:
-        raise RequestError(f"quantization is {kind!r}; choose 4bit or 8bit, or leave it out")
-    if importlib.util.find_spec("bitsandbytes") is None:
         raise RequestError(
-            f"quantization: {kind} needs bitsandbytes, which is not installed; install it or leave this out"
+            f"--device is {device!r}, and PyTorch sees {count} CUDA device(s); choose cpu or leave it out"
         )
+    if asked.type == "mps" and not torch.backends.mps.is_available():
+        raise RequestError(f"--device is {device!r} and PyTorch sees no Apple GPU; choose cpu or leave it out")

@@ -1,1 +1,1 @@
-"""One module per sub-command: `add_arguments(parser)` and `run(args)`. They compose the packages; none is imported."""
+"""The sub-commands of `medusa`, one module each. No other modules use `medusa`, `train` and `decode` together."""

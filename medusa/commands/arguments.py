@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypeVar, cast
+from dataclasses import Field, field, fields
+from typing import Any, NamedTuple, TypeVar, cast
 
 from medusa.errors import RequestError
 from medusa.options import REQUIRED, OptionError, Options
@@ -22,44 +22,35 @@ from medusa.options import REQUIRED, OptionError, Options
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-@dataclass(frozen=True)
-class Group:
-    """Options that form one argument group."""
+class Group(NamedTuple):
+    """Options of one dataclass that form an argument group of a command."""
 
     kind: type[Options]
     title: str
-    only: Collection[str]
-    without: Collection[str]
+    arguments: dict[str, Field[object]]
+    """The fields of `kind` that are arguments of the command, by name."""
     defaults: dict[str, object]
-
-    @property
-    def arguments(self) -> dict[str, Field[object]]:
-        """The options that are arguments here, by name."""
-        return {
-            option.name: option
-            for option in fields(self.kind)
-            if "help" in option.metadata
-            and option.name not in self.without
-            and (not self.only or option.name in self.only)
-        }
+    """Defaults that replace those of `kind`, by name."""
 
 
 def group(
     kind: type[Options], title: str, *, only: Collection[str] = (), without: Collection[str] = (), **defaults: object
 ) -> Any:
-    """A dataclass field that holds the options of `kind`.
+    """Make a dataclass field that holds options of `kind`; they form an argument group called `title`.
 
     Args:
-        only: the options that are arguments; by default all.
-        without: options that are not arguments and keep their defaults.
-        defaults: defaults that differ here; REQUIRED for an option that must be given here.
+        only: names of the options that become arguments; by default all.
+        without: names of options that do not become arguments and keep their defaults.
+        defaults: defaults that replace those of `kind`; REQUIRED for an option that the user must give.
     """
-    known = {name: value for name, value in defaults.items() if value is not REQUIRED}
-    return field(default_factory=lambda: kind(**known), metadata={"group": Group(kind, title, only, without, defaults)})
+    options = {known.name: known for known in fields(kind) if "help" in known.metadata and known.name not in without}
+    arguments = {name: known for name, known in options.items() if not only or name in only}
+    given = {name: value for name, value in defaults.items() if value is not REQUIRED}
+    return field(default_factory=lambda: kind(**given), metadata={"group": Group(kind, title, arguments, defaults)})
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
-    """Add the arguments of the options of `kind`, in the order of its fields."""
+    """Add an argument to `parser` for each option of `kind`, in the order of the fields."""
     for known in fields(kind):
         about = known.metadata.get("group")
         if about is not None:
@@ -71,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
 
 
 def _add(container: argparse._ActionsContainer, option: Field[object], default: object) -> None:
-    """Add one argument: a flag for a bool, a repeatable argument for a tuple, else an argument with a value."""
+    """Add one option as an argument: a flag for a bool, repeatable for a tuple, else an argument with one value."""
     about, name = option.metadata, option.metadata["name"] or option.name
     keywords: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"] or None} | about["argparse"]
     if keywords.pop("hidden", False):
@@ -96,16 +87,16 @@ def _add(container: argparse._ActionsContainer, option: Field[object], default: 
 
 
 def parse(kind: type[O], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> O:
-    """The options of `kind` from a command line whose parser has no other arguments."""
+    """Parse a command line whose only arguments are the options of `kind`, and return these options."""
     add_arguments(parser, kind)
     return read(kind, parser.parse_args(argv))
 
 
 def read(kind: type[O], args: argparse.Namespace) -> O:
-    """The options of `kind` from parsed arguments.
+    """Make the options of `kind` from parsed arguments.
 
     Raises:
-        RequestError: a value that is not allowed, or values that cannot be combined."""
+        RequestError: a value is invalid, or two options cannot be combined."""
     values: dict[str, object] = {}
     for known in fields(kind):
         about = known.metadata.get("group")
@@ -119,7 +110,7 @@ def read(kind: type[O], args: argparse.Namespace) -> O:
 
 
 def _checked(kind: type[O], values: dict[str, object]) -> O:
-    """The options, with errors that name the argument as it is typed."""
+    """Make the options of `kind` from `values`; an error names the argument as the user types it."""
     try:
         return cast(O, kind(**values))
     except OptionError as error:

@@ -1,10 +1,12 @@
 """Measure the speedup: plain decoding, `model.generate` and the heads take turns on the same prompts.
 
-medusa benchmark --backbone demo --heads demo --prompts prompts.jsonl --report report.html
-medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
-medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --drafter heads --drafter ngram
-medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json
-medusa benchmark --compare a.json b.json --report compared.html
+  medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --report report.html
+  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
+  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --drafter heads --drafter ngram
+  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json
+  medusa benchmark --compare a.json b.json --report compared.html
+
+Plain decoding is our own loop that generates one token per step. tau is the mean number of tokens per step.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
     from decode.drafters.base import DrafterFactory
 
 Earlier = list[tuple[str, "BenchmarkResult"]]
-"""Earlier runs with the names of their files."""
+"""Results of earlier benchmarks, each with the name of its file."""
 
 
 def temperatures(text: str) -> list[float]:
-    """A list such as `0,0.5,1`, for argparse."""
+    """Parse a list of temperatures such as `0,0.5,1`, for argparse."""
     try:
         values = sorted({float(part) for part in text.split(",")})
     except ValueError:
@@ -51,19 +53,23 @@ class BenchmarkOptions(CommandOptions):
     settings: Settings = group(Settings, "generation", max_new_tokens=128)
     drafter: tuple[str, ...] = option(
         (),
-        "measure this drafter (docs/drafters.md; default: heads); repeatable: the first is `medusa` in the results",
+        "measure this drafter (docs/drafters.md; default: heads); repeatable: results call the first one `medusa`",
         metavar="NAME[:OPTIONS]",
     )
-    rounds: int = count(3, "decode all prompts N times")
+    rounds: int = count(3, "decode all prompts N times by each method")
     prompt_lookup: bool = option(False, "also measure model.generate with prompt lookup")
     draft_model: str | None = option(
         None, "also measure model.generate with this draft model; demo is shipped", metavar="B"
     )
     temperatures: tuple[float, ...] = option(
-        (), "also measure tau and speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
+        (), "also measure tau and the speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
     )
-    lossy: bool = option(False, "also measure the lossy rules, with the likelihood of their texts")
-    report: str | None = option(None, "write a page; a folder also gets PNG pictures and JSON", metavar="FILE.html|DIR")
+    lossy: bool = option(
+        False, "also measure the lossy acceptance rules, and how probable the backbone finds their texts"
+    )
+    report: str | None = option(
+        None, "write an HTML page, or a folder with the page, PNG pictures and JSON", metavar="FILE.html|DIR"
+    )
     compare: tuple[str, ...] = option(
         (),
         "compare with earlier runs on the same prompts; without --backbone, compare the first file with the others",
@@ -81,19 +87,19 @@ class BenchmarkOptions(CommandOptions):
 
     @property
     def drafters(self) -> tuple[str | None, ...]:
-        """The drafters to measure; `None` means the heads."""
+        """The drafters to measure, as in --drafter; `None` means the heads."""
         return self.drafter or (None,)
 
     def require_measurable(self) -> None:
-        """Check what a measurement needs and a comparison of files does not.
+        """Check the options that a measurement needs, and that a comparison of two files does not need.
 
         Raises:
-            RequestError: options that are missing or cannot be combined."""
+            RequestError: an option is missing, or two options cannot be combined."""
         for name in ("backbone", "heads") if self.drafters == (None,) else ("backbone",):
             if not getattr(self.models, name):
                 raise RequestError(f"--{name} is missing; give it, or two files to --compare")
         if len(set(self.drafters)) < len(self.drafters):
-            raise RequestError(f"--drafter {' --drafter '.join(self.drafter)}: one is given twice")
+            raise RequestError(f"--drafter {' --drafter '.join(self.drafter)}: one is given twice; leave one out")
         assisted = self.prompt_lookup or self.draft_model
         if assisted and self.contrasting.amateur:
             raise RequestError(
@@ -108,12 +114,19 @@ class BenchmarkOptions(CommandOptions):
 
 
 def run(options: BenchmarkOptions) -> None:
+    from decode.bench.compare import compare
     from decode.bench.report.terminal import print_comparison
 
     result: BenchmarkResult | None = None
     earlier = [(name, read_benchmark(name)) for name in options.compare]
     if not options.models.backbone and earlier:
-        comparisons = compare_files(earlier)
+        (first, base), *others = earlier
+        if not others:
+            raise RequestError(
+                f"--compare {first} is one file, and a comparison needs two; give a second one, or "
+                "--backbone B --heads H --prompts P to measure now"
+            )
+        comparisons = [compare(base, other, (first, name)) for name, other in others]
     else:
         result, comparisons = measure(options, earlier)
     for comparison in comparisons:
@@ -127,14 +140,14 @@ def run(options: BenchmarkOptions) -> None:
 
 
 def is_page(path: str | None) -> bool:
-    """Whether a report is one page; otherwise it is a folder."""
+    """Tell whether --report names one HTML page; any other name is a folder."""
     return path is not None and Path(path).suffix in (".html", ".htm")
 
 
 def write_report(
     place: Path, result: BenchmarkResult | None, comparisons: list[Comparison], content: dict[str, object]
 ) -> None:
-    """Write one page, or a folder with the page, its pictures and `content`."""
+    """Write the report: one HTML page, or a folder with the page, its pictures and the results `content` as JSON."""
     from decode.bench.report.page import benchmark_page
 
     page = benchmark_page(result, comparisons)
@@ -148,10 +161,10 @@ def write_report(
 
 
 def read_benchmark(name: str) -> BenchmarkResult:
-    """Read an earlier run, for comparisons.
+    """Read the results of an earlier benchmark, for a comparison.
 
     Raises:
-        RequestError: the file is no benchmark, or an early version wrote it."""
+        RequestError: the file holds no benchmark, or a version that is too old wrote the file."""
     from decode.bench.figures import BenchmarkResult
 
     result = BenchmarkResult.from_json(read_json(Path(name)), name)
@@ -159,26 +172,10 @@ def read_benchmark(name: str) -> BenchmarkResult:
     return result
 
 
-def compare_files(earlier: Earlier) -> list[Comparison]:
-    """Compare the first file with each of the others.
-
-    Raises:
-        RequestError: there is only one file."""
-    from decode.bench.compare import compare
-
-    (first, base), *others = earlier
-    if not others:
-        raise RequestError(
-            f"--compare {first} is one file, and a comparison needs two; give a second one, or "
-            "--backbone B --heads H --prompts P to measure now"
-        )
-    return [compare(base, result, (first, name)) for name, result in others]
-
-
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure, show the figures, and compare them with earlier runs; `calibrates`: as in `open_models`."""
+    """Measure, print the figures, and compare them with earlier benchmarks; for `calibrates` see `open_models`."""
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob, prompts_hash
     from decode.bench.report.terminal import print_benchmark
@@ -191,7 +188,9 @@ def measure(
     models.hint_at_bfloat16(loaded, output)
     for name, result in earlier:
         if result.settings.prompts_sha256 != prompts_hash(prompts):
-            raise RequestError(f"{name} was measured on other prompts; measure on the same prompts")
+            raise RequestError(
+                f"{name} was measured on other prompts; give the same --prompts, --prompt and --max-prompts"
+            )
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
             loaded=loaded,
@@ -216,7 +215,7 @@ def measure(
 
 
 def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, DrafterFactory]) -> BenchmarkResult:
-    """Take all measurements that were asked for; `others` are the further drafters by name."""
+    """Take all measurements that the options ask for; `others` holds all drafters but the first, by name."""
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for

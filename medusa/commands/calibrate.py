@@ -1,12 +1,12 @@
-"""Find the best tree for these heads on this machine, and save it for --tree auto.
+"""Find the fastest tree for these heads on this machine, and save the tree for --tree auto.
 
   medusa calibrate --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
   medusa calibrate --backbone org/model --heads runs/heads --batch-size 8 --plot calibration.png
 
-The backbone continues the prompts, or openings that it generates if there are none. The right guesses of the heads are
-counted where steps start, trees of several sizes are grown from the counts, and a step of each is timed here. The tree
-with the most tokens per second wins; one node means that plain decoding is fastest. A quarter of the texts is held out,
-to measure the predicted tau.
+The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
+the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
+tree with the most predicted tokens per second; a tree of one node means that plain decoding is fastest. A quarter of
+the texts is held out, to measure tau (the mean number of tokens per step) with the saved tree.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class CalibrateOptions(CommandOptions):
     settings: Settings = group(Settings, "generation", without=DRAFTING, max_new_tokens=128)
     contrasting: Contrasting = NO_CONTRAST
     rounds: int = count(3, "time every tree N times")
-    plot: str | None = option(None, "draw tau, the time of a step and the speed against the nodes", metavar="FILE.png")
+    plot: str | None = option(
+        None, "plot tau, the time of a step and the speed over the number of nodes", metavar="FILE.png"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_writable(self.plot)
         if self.settings.compile:
             raise RequestError(
-                "--compile would compile every tree that is tried, for minutes; leave it out. --tree auto also uses "
-                "the found tree with --compile, and medusa benchmark --compile compares trees that you name"
+                "--compile would compile every tree that is tried, for minutes; leave it out. --tree auto uses the "
+                "saved tree with --compile too, and medusa benchmark --compile measures a tree that you name"
             )
 
 
@@ -54,17 +56,16 @@ def run(options: CalibrateOptions) -> None:
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
-    models.check_models(options.models, options.load)
-    loaded, settings, prompts, _ = models.open_models(options, records)
-    heads = models.open_heads(str(options.models.heads), loaded)
+    loaded, settings, prompts, (source,) = models.open_models(options, records, [None], calibrates=False)
     models.hint_at_bfloat16(loaded, output)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer, heads = loaded.model, loaded.tokenizer, source.heads
+    assert heads is not None  # --heads is required
     with output.progress.status("generating") as status:
         if prompts:
             texts = continued_texts(model, tokenizer, prompts, settings, seed)
         else:
             texts = own_texts(model, settings, loaded.bos_token_id)
-        held_out = [prompt for prompt, _ in texts[3::4]]  # every fourth
+        held_out = [prompt for prompt, _ in texts[3::4]]
         kept = [text for index, text in enumerate(texts) if index % 4 != 3] or texts
         found = calibrate(model, heads, kept, settings, options.batch_size, None, options.rounds, status.update)
         status.update("measuring tau")

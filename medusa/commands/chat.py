@@ -1,9 +1,9 @@
-"""Chat with the backbone, in the terminal or in the browser; accepted guesses are coloured.
+"""Chat with the backbone, in the terminal or in the browser; drafted tokens that the backbone accepted are green.
 
   medusa chat --backbone demo --heads demo          # in the terminal: type /help for the commands
   medusa chat --backbone demo --heads demo --web    # in the browser, side by side with plain decoding
 
-The backbone's chat template is used. A backbone without a template is not an assistant: it continues the text.
+The backbone's chat template formats the conversation. A backbone without a chat template continues your text.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from medusa.commands.arguments import group
 from medusa.commands.network import Network
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 PORT = 8765
 HELP = """\
 /plain   turn the drafter off or on
-/reset   forget the conversation
+/reset   start a new conversation
 /help    print this list
 /quit    leave (also Ctrl-D)
 Ctrl-C stops an answer."""
@@ -41,9 +44,9 @@ class ChatOptions(CommandOptions):
     """Options of `medusa chat`."""
 
     batch_size: int = 1
-    system: str | None = option(None, "begin with this system message", metavar="TEXT")
-    web: bool = option(False, "serve a page for the browser (pip install 'medusa-heads[web]')")
-    plain: bool = option(False, "begin without a drafter: one token a step")
+    system: str | None = option(None, "start the conversation with this system message", metavar="TEXT")
+    web: bool = option(False, "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')")
+    plain: bool = option(False, "start without a drafter: one token a step")
     network: Network = group(Network, "network (--web)", port=PORT)
 
     def __post_init__(self) -> None:
@@ -100,7 +103,7 @@ def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settin
 
 
 class _Terminal:
-    """A chat in the terminal: answers go to standard output, all else to standard error."""
+    """A chat in the terminal. Answers go to standard output, everything else to standard error."""
 
     def __init__(self, options: ChatOptions, generator: TextGenerator, settings: Settings) -> None:
         from decode.serve.chat import Conversation
@@ -109,11 +112,11 @@ class _Terminal:
         self.conversation = Conversation(generator.tokenizer, options.system)
         self.plain = options.plain or generator.source is None
         self.notes = options.output.progress
-        self.printer = _PiecePrinter()
+        self.console = Console(highlight=False, markup=False, emoji=False)
         self.results: list[Result] = []
 
     def run(self) -> None:
-        """Answer every line that is typed, until /quit or the end of the input."""
+        """Answer every line that the user types, until /quit or the end of the input."""
         self._introduce()
         for line in _lines():
             typed = line.strip()
@@ -134,20 +137,20 @@ class _Terminal:
         say = self.notes.print
         if not self.conversation.has_template:
             say(
-                f"{self.options.models.backbone} has no chat template, so it is no assistant: it continues your text. "
-                "An empty line lets it go on.",
+                f"{self.options.models.backbone} has no chat template, so it continues your text. "
+                "Press Enter on an empty line to continue the last answer.",
                 highlight=False,
             )
         if self.generator.source is not None:
-            say("[green]green[/]: drafted and accepted tokens; the others cost one forward of the backbone each")
+            say("[green]green[/]: drafted tokens that the backbone accepted; each other token took one forward")
         say("Type /help for the commands.", highlight=False)
 
     def _obey(self, command: str) -> None:
         if command == "/reset":
             self.conversation.reset()
-            self.notes.print("forgotten", style="dim")
+            self.notes.print("new conversation", style="dim")
         elif command == "/plain" and self.generator.source is None:
-            self.notes.print("there is no drafter to turn on; start with --heads or --drafter", style="dim")
+            self.notes.print("there is no drafter to turn on; start medusa chat with --heads or --drafter", style="dim")
         elif command == "/plain":
             self.plain = not self.plain
             self.notes.print("drafter off: one token a step" if self.plain else "drafter on", style="dim")
@@ -167,11 +170,11 @@ class _Terminal:
         stream, text = TextStream(self.generator.tokenizer, self.settings.stop, before=before), ""
         with _interruptible() as interrupts:
             for step in decoding:
-                text += self.printer(stream.step(step.ids[0]))
+                text += self._print(stream.step(step.ids[0]))
                 if interrupts:
                     decoding.stop()
                     break
-        text += self.printer(stream.end())
+        text += self._print(stream.end())
         print(flush=True)
         result = decoding.results[0]
         self.results.append(result)
@@ -182,23 +185,13 @@ class _Terminal:
         if source is not None and source.heads is not None and not self.plain:
             warn_if_useless(tokens, per_step)
 
-
-class _PiecePrinter:
-    """Writes pieces of text to standard output; drafted pieces are green if that is a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self.console = Console(highlight=False, markup=False, emoji=False)
-
-    def __call__(self, pieces: list[TextPiece]) -> str:
-        from rich.text import Text
-
+    def _print(self, pieces: list[TextPiece]) -> str:
+        """Write pieces of text to standard output, and return their text. In a terminal, drafted tokens are green."""
         from decode.serve.texts import joined
 
         text = joined(pieces)
         if self.console.is_terminal:
-            # A model may generate escape characters, which a terminal would obey.
+            # An escape character in the text would start a terminal command, so a visible symbol replaces it.
             shown = [(piece.text.replace("\x1b", "\u241b"), "green" if piece.drafted else "") for piece in pieces]
             self.console.print(Text.assemble(*shown), end="", soft_wrap=True)
         else:
@@ -208,12 +201,12 @@ class _PiecePrinter:
 
 
 def _lines() -> Iterator[str]:
-    """The lines that the user types, until the end of the input."""
+    """Yield the lines that the user types, until the end of the input."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives `input` history and editing, if Python has it
+        import readline  # noqa: F401  adds history and editing to `input`
     while True:
         try:
             yield input("> ")
@@ -226,7 +219,7 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """A list that receives the first Ctrl-C, to be read between two steps; a second Ctrl-C ends the program."""
+    """Yield a list that is empty until the first Ctrl-C. A second Ctrl-C raises `KeyboardInterrupt`."""
     seen: list[int] = []
 
     def note(number: int, frame: object) -> None:

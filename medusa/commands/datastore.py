@@ -3,8 +3,8 @@
   medusa datastore build --backbone org/model --data own.jsonl --output runs/datastore
   medusa datastore build --backbone org/model --data src --suffix .py --output runs/code
 
-The best text resembles the text to generate: the output of `medusa distill`, or the sources of a project. The same
-command continues an interrupted build. Files are read as training data, or with --suffix as whole documents.
+Choose text that resembles the text to generate, such as the output of `medusa distill` or the sources of a project.
+Files are read as training data, or with --suffix as whole documents. The same command continues an interrupted build.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from medusa.commands.arguments import group
 from medusa.commands.evaluate import DataOptions
 from medusa.commands.options import Models, Output, warn
 from medusa.errors import RequestError
+from medusa.files import readable
 from medusa.options import REQUIRED, LoadOptions, Options, count, option
 from medusa.records.sources import read_records
 
@@ -28,21 +29,23 @@ if TYPE_CHECKING:
     from decode.drafters.retrieval.datastore import Piece
 
 PIECE = 2**16
-"""Characters that are tokenised at once. A longer text is cut after a line, where its tokens may then differ."""
+"""Characters that are tokenised at once. A longer text is cut after a line, which may change the tokens there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatastoreOptions(Options):
     """Options of `medusa datastore`."""
 
-    action: str = option(REQUIRED, "build a datastore, or continue a build", positional=True, choices=["build"])
+    action: str = option(
+        REQUIRED, "build a datastore, or continue an interrupted build", positional=True, choices=["build"]
+    )
     models: Models = group(Models, "models", only=("backbone",))
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     data: DataOptions = group(DataOptions, "data", without=("max_prompts",))
     suffix: tuple[str, ...] = option(
-        (), "read the files in --data whose names end in .EXT, each as one document; repeatable", metavar=".EXT"
+        (), "read each file in --data whose name ends in .EXT as one document; repeatable", metavar=".EXT"
     )
-    max_bytes: int | None = count(None, "with --suffix: stop after N bytes")
+    max_bytes: int | None = count(None, "with --suffix: stop after N bytes of text")
     out: str = option(REQUIRED, "write the datastore to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace an existing datastore")
     output: Output = group(Output, "output")
@@ -50,12 +53,11 @@ class DatastoreOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_bytes and not self.suffix:
-            raise RequestError("--max-bytes limits the files of --suffix; add --suffix, or leave it out")
+            raise RequestError("--max-bytes works only with --suffix; add --suffix .EXT, or leave it out")
 
 
 def run(options: DatastoreOptions) -> None:
     from decode.drafters.retrieval.datastore import build, require_output, tokenizer_fingerprint
-    from medusa.files import readable
     from medusa.loading import load_config, load_tokenizer
 
     folder, backbone = Path(options.out), options.models.backbone
@@ -83,6 +85,7 @@ def run(options: DatastoreOptions) -> None:
 
 
 def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
+    """Yield the records of --data as pieces: texts, or the ids of prompts and conversations."""
     from decode.drafters.retrieval.datastore import Piece
     from train.data.reader import to_example
 
@@ -94,15 +97,15 @@ def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> It
 
 
 def _files(options: DatastoreOptions) -> Iterator[Piece]:
-    """The files in the order of their names, without those that are not UTF-8.
+    """Yield the texts of the files in --data that end in --suffix, by name. Files that are not UTF-8 are skipped.
 
     Raises:
-        RequestError: there is none."""
+        RequestError: there is no such file."""
     place, skipped, left = Path(options.data.data), 0, options.max_bytes or float("inf")
     found = [place] if place.is_file() else sorted(place.rglob("*"))
     files = [path for path in found if path.name.endswith(options.suffix) and path.is_file()]
     if not files:
-        raise RequestError(f"no file at {place} ends in {' or '.join(options.suffix)}; give a folder with some")
+        raise RequestError(f"no file at {place} ends in {' or '.join(options.suffix)}; give a folder with such files")
     for path in files:
         if left <= 0:
             break
@@ -120,7 +123,7 @@ def _files(options: DatastoreOptions) -> Iterator[Piece]:
 
 
 def _cut(where: str, text: str) -> Iterator[Piece]:
-    """A text in pieces of at most PIECE characters."""
+    """Cut a text into pieces of at most PIECE characters."""
     from decode.drafters.retrieval.datastore import Piece
 
     start = 0
@@ -132,10 +135,10 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """The ids as in training (`train.data.datasets`), without BOS, before which nothing is looked up."""
+    """Return the ids of a piece as in training (`train.data.datasets`), but without BOS."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:
-        raise RequestError(f"{piece.where}: the backbone has no tokenizer; give input_ids")
+        raise RequestError(f"{piece.where}: the backbone has no tokenizer to encode text; give records with input_ids")
     ids: list[int] = tokenizer(piece.content, add_special_tokens=False, verbose=False)["input_ids"]
     return ids + [tokenizer.eos_token_id] * (piece.ends and tokenizer.eos_token_id is not None)

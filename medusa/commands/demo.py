@@ -1,5 +1,5 @@
-"""The whole workflow in one command, offline: a small language model generates its own training text, heads are trained
-on it for three minutes, and the same stories are generated faster.
+"""Run the whole workflow offline: the embedded language model generates training text, heads are trained on this text,
+a story is generated with and without heads, and the speedup is measured.
 
   medusa demo
   medusa demo --output runs/demo --minutes 1
@@ -14,6 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from decode.settings import Settings
 from medusa.commands import benchmark
 from medusa.commands.arguments import group
 from medusa.commands.benchmark import BenchmarkOptions
@@ -24,11 +32,9 @@ from medusa.commands.options import Models, Output, Prompts, RuntimeOptions
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
 from medusa.options import LoadOptions, Options, count, option
+from medusa.records.record import prompt_ids
 
 if TYPE_CHECKING:
-    from rich.columns import Columns
-    from rich.console import Console
-    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
     from decode.bench.figures import BenchmarkResult
@@ -37,19 +43,21 @@ if TYPE_CHECKING:
     from medusa.loading import Loaded
 
 TEXT_TOKENS, TEMPERATURE = 256, 0.7
-TEXT_SECONDS = 50  # at most; a slower machine trains on less text
-SLOWER = 10  # factor by which the stories are shown slower than they were generated
+TEXT_SECONDS = 50  # time limit for generating text; a slower machine trains on less text
+SLOWER = 10  # the factor by which the stories are shown slower than they were generated
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
     """Options of `medusa demo`."""
 
-    out: str = option("medusa-demo", "write into this folder", metavar="DIR", name="output")
+    out: str = option(
+        "medusa-demo", "write the text, the heads and the results to this folder", metavar="DIR", name="output"
+    )
     overwrite: bool = option(False, "replace the results of an earlier demo")
-    minutes: float = option(3.0, "train for M minutes", "above 0", lambda value: value > 0, "M")
-    texts: int = count(384, "generate N texts to train on")
-    prompts: Prompts = group(Prompts, "prompts of the benchmark (default: 24 shipped ones)", without=("prompt",))
+    minutes: float = option(3.0, "train the heads for M minutes", "above 0", lambda value: value > 0, "M")
+    texts: int = count(384, "train on N texts that the backbone generates")
+    prompts: Prompts = group(Prompts, "prompts of the benchmark (default: 24 shipped prompts)", without=("prompt",))
     load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -57,26 +65,26 @@ class DemoOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.folder.exists() and not self.overwrite:
-            raise RequestError(f"{self.folder} exists already; choose another place with --output or add --overwrite")
+            raise RequestError(f"{self.folder} exists already; choose another folder with --output or add --overwrite")
 
     @property
     def folder(self) -> Path:
+        """The folder of --output."""
         return Path(self.out)
 
     @property
     def benchmark_prompts(self) -> Prompts:
-        """The prompts of --prompts, or the shipped ones."""
+        """The prompts of --prompts, by default the shipped prompts."""
         return replace(self.prompts, prompts=self.prompts.prompts or str(ASSETS / "prompts.jsonl"))
 
     @property
     def heads(self) -> Path:
-        """The folder of the trained heads."""
+        """The folder to which the trained heads are written."""
         return self.folder / "heads"
 
 
 def run(options: DemoOptions) -> None:
     from medusa.loading import load_backbone
-    from medusa.records.record import prompt_ids
 
     records, console = options.benchmark_prompts.read(), options.output.console
     options.runtime.prepare()
@@ -95,23 +103,21 @@ def run(options: DemoOptions) -> None:
     options.output.write(result.to_json())
 
 
-def print_stage(options: DemoOptions, number: int, title: str, command: str) -> None:
-    """Print the title of a stage, and the command that runs it alone."""
+def print_stage(options: DemoOptions, title: str, command: str) -> None:
+    """Print the title of a stage, and the command that runs this stage alone."""
     console = options.output.console
-    console.print(f"[bold cyan]{number}/4 {title}[/bold cyan]")
-    console.print(f"    alone: [dim]{command}[/dim]", soft_wrap=True, highlight=False)
+    console.print(f"[bold cyan]{title}[/bold cyan]")
+    console.print(f"    this stage alone: [dim]{command}[/dim]", soft_wrap=True, highlight=False)
 
 
 def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
-    """Stage 1: the backbone generates its own training text."""
+    """Stage 1: let the backbone generate training text, and return the path of the text."""
     from decode.bench.methods import transformers_method
-    from decode.settings import Settings
 
     text = options.folder / "own_text.jsonl"
     print_stage(
         options,
-        1,
-        "The backbone generates its own training text",
+        "1/4 The backbone generates its own training text",
         f"medusa distill --backbone demo --self-talk {options.texts} --temperature {TEMPERATURE} "
         f"--max-new-tokens {TEXT_TOKENS} --batch-size 64 --ignore-eos --overwrite --output {text}",
     )
@@ -128,9 +134,7 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
 
 
 def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads:
-    """Stage 2: heads are trained on that text."""
-    import yaml
-
+    """Stage 2: train heads on the text, and return the heads."""
     from medusa.heads.independent import MedusaHeads
     from train.recipe import parse_recipe
     from train.run import train
@@ -138,8 +142,7 @@ def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads
     recipe, folder = ASSETS / "demo.yaml", options.heads
     print_stage(
         options,
-        2,
-        f"Heads are trained on it for {options.minutes:g} minute(s); the backbone is not changed",
+        f"2/4 Heads are trained on this text for {options.minutes:g} minute(s); the backbone does not change",
         f"medusa train {recipe} data.path={text} output_dir={folder} training.max_minutes={options.minutes:g} "
         "--overwrite",
     )
@@ -149,32 +152,30 @@ def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads
     content |= {name: getattr(options.load, name) for name in ("dtype", "device", "attention")}
     figures = train(parse_recipe(content, "demo"), overwrite=True, quiet=options.output.quiet)
     shares = ", ".join(f"head {head} {share:.0%}" for head, share in enumerate(figures.top1, 1))
-    options.output.console.print(f"    {figures.steps} steps; best guesses that were right: {shares}\n")
+    options.output.console.print(f"    {figures.steps} steps; share of best guesses that were right: {shares}\n")
     return MedusaHeads.from_pretrained(folder, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
 def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, prompt: list[int]) -> None:
-    """Stage 3: one story, generated plainly and with heads, side by side."""
+    """Stage 3: generate a story with and without heads, and show both side by side."""
     from decode.bench.methods import medusa_method, plain_method
-    from decode.settings import Settings
 
     print_stage(
         options,
-        3,
-        "The same story, plainly and with heads",
+        "3/4 The same story, generated with and without heads",
         f'medusa generate --backbone demo --heads {options.heads} --prompt "Once upon a time" --max-new-tokens 160',
     )
     assert loaded.tokenizer is not None
     settings, console = Settings(max_new_tokens=160), options.output.console
-    plain = Story("one token a step", plain_method(loaded.model, settings), prompt, loaded.tokenizer)
+    plain = Story("without heads", plain_method(loaded.model, settings), prompt, loaded.tokenizer)
     fast = Story("with heads", medusa_method(loaded.model, heads, settings), prompt, loaded.tokenizer)
     play(console, plain, fast)
     equal = "yes" if plain.result.new_ids == fast.result.new_ids else "NO"
-    console.print(f"    [green]green[/green]: drafted by heads and accepted by the backbone. Equal texts: {equal}\n")
+    console.print(f"    [green]green[/green]: drafted tokens that the backbone accepted. Equal texts: {equal}\n")
 
 
 class Story:
-    """A story with the tokens and the time of every step."""
+    """A generated story, with the tokens and the time of every step."""
 
     def __init__(self, title: str, method: Method, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.steps = tokenizer, list[tuple[float, list[int]]]()
@@ -185,9 +186,7 @@ class Story:
         self.title = f"{title}: {speed:.0f} tokens/s, {len(self.steps)} steps"
 
     def until(self, seconds: float) -> Text:
-        """The story as it was after some seconds, with accepted guesses in green."""
-        from rich.text import Text
-
+        """Return the text as it was after so many seconds, with accepted drafted tokens in green."""
         text, ids, known = Text(), list[int](), ""
         for _, step in (step for step in self.steps if step[0] <= seconds):
             for index, token in enumerate(step):
@@ -199,11 +198,7 @@ class Story:
 
 
 def play(console: Console, plain: Story, fast: Story) -> None:
-    """Show both stories while they grow; anything but a terminal gets only their ends."""
-    from rich.columns import Columns
-    from rich.live import Live
-    from rich.panel import Panel
-
+    """Show how both stories grow. If the output is not a terminal, show only the finished stories."""
     width, end = max(30, console.width // 2 - 2), max(plain.steps[-1][0], fast.steps[-1][0])
     height = 2 + max(6, 1300 // width)
 
@@ -214,7 +209,7 @@ def play(console: Console, plain: Story, fast: Story) -> None:
     if not console.is_terminal:
         console.print(frame(end))
         return
-    console.print(f"    (shown {SLOWER} times slower than it was generated)")
+    console.print(f"    (shown {SLOWER} times slower than generated)")
     start = time.perf_counter()
     with Live(console=console, refresh_per_second=12) as live:
         while (shown := (time.perf_counter() - start) / SLOWER) < end:
@@ -224,10 +219,10 @@ def play(console: Console, plain: Story, fast: Story) -> None:
 
 
 def measure(options: DemoOptions) -> BenchmarkResult:
-    """Stage 4: the speedup."""
+    """Stage 4: measure the speedup on the prompts."""
     prompts, models = options.benchmark_prompts, Models(backbone="demo", heads=str(options.heads))
     command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}"
-    print_stage(options, 4, "The speedup, measured", command)
+    print_stage(options, "4/4 The speedup is measured", command)
     asked = BenchmarkOptions(
         models=models, load=options.load, prompts=prompts, runtime=options.runtime, output=options.output
     )
@@ -236,7 +231,7 @@ def measure(options: DemoOptions) -> BenchmarkResult:
 
 
 def print_summary(options: DemoOptions, result: BenchmarkResult) -> None:
-    """Print the speedup, and where the results are."""
+    """Print the speedup, and the paths of the results."""
     figures, console = result.medusa, options.output.console
     equal = "equal to plain decoding on every prompt"
     if figures.equal_to_plain != 1:

@@ -1,10 +1,10 @@
-"""Write heads in the format of a server or another toolkit, and read the result again to compare it.
+"""Convert heads to the format of a server or another toolkit, and read the result again to compare the weights.
 
   medusa export --heads runs/heads --to original-v1 --output exported
   medusa export --heads runs/heads --to hub --output exported --backbone org/model --benchmark bench.json
 
 Servers load independent heads of square blocks (train with `heads.block=square`). The command prints how to serve the
-result, and what decoding there lacks.
+exported heads, and what decoding in that server lacks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ExportOptions(Options):
 
     heads: str = option(REQUIRED, "export these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     to: str = option(REQUIRED, f"write this format: {', '.join(FORMATS)}", metavar="FORMAT")
-    out: str = option(REQUIRED, "write into this new folder", metavar="DIR", name="output")
-    overwrite: bool = option(False, "replace the folder")
+    out: str = option(REQUIRED, "write the export to this folder", metavar="DIR", name="output")
+    overwrite: bool = option(False, "replace an earlier export in the folder")
     backbone: str | None = option(
-        None, "the backbone's folder or Hub id (default: the one that the heads record)", metavar="B"
+        None, "name this backbone, a folder or a Hub id (default: the backbone that the heads record)", metavar="B"
     )
     dtype: str | None = option(
         None,
@@ -46,10 +46,12 @@ class ExportOptions(Options):
     )
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     benchmark: str | None = option(
-        None, "quote these results of medusa benchmark --json in the model card of --to hub", metavar="FILE"
+        None, "with --to hub: quote these results of medusa benchmark --json in the model card", metavar="FILE"
     )
-    license: str | None = option(None, "name this license in the model card, such as apache-2.0", metavar="ID")
-    repo_id: str | None = option(None, "name this repository on the Hub in the model card", metavar="ORG/NAME")
+    license: str | None = option(
+        None, "with --to hub: name this license in the model card, such as apache-2.0", metavar="ID"
+    )
+    repo_id: str | None = option(None, "with --to hub: name this repository in the model card", metavar="ORG/NAME")
     output: Output = group(Output, "output")
 
 
@@ -69,14 +71,14 @@ def run(options: ExportOptions) -> None:
         facts.calibrations = _calibrations(source)
     backbone = options.backbone or heads.config.base_model_name_or_path
     if backbone is None:
-        raise RequestError(f"{options.heads} does not record its backbone; add --backbone")
+        raise RequestError(f"{options.heads} does not record its backbone; add --backbone B")
 
     @cache
     def lm_head() -> Tensor:
         return read_lm_head(backbone, options.load)
 
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
-    name = str(local.resolve()) if local.is_dir() else backbone  # servers run in other folders
+    name = str(local.resolve()) if local.is_dir() else backbone  # absolute: a server may start in another folder
     _require_replaceable(place, keep=[source, local])
     heads.config = replace(heads.config, base_model_name_or_path=name)
     with replacing_folder(place) as folder:
@@ -94,10 +96,10 @@ def run(options: ExportOptions) -> None:
 
 
 def _facts(options: ExportOptions) -> Facts:
-    """The facts for a model card.
+    """Collect the options that belong to the model card.
 
     Raises:
-        RequestError: a value that is not allowed, or an option for a card of a format without one."""
+        RequestError: such an option is given for a format without a model card, or the benchmark cannot be read."""
     from medusa.export.card import Facts, read_benchmark
 
     heads = options.heads
@@ -107,26 +109,26 @@ def _facts(options: ExportOptions) -> Facts:
     benchmark = None if options.benchmark is None else read_benchmark(options.benchmark)
     measured = heads if benchmark is None else benchmark["settings"]["heads"]
     if measured != heads and Path(measured).resolve() != Path(heads).resolve():
-        warn(f"{options.benchmark} measured {measured}, not {heads}; the card names what was measured")
+        warn(f"{options.benchmark} measured {measured}, not {heads}; the card names {measured}")
     return Facts(repo_id=options.repo_id, license=options.license, benchmark=benchmark)
 
 
 def _calibrations(source: Path) -> list[Json]:
-    """The calibrations in the folder that were made with exactly these heads."""
+    """Return the calibrations in a folder of heads that were made with exactly these heads."""
     from decode.bench.calibration.stored import FILE
     from medusa.fingerprint import heads_fingerprint
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import DTYPES
 
     kept = read_json(source / FILE) if (source / FILE).is_file() else []
-    # A calibration casts heads to the backbone's dtype first.
+    # The fingerprint is that of heads in the dtype of the backbone.
     dtypes = {found["holds_for"]["dtype"] for found in kept}
     prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(source, dtype=DTYPES[dtype])) for dtype in dtypes}
     return [found for found in kept if found["holds_for"]["heads"] == prints[found["holds_for"]["dtype"]]]
 
 
 def _require_replaceable(output: Path, keep: list[Path]) -> None:
-    """Raise RequestError if replacing the output would remove an input, or a folder that is no export."""
+    """Raise a `RequestError` if replacing the output folder would remove an input or a folder without an export."""
     place = output.resolve()
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):

@@ -1,11 +1,14 @@
-"""Generate text with heads or another drafter: the same text as without, faster.
+"""Generate text with heads or another drafter: the same output as normal decoding, faster.
 
-medusa generate --backbone demo --heads demo --prompt "Once upon a time"
-medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
-medusa generate --backbone org/model --drafter ngram --prompts questions.jsonl   # see docs/drafters.md
-medusa generate --backbone org/model --heads org/heads --amateur org/small --prompts questions.jsonl   # contrastive
-medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record used   # to train on later
-medusa generate --backbone org/model --strategy best-first-beam --prompts questions.jsonl   # see docs/strategies.md
+  medusa generate --backbone demo --heads demo --prompt "Once upon a time"
+  medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
+  medusa generate --backbone org/model --drafter ngram --prompts questions.jsonl
+  medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --amateur org/small
+  medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record recorded
+  medusa generate --backbone org/model --strategy best-first-beam --prompts questions.jsonl
+
+--amateur decodes contrastively. --record saves the texts with their hidden states, to train heads on them later.
+docs/drafters.md describes the drafters, docs/strategies.md the strategies.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from medusa.commands import search
 from medusa.commands.arguments import group
 from medusa.commands.options import CommandOptions, Prompts, batches, speed_line, warn_if_useless
 from medusa.errors import RequestError
+from medusa.files import disk_may_fill, readable
 from medusa.options import option
 
 if TYPE_CHECKING:
@@ -38,9 +42,9 @@ class GenerateOptions(CommandOptions):
 
     prompts: Prompts = group(Prompts, "prompts")
     strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
-    plain: bool = option(False, "decode without a drafter: one token a step")
+    plain: bool = option(False, "decode without a drafter: one token per step")
     record: str | None = option(
-        None, "add the texts and their hidden states to this folder, for `medusa train`", metavar="DIR"
+        None, "save the texts and their hidden states in this folder, as data for medusa train", metavar="DIR"
     )
 
     def __post_init__(self) -> None:
@@ -62,9 +66,9 @@ def run(options: GenerateOptions) -> None:
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
-    source, recorder = next(iter(opened.drafters), None), _recorder(options, opened)
+    source = next(iter(opened.drafters), None)
     results: list[Result] = []
-    with _recording(options, recorder):
+    with _recording(options, opened) as recorder:
         seconds = _generate(options, opened, source, recorder, results)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     options.output.note(speed_line(tokens, seconds, per_step))
@@ -81,25 +85,21 @@ def _generate(
     recorder: Recorder | None,
     results: list[Result],
 ) -> float:
-    """Decode all prompts, print and record their texts, append to `results`, and return the seconds of decoding."""
+    """Decode all prompts, print and record the texts, append to `results`, and return the seconds of decoding."""
     from transformers import TextStreamer
 
-    from decode.bench.methods import medusa_method, plain_method
+    from decode.bench.methods import DrafterMethod
     from decode.results import prompt_seeds, text_of
 
     loaded, settings, prompts, _ = opened
-    model, tokenizer, keeps, seconds = loaded.model, loaded.tokenizer, recorder is not None, 0.0
-    if source is None:
-        method = plain_method(model, settings, tokenizer, keep_hidden=keeps)
-    else:
-        method = medusa_method(model, source.heads, settings, tokenizer, keep_hidden=keeps, drafter=source)
-    shown = not options.output.quiet
+    tokenizer, seconds, shown = loaded.tokenizer, 0.0, not options.output.quiet
+    method = DrafterMethod(loaded.model, source, settings, tokenizer, keep_hidden=recorder is not None)
     streams = shown and options.batch_size == 1 and not settings.stop
     for batch in batches(prompts, options.batch_size):
         streamer = TextStreamer(tokenizer, skip_special_tokens=True) if streams and tokenizer is not None else None
         seeds = prompt_seeds(options.runtime.seed, range(len(results), len(results) + len(batch)))
         new = method(batch, None if streamer is None else partial(_stream, streamer), seeds)
-        seconds += new[-1].seconds  # of the whole batch
+        seconds += new[-1].seconds  # every result holds the time of the whole batch
         results += new
         if streamer is not None:
             streamer.end()
@@ -108,25 +108,27 @@ def _generate(
                 print(text_of(result.new_ids, tokenizer, settings.stop) if tokenizer else result.new_ids)
             if recorder is not None and result.hidden is not None:
                 recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
-                result.hidden = None  # frees the memory; the texts themselves stay
+                result.hidden = None  # frees memory
     return seconds
 
 
 def _stream(streamer: TextStreamer, row: int, ids: list[int]) -> None:
-    """Print the tokens of a step, one at a time: the streamer prints after each call."""
+    """Stream the tokens of a step one by one, because `TextStreamer` takes one token per call."""
     import torch
 
     for token in ids:
         streamer.put(torch.tensor([token]))
 
 
-def _recorder(options: GenerateOptions, opened: Opened) -> Recorder | None:
-    """The recorder of --record.
+@contextlib.contextmanager
+def _recording(options: GenerateOptions, opened: Opened) -> Iterator[Recorder | None]:
+    """Yield the recorder of --record, if given, and write its texts to disk at the end, even after an error or Ctrl-C.
 
     Raises:
-        RequestError: the folder holds something else or another backbone's states, or its disk is too small."""
+        RequestError: the folder holds other files or states of another backbone, or its disk is too small."""
     if options.record is None:
-        return None
+        yield None
+        return
     from medusa.backbone import Backbone
     from medusa.fingerprint import fingerprint
     from train.features.recorder import Recorder
@@ -135,20 +137,11 @@ def _recorder(options: GenerateOptions, opened: Opened) -> Recorder | None:
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
     recorder = Recorder(Path(options.record), known, backbone.hidden_size, backbone.dtype)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
-    return recorder
-
-
-@contextlib.contextmanager
-def _recording(options: GenerateOptions, recorder: Recorder | None) -> Iterator[None]:
-    """Write what was recorded at the end, also after an error or Ctrl-C."""
-    if recorder is None:
-        yield
-        return
-    from medusa.files import disk_may_fill, readable
-
-    with disk_may_fill(recorder.folder, lambda: "earlier recordings are complete: make room, or record elsewhere"):
+    with disk_may_fill(
+        recorder.folder, lambda: "earlier recordings are complete: make room, or choose another folder for --record"
+    ):
         try:
-            yield
+            yield recorder
         finally:
             recorder.flush()
     size = readable(recorder.size(recorder.tokens))

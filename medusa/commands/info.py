@@ -7,35 +7,53 @@ medusa info runs/my-heads --json info.json
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from medusa.commands.arguments import group
 from medusa.commands.options import Output
+from medusa.files import read_json
 from medusa.options import REQUIRED, Options, option
-
-if TYPE_CHECKING:
-    from medusa.config import MedusaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions(Options):
     """Options of `medusa info`."""
 
-    heads: str = option(REQUIRED, "describe these heads: a folder, a Hub id, or demo", metavar="HEADS", positional=True)
+    heads: str = option(
+        REQUIRED, "describe these heads: a folder, a Hub id, or demo (shipped)", metavar="HEADS", positional=True
+    )
     output: Output = group(Output, "output")
 
 
 def run(options: InfoOptions) -> None:
-    from rich.table import Table
-
     from medusa.checkpoints.folder import find_folder
     from medusa.checkpoints.stored import PROVENANCE
-    from medusa.files import read_json
+    from medusa.config import GATED
     from medusa.heads.independent import MedusaHeads
+    from medusa.tree import Tree
 
     folder = find_folder(options.heads)
     heads = MedusaHeads.from_pretrained(folder)
-    about = {"folder": str(folder)} | _description(heads.config, heads.num_parameters)
+    config = heads.config
+    tree = Tree.from_paths(config.tree) if config.tree else None
+    width = f", {config.inner_size} wide" if config.block in ("mlp", GATED) else ""
+    about: dict[str, object] = {
+        "folder": str(folder),
+        "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
+        "heads": config.num_heads,
+        "blocks per head": f"{config.num_layers} {config.block}{width}",
+        "LM head": config.lm_head,
+        "hidden size": config.hidden_size,
+        "vocabulary": config.vocab_size or "the backbone's",
+        "tokens guessed among": config.vocabulary or "all",
+        "parameters": heads.num_parameters,
+        "backbone": config.base_model_name_or_path or "not recorded",
+        "loadable by servers": "yes"
+        if config.servable
+        else "no: servers load independent heads of square blocks, and kind eagle with block gated",
+        "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
+    }
     provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
     about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -46,28 +64,4 @@ def run(options: InfoOptions) -> None:
             value = ", ".join(f"{key} {item}" for key, item in value.items())
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
     options.output.console.print(table)
-    options.output.write(about | {"config": heads.config.to_dict()})
-
-
-def _description(config: MedusaConfig, num_parameters: int) -> dict[str, object]:
-    """Describe the configuration in words."""
-    from medusa.config import GATED
-    from medusa.tree import Tree
-
-    tree = Tree.from_paths(config.tree) if config.tree else None
-    width = f", {config.inner_size} wide" if config.block in ("mlp", GATED) else ""
-    return {
-        "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
-        "heads": config.num_heads,
-        "blocks per head": f"{config.num_layers} {config.block}{width}",
-        "LM head": config.lm_head,
-        "hidden size": config.hidden_size,
-        "vocabulary": config.vocab_size or "the backbone's",
-        "tokens guessed among": config.vocabulary or "all",
-        "parameters": num_parameters,
-        "backbone": config.base_model_name_or_path or "not recorded",
-        "loadable by servers": "yes"
-        if config.servable
-        else "no: servers load independent heads of square blocks, and kind eagle with block gated",
-        "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
-    }
+    options.output.write(about | {"config": config.to_dict()})

@@ -1,6 +1,6 @@
-"""The models of a command: checked before weights are loaded, then the backbone, the heads, their tree and drafters.
+"""Check and load the models of a command: the backbone, the heads with their tree, and other drafters.
 
-transformers and torch are imported here, so commands import this module only when they run.
+This module imports torch and transformers, so commands import it only when they run: `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
 from decode.serve.texts import TextGenerator
 from decode.settings import Settings
-from decode.strategies.contrastive import Amateur
+from decode.strategies.contrastive import Amateur, Contrast
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Output, warn
+from medusa.commands.options import CommandOptions, Output, warn
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
@@ -42,28 +42,24 @@ from medusa.options import LoadOptions
 from medusa.records.record import Record, prompt_ids
 from medusa.tree import Layout
 
-GREEDY = Settings()
 
+def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
+    """Check that the models and the tree fit the backbone, before the weights of the backbone are loaded.
 
-def check_models(
-    models: Models,
-    load: LoadOptions,
-    settings: Settings = GREEDY,
-    contrasting: Contrasting = NO_CONTRAST,
-    drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),),
-) -> None:
-    """Check that all models and the tree fit together, from configurations, before weights are loaded.
+    Args:
+        drafters: configurations of the drafters; by default the heads.
 
     Raises:
-        RequestError: something is missing or does not fit."""
+        RequestError: a model is missing, or a model or the tree does not fit the backbone."""
+    models, load, settings, amateur = command.models, command.load, command.settings, command.contrasting.amateur
     config = load_config(models.backbone, load)
     for drafter in drafters:
         drafter.check(config)
-    if contrasting.amateur is not None:
-        path, options = small_model_path(contrasting.amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
-        require_same_vocabulary(contrasting.amateur, load_config(path, options), config, "amateur")
+    if amateur is not None:
+        path, options = small_model_path(amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
+        require_same_vocabulary(amateur, load_config(path, options), config, "amateur")
         tokenizers = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
-        require_same_tokenizer(contrasting.amateur, *tokenizers, models.backbone, "amateur")
+        require_same_tokenizer(amateur, *tokenizers, models.backbone, "amateur")
     if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
         return
     heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
@@ -76,11 +72,11 @@ def check_models(
 
 
 class Opened(NamedTuple):
-    """What a command decodes with."""
+    """The loaded models of a command, with its settings and its encoded prompts."""
 
     loaded: Loaded
     settings: Settings
-    """The settings of the command, with the amateur if there is one."""
+    """The generation settings of the command, with the amateur of contrastive decoding if there is one."""
     prompts: list[list[int]]
     drafters: list[DrafterFactory]
 
@@ -94,13 +90,13 @@ def open_models(
     """Check the models of a command, load them, and encode the prompts.
 
     Args:
-        drafters: as for --drafter; `None` means the heads.
-        calibrates: calibrate a tree if there is none for the heads.
+        drafters: drafters as in --drafter; `None` means the heads.
+        calibrates: whether to calibrate a tree for heads that have no tree.
 
     Raises:
-        RequestError: a model is missing or does not fit, or a prompt is too long."""
+        RequestError: a model is missing, a model does not fit the backbone, or a prompt is too long."""
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
-    check_models(command.models, command.load, command.settings, command.contrasting, configs)
+    check_models(command, configs)
     command.runtime.prepare()
     loaded = load_backbone(command.models.backbone, command.load)
     settings, contrasting = command.settings, command.contrasting
@@ -113,22 +109,26 @@ def open_models(
         context = DrafterContext(loaded.model, None, None, loaded.tokenizer, loaded.name, trusts)
         model = load_small_model(contrasting.amateur, context, "amateur")
         require_fitting(prompts, Backbone(model), "amateur")
-        settings = replace(settings, amateur=Amateur(model, contrasting.contrast, contrasting.amateur))
+        contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
+        settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
     sources = [open_drafter(command, loaded, config, settings if calibrates else None) for config in configs]
     return Opened(loaded, settings, prompts, sources)
 
 
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
-    """The drafter that `spec` describes, by default the heads; `alone`: --tree cannot belong to another drafter.
+    """Parse a drafter as in --drafter, by default the heads, and check it against the options of the command.
+
+    Args:
+        alone: whether this is the command's only drafter; --tree is then an error if this drafter takes no tree.
 
     Raises:
-        RequestError: there is no such drafter, it needs --heads, or it cannot take an option."""
+        RequestError: there is no such drafter, the drafter needs --heads, or an option does not suit the drafter."""
     models, settings = command.models, command.settings
     config = parse(spec or "heads")
     if settings.compile and not config.compiles:
-        raise RequestError(f"--drafter {spec} cannot be compiled: it works on the host; leave out --compile")
+        raise RequestError(f"--drafter {spec} cannot be compiled, because it works on the CPU; leave out --compile")
     if settings.draft == "sample" and not config.can_draw:
-        raise RequestError(f"--drafter {spec} has no distribution to draw its guesses from; use --draft topk")
+        raise RequestError(f"--drafter {spec} has no probabilities to draw guesses from; use --draft topk")
     if not config.takes_tree and alone:
         require_no_tree(models.tree, settings.stop_drafting)
     if config.needs_heads and models.heads is None:
@@ -137,23 +137,25 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 
 
 def text_generator(opened: Opened, use: str) -> TextGenerator:
-    """Generates texts with the first drafter, if there is one; `use` says what for."""
+    """Make a generator of texts that uses the first drafter, if there is a drafter; errors say that `use` needs it."""
     tokenizer = require_tokenizer(opened.loaded, use)
     return TextGenerator(opened.loaded.model, tokenizer, next(iter(opened.drafters), None))
 
 
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
-    """The backbone's tokenizer; `use` says what needs it.
+    """Return the tokenizer of the backbone; the error says that `use` needs the tokenizer.
 
     Raises:
-        RequestError: there is none."""
+        RequestError: the backbone has no tokenizer."""
     if loaded.tokenizer is None:
-        raise RequestError(f"{loaded.name} has no tokenizer, and {use} needs one; add its tokenizer to the folder")
+        raise RequestError(
+            f"{loaded.name} has no tokenizer, and {use} needs one; add the tokenizer's files to the backbone's folder"
+        )
     return loaded.tokenizer
 
 
 def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
-    """Load heads and check their shapes; warn about heads that were trained for another backbone."""
+    """Load heads and check their shapes. Heads that were trained for another backbone cause a warning."""
     backbone = Backbone(loaded.model)
     heads = MedusaHeads.from_pretrained(name, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
@@ -168,13 +170,13 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
 def open_drafter(
     command: CommandOptions, loaded: Loaded, config: DrafterConfig, settings: Settings | None = None
 ) -> DrafterFactory:
-    """Load what a drafter needs.
+    """Load the heads and models of a drafter, and return the factory of the drafter.
 
     Args:
-        settings: what a tree is calibrated for if none is given; without settings none is calibrated.
+        settings: generation settings to calibrate a tree for, if the heads have none; `None`: do not calibrate.
 
     Raises:
-        RequestError: something does not fit the backbone."""
+        RequestError: the drafter does not fit the backbone."""
     models, heads, tree = command.models, None, None
     if config.needs_heads and models.heads is not None:
         heads = open_heads(models.heads, loaded)
@@ -187,12 +189,12 @@ def open_drafter(
 
 
 def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
-    """The tree of --tree, else the tree saved with the heads, else `auto`: the calibrated one for this situation.
+    """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
 
-    Without a calibration, this calibrates on texts that the backbone generates, and never on the run's prompts.
+    If `auto` finds no stored calibration, it calibrates on texts that the backbone generates, never on the prompts.
 
     Raises:
-        RequestError: there is no such tree, or the heads cannot fill it."""
+        RequestError: there is no such tree, or the heads have too few guesses for the tree."""
     asked: DynamicTree | None = None
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
         tree = resolve_tree(command.models.tree, heads)
@@ -220,18 +222,18 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
 
 
 def heads_folder(name: str | None) -> Path | None:
-    """The user's own folder of heads; `None` for shipped heads and those from the Hub."""
+    """Return the folder of the user's own heads, or `None` for shipped heads and heads from the Hub."""
     return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
 
 
 def tree_json(source: DrafterFactory | None) -> object:
-    """The drafter's tree as results list it; `None` without a tree."""
+    """Return the tree of a drafter in the form of `--json` results, or `None` for a drafter without a tree."""
     tree = getattr(source, "tree", None)
     return None if tree is None else tree.to_json()
 
 
 def settings_json(command: CommandOptions, settings: Settings, source: DrafterFactory | None) -> dict[str, object]:
-    """What results say about the settings, the models and the drafter."""
+    """Describe the generation settings, the models and the drafter, for `--json` results."""
     return settings.to_dict() | {
         "backbone": command.models.backbone,
         "heads": command.models.heads,
@@ -242,11 +244,11 @@ def settings_json(command: CommandOptions, settings: Settings, source: DrafterFa
 
 
 def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:
-    """Recommend bfloat16 for a float32 model on a CPU that is fast at it; small models gain nothing."""
+    """Recommend bfloat16 if a float32 model of over 20 million parameters runs on a CPU that is fast at bfloat16."""
     model = loaded.model
     slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000
     if slow and has_fast_bfloat16():
         output.note(
-            "hint: this CPU is fast at bfloat16, where a step of 8 nodes costs about as much as 1.2 plain tokens, and "
-            "1.8 in float32: try --dtype bfloat16"
+            "hint: try --dtype bfloat16, at which this CPU is fast: a step of 8 nodes takes about as long as 1.2 plain "
+            "steps, and 1.8 in float32"
         )

@@ -1,4 +1,4 @@
-"""Where the commands that answer over the network listen."""
+"""The network address of the commands that run a server: `medusa serve` and `medusa chat --web`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from medusa.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Options):
-    """An address to listen at."""
+    """Options for the network address of a server."""
 
     host: str = option(
-        "127.0.0.1", "listen at this address; 127.0.0.1 is this machine only, 0.0.0.0 is open to everybody", metavar="A"
+        "127.0.0.1", "listen on this address: 127.0.0.1 accepts only this machine, 0.0.0.0 every machine", metavar="A"
     )
     port: int = option(
-        8000, "listen at port N", f"a whole number from 1 to {2**16 - 1}", lambda value: 0 < value < 2**16, "N"
+        8000, "listen on port N", f"a whole number from 1 to {2**16 - 1}", lambda value: 0 < value < 2**16, "N"
     )
 
     def require_free(self) -> None:
-        """Check the address before models are loaded.
+        """Check that a server can listen on the address, before models are loaded.
 
         Raises:
-            RequestError: this machine cannot listen there, or another program does."""
+            RequestError: this machine does not have the address, or another program uses the port."""
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
             with socket.socket(family, socket.SOCK_STREAM) as trial:
@@ -40,7 +40,7 @@ class Network(Options):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the address."""
+        """Whether only programs on this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -48,16 +48,16 @@ class Network(Options):
 
     @property
     def allowed_hosts(self) -> list[str]:
-        """The Host headers that requests may have.
+        """The Host headers that the server accepts; `*` accepts all.
 
-        A server for this machine only allows this machine's names, so that no web page can reach the server through a
-        domain that resolves to this machine (DNS rebinding)."""
+        On a loopback address, the server accepts only the loopback names. Otherwise a web page could reach the server
+        through a domain that resolves to this machine (DNS rebinding)."""
         return ["127.0.0.1", "localhost", "[::1]"] if self.is_loopback else ["*"]
 
     def announce(self, command: str) -> None:
-        """Print the address of a command that now listens, also with --quiet."""
+        """Print the address of a running server on standard error, even with --quiet."""
         address = f"http://localhost:{self.port}"
         if not self.is_loopback:
             host = f"[{self.host}]" if ":" in self.host else self.host
-            address = f"http://{host}:{self.port}, open to everybody who reaches this machine"
+            address = f"http://{host}:{self.port}, open to every machine that can reach this address"
         print(f"{command}: {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Options that several commands have. A command's options are complete and checked before a model is loaded."""
+"""Options that several commands share. The options of a command are checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from decode.settings import Settings, require_uncontrasted
 from decode.strategies.options import ContrastOptions
 from medusa.commands.arguments import group
 from medusa.errors import RequestError
+from medusa.files import write_json
 from medusa.options import REQUIRED, LoadOptions, Options, count, option
+from medusa.records.record import Record
+from medusa.records.sources import read_records
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from decode.strategies.contrastive import Contrast
-    from medusa.records.record import Record
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models(Options):
-    """The models, and how tokens are drafted."""
+    """Options that name the models, the drafter and its tree."""
 
-    backbone: str = option(REQUIRED, "use this backbone: a folder, a Hub id, or demo (embedded)", metavar="B")
+    backbone: str = option(REQUIRED, "use this backbone: a folder, a Hub id, or demo (shipped)", metavar="B")
     heads: str | None = option(None, "use these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     drafter: str | None = option(
         None,
@@ -38,37 +38,32 @@ class Models(Options):
     )
     tree: str | None = option(
         None,
-        "lay out the heads' guesses on this tree: auto, chain, topk:3,3,2, dynamic:N, a name or a file (default: the "
-        "tree saved with the heads, else auto)",
+        "arrange the heads' guesses in this tree: auto, chain, topk:3,3,2, dynamic:N, the name of a shipped tree, or a "
+        "file (default: the tree saved with the heads, else auto)",
         metavar="FILE|NAME",
     )
 
 
-LOADING = group(LoadOptions, "loading", without=("quantization",))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Options):
-    """The prompts."""
+    """Options that name the prompts."""
 
     prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
     prompts: str | None = option(
         None,
-        "read prompts from a .jsonl, .json, .txt (one a line) or .parquet file, a folder or a Hub dataset",
+        "read prompts from a .jsonl, .json, .txt (one per line) or .parquet file, a folder or a Hub dataset",
         metavar="FILE",
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
 
     def read(self) -> list[Record]:
-        """The prompts, read and checked.
+        """Read the prompts of --prompt and --prompts.
 
         Raises:
-            RequestError: there is none, or one cannot be read."""
-        from medusa.records.record import Record
-
+            RequestError: there is no prompt, or a prompt is empty or cannot be read."""
         if not all(self.prompt):
-            raise RequestError("the prompt is empty; give at least one token")
+            raise RequestError("--prompt is empty; give at least one character")
         records = [Record(f"--prompt {n}", text=text, is_prompt=True) for n, text in enumerate(self.prompt, 1)]
         if self.prompts is not None:
             records += read_prompts(self.prompts, self.split, self.max_prompts)
@@ -78,19 +73,17 @@ class Prompts(Options):
 
 
 def read_prompts(place: str, split: str, most: int | None = None, separator: str | None = None) -> list[Record]:
-    """The first `most` records of a file, a folder or a Hub dataset."""
-    from medusa.records.sources import read_records
-
+    """Read the records of a file, a folder or a Hub dataset; at most the first `most`."""
     return list(islice(read_records(place, split=split, separator=separator), most))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions(Options):
-    """The random seed and the number of threads."""
+    """Options for the random seed and the number of CPU threads."""
 
     seed: int = option(
         0,
-        "seed all random numbers with N",
+        "seed all random number generators with N",
         f"a whole number from 0 to {2**32 - 1}",
         lambda value: 0 <= value < 2**32,
         "N",
@@ -98,7 +91,7 @@ class RuntimeOptions(Options):
     threads: int | None = count(None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)")
 
     def prepare(self) -> None:
-        """Set threads and seed, and switch off the messages of transformers."""
+        """Set the number of threads and the seed, and switch off messages and progress bars of transformers."""
         import torch
         import transformers
 
@@ -111,11 +104,11 @@ class RuntimeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Options):
-    """Where results and progress go."""
+    """Options for results and progress messages."""
 
     json: str | None = option(None, "write machine-readable results to FILE", metavar="FILE")
-    quiet: bool = option(False, "print neither progress nor tables")
-    command_line: str = option("", "the whole command line, for results", hidden=True)
+    quiet: bool = option(False, "print no progress and no tables")
+    command_line: str = option("", "the whole command line, which is written into results", hidden=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,21 +116,21 @@ class Output(Options):
 
     @property
     def progress(self) -> Console:
-        """Progress and notes for people: standard error, or nothing with --quiet."""
+        """The console for progress and notes: standard error, or nothing with --quiet."""
         from rich.console import Console
 
         return Console(stderr=True, quiet=self.quiet)
 
     @property
     def console(self) -> Console:
-        """Results for people: standard output, or nothing with --quiet."""
+        """The console for tables and other results: standard output, or nothing with --quiet."""
         from rich.console import Console
 
         return Console(quiet=self.quiet)
 
     @contextlib.contextmanager
     def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-        """Progress bars: call with a title and a total; the result advances the bar, by 1 or by a number."""
+        """Show progress bars. The yielded function starts a bar and returns a function that advances this bar."""
         from rich.progress import Progress
 
         with Progress(console=self.progress, disable=self.quiet, transient=True) as progress:
@@ -149,26 +142,24 @@ class Output(Options):
             yield start
 
     def note(self, message: str) -> None:
-        """Print a line on standard error, unless --quiet."""
+        """Print a line on standard error, unless --quiet is given."""
         if not self.quiet:
             print(message, file=sys.stderr)
 
     def write(self, content: object) -> None:
-        """Write the results to the file of --json, if one was given."""
-        from medusa.files import write_json
-
+        """Write results to the file of --json, if the user named a file."""
         if self.json:
             write_json(Path(self.json), content)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contrasting(ContrastOptions):
-    """Contrastive decoding."""
+    """Options of contrastive decoding."""
 
     amateur: str | None = option(
         None,
-        "decode contrastively: prefer tokens that the backbone predicts more than this small model of the same "
-        "tokenizer does; demo is shipped",
+        "decode contrastively: prefer tokens to which the backbone gives more probability than this small model does; "
+        "both need the same tokenizer; demo is shipped",
         metavar="B",
     )
 
@@ -177,14 +168,7 @@ class Contrasting(ContrastOptions):
         for known in fields(ContrastOptions):
             if self.amateur is None and getattr(self, known.name) != known.default:
                 name = str(known.metadata["name"]).replace("_", "-")
-                raise RequestError(f"--{name} belongs to contrastive decoding; give --amateur B, or leave it out")
-
-    @property
-    def contrast(self) -> Contrast:
-        """The constants, with the function that they belong to."""
-        from decode.strategies.contrastive import Contrast
-
-        return Contrast(self.alpha, self.beta, self.temperature)
+                raise RequestError(f"--{name} belongs to contrastive decoding; add --amateur B, or leave it out")
 
 
 NO_CONTRAST = Contrasting()
@@ -192,10 +176,10 @@ NO_CONTRAST = Contrasting()
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions(Options):
-    """Base of the options of commands that decode; a subclass leaves out or changes what differs."""
+    """Options of the commands that decode. Each command derives a class that adds, replaces or leaves out options."""
 
     models: Models = group(Models, "models")
-    load: LoadOptions = LOADING
+    load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
     batch_size: int = count(1, "decode N prompts at a time")
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
@@ -207,27 +191,29 @@ class CommandOptions(Options):
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
 
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
-        """Show that the first tokens are being generated."""
-        slow = "compiling the steps, which takes half a minute or more"
+        """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
+        slow = "compiling the decoding steps, which takes half a minute or more"
         return self.output.progress.status(slow if self.settings.compile else "warming up")
 
 
 def require_writable(path: str | None) -> None:
-    """Raise RequestError if the path is a folder, or lies in a folder that does not exist."""
+    """Raise a `RequestError` if no file can be written at `path`: it is a folder, or its folder does not exist."""
     if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise RequestError(f"cannot write {path}: it is a folder, or lies in a folder that does not exist")
+        raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raise RequestError if a library of the optional extra is not installed."""
+    """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
     from importlib.util import find_spec
 
     if missing := [module for module in modules if find_spec(module) is None]:
-        raise RequestError(f"this needs {' and '.join(missing)}; install it with: pip install 'medusa-heads[{extra}]'")
+        raise RequestError(
+            f"{' and '.join(missing)} is not installed; install it with: pip install 'medusa-heads[{extra}]'"
+        )
 
 
 def batches(items: list[Item], size: int) -> list[list[Item]]:
-    """The items in lists of `size`; the last one may be shorter."""
+    """Split items into lists of `size` items; the last list may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
@@ -237,11 +223,11 @@ def warn(message: str) -> None:
 
 
 def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
-    """What was generated and how fast, for people."""
+    """Return a line that tells how many tokens were generated, how fast, and how many per step."""
     return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
 
 
 def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
-    """Warn about heads whose guesses are hardly ever accepted."""
+    """Warn if the backbone accepted hardly any guess of the heads. Texts of up to 64 tokens are too short to tell."""
     if tokens > 64 and tokens_per_step < 1.15:
         warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")

@@ -1,4 +1,4 @@
-"""Beam search and best-first beam search, for `medusa generate --strategy`. They use no drafter."""
+"""Beam search and best-first beam search, for `medusa generate --strategy`. Neither search uses a drafter."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from medusa.commands.models import Opened
 
 Cost = dict[str, float]
-"""What a best-first search cost, as results list it."""
+"""The cost of one best-first search, by the names of `--json` results: hypotheses scored, hypotheses dropped, ..."""
 SEARCHES = ("beam", "best-first-beam")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(SearchOptions):
-    """Which strategy chooses the text."""
+    """Options that choose between decoding and a beam search."""
 
     strategy: str | None = option(
         None,
-        "search for the text without a drafter: beam, best-first-beam; greedy and sample decode as --temperature says",
+        "beam, best-first-beam: search for the most probable text, without a drafter; greedy, sample: decode as usual, "
+        "and check that --temperature fits",
         choices=("greedy", "sample", *SEARCHES),
     )
 
@@ -36,10 +37,13 @@ class Strategy(SearchOptions):
         return self.strategy in SEARCHES
 
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
-        """Check the strategy against the other options; `others` are options of which a search takes none.
+        """Check the strategy against the other options of the command.
+
+        Args:
+            others: values of further options that cannot be combined with a search, by name.
 
         Raises:
-            RequestError: options that cannot be combined."""
+            RequestError: two options cannot be combined."""
         temperature = command.settings.temperature
         if self.is_search:
             self._require_search(command, others)
@@ -49,7 +53,7 @@ class Strategy(SearchOptions):
                 name = known.name.replace("_", "-")
                 raise RequestError(f"--{name} belongs to beam search; add --strategy beam or best-first-beam")
         if self.strategy == "greedy" and temperature > 0:
-            raise RequestError(f"--strategy greedy draws nothing, and --temperature is {temperature}; leave one out")
+            raise RequestError(f"--strategy greedy needs --temperature 0, and it is {temperature}; leave one out")
         if self.strategy == "sample" and temperature == 0:
             raise RequestError("--strategy sample needs --temperature above 0, such as 1")
 
@@ -75,7 +79,7 @@ class Strategy(SearchOptions):
 
 
 def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
-    """Search, print the texts, and write `--json`."""
+    """Search a text for each prompt, print the texts, and write the results of --json."""
     output, tokenizer = command.output, opened.loaded.tokenizer
     results, costs, tokens, start = [], [], 0, perf_counter()
     best_first = strategy.strategy == "best-first-beam"
@@ -99,7 +103,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
 
 
 def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
-    """transformers' beam search, which goes on until no better text is possible."""
+    """Search each prompt's text by the beam search of transformers, which ends when no better text is possible."""
     from decode.bench.methods import transformers_method
 
     beams, penalty, loaded = strategy.num_beams, strategy.length_penalty, opened.loaded
@@ -110,6 +114,7 @@ def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple
 
 
 def _best_first(strategy: Strategy, opened: Opened) -> Iterator[tuple[Result, Cost]]:
+    """Search each prompt's text by best-first beam search, and count the cost."""
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
 

@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server of a backbone with its heads: /v1/completions, /v1/chat/completions, /v1/models.
+"""Serve a backbone with its heads by an OpenAI-compatible API: /v1/completions, /v1/chat/completions, /v1/models.
 
   medusa serve --backbone demo --heads demo
   medusa serve --backbone org/model --heads org/heads --batch-size 4 --port 8080
 
-Waiting requests are decoded together, those of similar length first. The options below are the defaults for requests
-that do not set their own length, temperature and so on.
+Waiting requests are decoded in batches of prompts of similar length. A request may set its own length, temperature and
+so on; the options below are the defaults.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ServeOptions(CommandOptions):
     contrasting: Contrasting = NO_CONTRAST
     output: Output = group(Output, "output", without=("json",))
     network: Network = group(Network, "network")
-    name: str | None = option(None, "serve the model under this name (default: that of --backbone)", metavar="NAME")
-    plain: bool = option(False, "decode without a drafter: one token a step")
+    name: str | None = option(None, "serve the model under this name (default: the name in --backbone)", metavar="NAME")
+    plain: bool = option(False, "decode without a drafter: one token per step")
 
     def __post_init__(self) -> None:
         super().__post_init__()

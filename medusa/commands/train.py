@@ -1,10 +1,10 @@
-"""Train heads on a frozen backbone, as a YAML file says; `key=value` overrides any of its keys.
+"""Train heads on a frozen backbone. A YAML file describes the run; `key=value` overrides any key of the file.
 
   medusa train configs/medusa1.yaml
   medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl training.learning_rate=1e-3
 
-Only heads are trained and saved. --resume continues an interrupted run. To see what the heads would learn, without
-training and without the backbone's weights:
+Only the heads are trained and saved. --resume continues an interrupted run. --inspect shows the tokens that the heads
+would learn from the data. It does not train, and does not load the weights of the backbone:
 
   medusa train configs/medusa1.yaml data=own.jsonl --inspect
 """
@@ -24,21 +24,26 @@ class TrainOptions(Options):
     """Options of `medusa train`."""
 
     config: str = option(
-        REQUIRED, "read backbone, data, output_dir, heads and training", metavar="CONFIG.yaml", positional=True
+        REQUIRED,
+        "read the backbone, data, output_dir, heads and training arguments from this file",
+        metavar="CONFIG.yaml",
+        positional=True,
     )
     overrides: tuple[str, ...] = option(
-        (), "set a key of the file, for example heads.num=5", metavar="key=value", positional=True, nargs="*"
+        (), "override a key of the file, for example heads.num=5", metavar="key=value", positional=True, nargs="*"
     )
     resume: bool = option(False, "continue from the last checkpoint in output_dir")
-    overwrite: bool = option(False, "train again if output_dir holds heads")
+    overwrite: bool = option(False, "replace the heads in output_dir")
     inspect: int | None = count(
         None,
-        "show N examples (default: 3) with what is learned from them, and count the data, without training",
+        "show N examples (default: 3) with the tokens to learn, and count the data, without training",
         nargs="?",
         const=3,
     )
     ids: bool = option(False, "with --inspect: print a line for every token")
-    plan: bool = option(False, "report the disk space and the time that cached features (cache_features) take and save")
+    plan: bool = option(
+        False, "report the disk space that cache_features would take and the time that it would save, without training"
+    )
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime", only=("threads",))
     output: Output = group(Output, "output")
 
@@ -61,5 +66,5 @@ def run(options: TrainOptions) -> None:
     else:
         trained = train(config, resume=options.resume, overwrite=options.overwrite, quiet=output.quiet)
         figures = trained.to_dict()
-    if os.environ.get("RANK", "0") == "0":  # one of several processes
+    if os.environ.get("RANK", "0") == "0":  # only one of several processes writes
         output.write(figures)

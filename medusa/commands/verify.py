@@ -1,13 +1,13 @@
-"""Test that decoding with heads changes nothing: compare greedy texts, and a million draws with the target.
+"""Test that decoding with heads does not change the output: compare greedy texts, and the distribution of samples.
 
   medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
   medusa verify --backbone demo --drafter ngram --prompts medusa/assets/prompts.jsonl
   medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
 
-Greedy: every prompt is decoded with and without drafts. Sampling: for the first prompts, a million draws of the tokens
-after a fixed root are compared with the backbone's own distribution, for both forms of rejection. The lossy rules go
-through the same experiment and are expected to differ. The report is a page with tables and pictures. Exit status 1
-means evidence against equality. If nothing is wrong, the draws show such evidence in at most 1 of 10,000 runs.
+Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first prompts, a million steps are
+drawn, and their tokens are compared with the backbone's own distribution, for both kinds of drafts. The lossy rules go
+through the same experiment and are expected to differ. The report is an HTML page with tables and pictures. Exit status
+1 means that the outputs differ. If decoding is correct, the test of the samples fails in at most 1 of 10,000 runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class VerifyOptions(CommandOptions):
 
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation (greedy)", only=GREEDY, max_new_tokens=128)
-    draws: int = count(1_000_000, "draw N times by each rule")
-    sampled_prompts: int = count(4, "draw from the first N prompts")
-    full: bool = option(False, "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9")
-    report: str = option("verify.html", "write this page", metavar="FILE")
+    draws: int = count(1_000_000, "draw N samples by each acceptance rule")
+    sampled_prompts: int = count(4, "draw samples after the first N prompts")
+    full: bool = option(
+        False, "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)"
+    )
+    report: str = option("verify.html", "write the report to this HTML file", metavar="FILE")
     overwrite: bool = option(False, "replace an existing report")
 
     def __post_init__(self) -> None:

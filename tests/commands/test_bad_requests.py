@@ -572,7 +572,7 @@ def test_usage_errors_are_one_line_with_status_2(capsys: pytest.CaptureFixture[s
     [
         (("--data", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
         (("--data", "tests", "--suffix", ".cobol"), "no file at tests ends in .cobol"),
-        (("--data", "tests", "--max-bytes", "9"), "--max-bytes limits the files of --suffix"),
+        (("--data", "tests", "--max-bytes", "9"), "--max-bytes works only with --suffix"),
         (("--data", "tests", "--suffix", ".py", "--json", "/no/such/folder/x.json"), "/no/such/folder/x.json"),
         (("--data", "tests", "--suffix", ".py", "--output", "tests"), "tests holds something other than a datastore"),
         (("--data", "tests", "--suffix", ".py", "--backbone", "/no/such/model"), "no backbone at /no/such/model"),

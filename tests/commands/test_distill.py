@@ -453,10 +453,10 @@ def test_self_talk_by_a_server(by_server: Any, server: FakeServer, talking: str)
     [
         (("--server", "localhost:8000"), "give a URL such as"),
         (("--server", "http://127.0.0.1:9"), "no OpenAI-compatible server"),
-        (("--model", "m"), "--model is one of a --server's"),
-        (("--server", "http://127.0.0.1:9", "--heads", "demo"), "give one of them"),
-        (("--tree", "chain"), "--tree is for --heads"),
-        (("--self-talk-seeds", "x.txt"), "--self-talk-seeds begins the texts of --self-talk"),
+        (("--model", "m"), "--model names a model of --server"),
+        (("--server", "http://127.0.0.1:9", "--heads", "demo"), "--heads speed up decoding on this machine"),
+        (("--tree", "chain"), "--tree works only with --heads"),
+        (("--self-talk-seeds", "x.txt"), "--self-talk-seeds works only with --self-talk"),
     ],
 )
 def test_invalid_requests_are_rejected(distill: Any, argv: tuple[str, ...], said: str) -> None:

@@ -1,12 +1,13 @@
-"""Generate training data with the backbone: heads learn to predict its own text, not a data set's.
+"""Generate training data with the backbone, because heads must predict the text that the backbone generates.
 
-  medusa distill --backbone org/model --prompts options.jsonl --output own.jsonl
+  medusa distill --backbone org/model --prompts questions.jsonl --output own.jsonl
   medusa distill --backbone demo --self-talk 500 --temperature 1 --output own.jsonl
   medusa distill --backbone org/model --prompts chats.jsonl --server http://localhost:8000 --output own.jsonl
 
-Every question of a conversation is answered in its turn, after the backbone's own earlier answers. Each output line
-holds one answer: `index` and `turn`, `input_ids` (prompt and answer), the number of prompt tokens, the text and why it
-ended. The same command continues an interrupted run; it also retries the failures listed in F.failed.jsonl.
+The backbone answers all questions of a conversation, each after its own earlier answers. Each line of the output holds
+one answer: the index of its prompt, its turn, the ids of prompt and answer, the number of prompt tokens, the text, and
+the reason why the text ended. The same command continues an interrupted run, and retries the texts that failed
+(F.failed.jsonl lists them).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from decode.settings import Settings
 from medusa.commands.arguments import group
+from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
@@ -37,8 +39,8 @@ from medusa.options import REQUIRED, count, option
 from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
 
-BYTES_PER_LINE = 100  # without its tokens
-BYTES_PER_TOKEN = 12  # in a line: an id, a comma, a space, and the token's text
+BYTES_PER_LINE = 100  # of one answer, without its tokens
+BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of the token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +50,24 @@ class DistillOptions(CommandOptions):
     models: Models = group(Models, "models", without=("drafter",))
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", max_new_tokens=512)
-    batch_size: int = count(16, "generate N texts at a time")
+    batch_size: int = count(16, "generate N texts at a time on this machine")
     contrasting: Contrasting = NO_CONTRAST
-    out: str = option(REQUIRED, "write the data to this file", metavar="F.jsonl", name="output")
-    overwrite: bool = option(False, "replace an existing file")
-    self_talk: int | None = count(None, "generate N texts from the BOS token alone, instead of from prompts")
-    self_talk_seeds: str | None = option(None, "begin them like the texts in FILE, not with BOS", metavar="FILE")
-    prefix_tokens: int | None = count(None, "use only the first K tokens of a prompt or seed", "K")
+    out: str = option(REQUIRED, "write the generated data to this file", metavar="F.jsonl", name="output")
+    overwrite: bool = option(False, "replace the file if it exists")
+    self_talk: int | None = count(None, "generate N texts after the BOS token alone, without prompts")
+    self_talk_seeds: str | None = option(
+        None, "with --self-talk: continue the texts in FILE instead of the BOS token", metavar="FILE"
+    )
+    prefix_tokens: int | None = count(None, "continue only the first K tokens of each prompt", "K")
     max_turns: int | None = count(None, "answer only the first N questions of a conversation")
     server: str | None = option(
         None,
-        "generate with this OpenAI-compatible server (vLLM, SGLang, ...); only the backbone's tokenizer is loaded",
+        "generate with this OpenAI-compatible server (vLLM, SGLang, ...), and load only the backbone's tokenizer",
         metavar="URL",
     )
-    model: str | None = option(None, "use this model of the server (default: its only one)", metavar="NAME")
+    model: str | None = option(
+        None, "use this model of the server (default: the only model that it serves)", metavar="NAME"
+    )
     concurrency: int = count(16, "send N requests at a time to the server")
 
     def __post_init__(self) -> None:
@@ -70,23 +76,21 @@ class DistillOptions(CommandOptions):
         if bool(self.self_talk) == bool(self.prompts.prompts):
             raise RequestError("give either --prompts FILE or --self-talk N")
         if self.self_talk_seeds and not self.self_talk:
-            raise RequestError("--self-talk-seeds begins the texts of --self-talk N; add it, or use --prompts")
+            raise RequestError("--self-talk-seeds works only with --self-talk N; add --self-talk N, or use --prompts")
         if self.server and self.models.heads:
-            raise RequestError("--heads speed up decoding here, and --server generates elsewhere; give one of them")
+            raise RequestError(
+                "--heads speed up decoding on this machine, and --server generates elsewhere; leave one out"
+            )
         if self.model and not self.server:
-            raise RequestError("--model is one of a --server's models; give the server's URL")
+            raise RequestError("--model names a model of --server; add --server URL, or leave it out")
         if self.models.tree and not self.models.heads:
-            raise RequestError("--tree is for --heads H; give heads, or leave it out")
+            raise RequestError("--tree works only with --heads; add --heads H, or leave it out")
 
 
 def run(options: DistillOptions) -> None:
-    from medusa.commands import models
-
     records, path = _records(options), Path(options.out)
     about = _about(options, records)
     _check_resume(path, about, options.overwrite)
-    models.check_models(options.models, options.load)
-    options.runtime.prepare()
     engine = _server_engine(options) if options.server else _local_engine(options)
     tasks = _tasks(options, engine, records)
     engine.check(tasks)
@@ -95,10 +99,7 @@ def run(options: DistillOptions) -> None:
         path.unlink(missing_ok=True)
     journal = Journal(path, keep={task.index for task in tasks if task.turns > 1})
     write_json(path.with_suffix(SETTINGS), about)
-    with (
-        disk_may_fill(path, lambda: "the texts so far are complete: make room and run the same command again"),
-        journal,
-    ):
+    with disk_may_fill(path, lambda: "all finished texts are kept: make room and run the same command again"), journal:
         seconds = engine.write(tasks, journal)
     figures: Json = {
         "texts": len(journal.done),
@@ -107,12 +108,19 @@ def run(options: DistillOptions) -> None:
         "new_tokens": journal.new_tokens,
         "seconds": seconds,
     }
-    _report(options, journal, figures)
+    texts, failed = figures["texts"], figures["failed"]
     options.output.write({"settings": about} | figures)
+    if failed:
+        raise RunError(
+            f"{failed} of {texts + failed} texts could not be generated; {journal.failed_path} has the reasons of "
+            f"{len(journal.failed)}, and the same command tries again"
+        )
+    reasons = ", ".join(f"{number} ended by {reason}" for reason, number in figures["finish_reasons"].items())
+    options.output.progress.print(f"{texts} texts in {options.out}: {reasons}", highlight=False, soft_wrap=True)
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """The prompts, or the seeds of self-talk, repeated as often as needed; empty if texts start from BOS."""
+    """Read the prompts, or N seeds for --self-talk N (repeated if there are fewer); empty if texts start with BOS."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()
@@ -123,18 +131,19 @@ def _records(options: DistillOptions) -> list[Record]:
 
 
 def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> list[Task]:
+    """Make a task for each record, or the tasks of --self-talk if there are no records."""
     if not records:
         return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
     tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)
     if not options.max_turns and not options.prefix_tokens:
         cut = sum(len(record.turns) > task.turns for record, task in zip(records, tasks, strict=True))
         if cut:
-            warn(f"of {cut} conversations only the first question is asked: this tokenizer has no chat template")
+            warn(f"only the first question of {cut} conversations is answered: this tokenizer has no chat template")
     return tasks
 
 
 def _about(options: DistillOptions, records: list[Record]) -> Json:
-    """What the texts depend on, as JSON; a run that continues another must have the same."""
+    """Collect everything that the texts depend on, as JSON. A run can be continued only with the same values."""
     settings, prompts, models = options.settings, options.prompts, options.models
     about = settings.to_dict() | {
         "backbone": models.backbone,
@@ -152,21 +161,23 @@ def _about(options: DistillOptions, records: list[Record]) -> Json:
         "dtype": options.load.dtype,
         "seed": options.runtime.seed,
     }
-    if settings.do_sample:  # greedy text does not depend on these options, so they may change
+    if settings.do_sample:  # greedy texts do not depend on these options
         about |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
     return json.loads(json.dumps(about))
 
 
 def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
-    """Raise RequestError if the output was generated with other settings, and --overwrite is off."""
+    """Raise a `RequestError` if the output exists with other settings, and --overwrite is not given."""
     if path.exists() and not overwrite:
         sidecar = path.with_suffix(SETTINGS)
         if not sidecar.exists() or read_json(sidecar) != about:
-            raise RequestError(f"{path} exists and was made with other settings; choose another or add --overwrite")
+            raise RequestError(
+                f"{path} exists and was made with other settings; choose another file or add --overwrite"
+            )
 
 
 def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
-    """Raise RequestError if not even the shortest answers fit on the disk."""
+    """Raise a `RequestError` if not even the shortest possible answers fit on the disk."""
     prompts = sum(len(task.ids or ()) for task in tasks)
     turns = sum(task.turns for task in tasks)
     least = 3 * prompts + BYTES_PER_LINE * turns
@@ -174,51 +185,31 @@ def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
     free = free_bytes(path)
     if least > free:
         raise RequestError(
-            f"{path} will take {readable(least)} at least, and its disk has {readable(free)} left; choose another "
-            "place, or fewer prompts with --max-prompts"
+            f"{path} will take {readable(least)} at least, and its disk has {readable(free)} left; choose a file on "
+            "another disk, or fewer prompts with --max-prompts"
         )
     if most > free:
         warn(f"{path} may take {readable(most)}, and its disk has {readable(free)} left")
 
 
-def _report(options: DistillOptions, journal: Journal, figures: Json) -> None:
-    """Print how many texts there are.
-
-    Raises:
-        RunError: some texts failed; the figures are written first."""
-    texts, failed = figures["texts"], figures["failed"]
-    if failed:
-        options.output.write(figures)
-        raise RunError(
-            f"{failed} of {texts + failed} texts could not be generated; {journal.failed_path} has the reasons of "
-            f"{len(journal.failed)}, and the same command tries again"
-        )
-    reasons = ", ".join(f"{number} ended by {reason}" for reason, number in figures["finish_reasons"].items())
-    options.output.progress.print(f"{texts} texts in {options.out}: {reasons}", highlight=False, soft_wrap=True)
-
-
 def _local_engine(options: DistillOptions) -> LocalEngine:
-    from decode.bench.methods import medusa_method, transformers_method
-    from medusa.commands import models
-    from medusa.loading import load_backbone
+    from decode.bench.methods import DrafterMethod, Method, transformers_method
+    from medusa.commands.models import open_models
 
-    loaded, settings = load_backbone(options.models.backbone, options.load), options.settings
-    if options.models.heads:
-        heads = models.open_heads(options.models.heads, loaded)
-        tree = models.choose_tree(options, loaded, heads, settings)
-        method = medusa_method(loaded.model, heads, settings, loaded.tokenizer, tree)
-    else:
-        method = transformers_method(loaded.model, settings, loaded.tokenizer)
+    loaded, settings, _, drafters = open_models(options, drafters=[None] if options.models.heads else [])
+    method: Method = transformers_method(loaded.model, settings, loaded.tokenizer)
+    if drafters:
+        method = DrafterMethod(loaded.model, drafters[0], settings, loaded.tokenizer)
     about = loaded.name, loaded.tokenizer, loaded.bos_token_id
     return LocalEngine(options.output, settings, options.runtime.seed, *about, options.batch_size, loaded.model, method)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
-    from medusa.commands.distill.client import Server
     from medusa.loading import bos_token_id, load_config, load_tokenizer
 
-    server = Server(str(options.server), options.model)
     name, load = options.models.backbone, options.load
-    tokenizer = load_tokenizer(name, load)
-    about = name, tokenizer, bos_token_id(tokenizer, load_config(name, load))
+    config, tokenizer = load_config(name, load), load_tokenizer(name, load)
+    options.runtime.prepare()
+    server = Server(str(options.server), options.model)
+    about = name, tokenizer, bos_token_id(tokenizer, config)
     return ServerEngine(options.output, options.settings, options.runtime.seed, *about, options.concurrency, server)

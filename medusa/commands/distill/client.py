@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible servers (vLLM, SGLang, llama.cpp, ...), of the standard library only."""
+"""A client for OpenAI-compatible servers (vLLM, SGLang, llama.cpp, ...). It uses only the standard library."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from dataclasses import dataclass, field
 from medusa.errors import RequestError
 from medusa.files import Json
 
-TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt may succeed
-EXTRAS = ("tool_calls", "reasoning_content")
-LONGEST_WAIT = 60.0  # seconds between two attempts
+TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+"""HTTP statuses after which the same request may succeed."""
+EXTRAS = ("tool_calls", "reasoning_content")  # parts of a message that are kept with its text
+LONGEST_WAIT = 60.0  # in seconds, between two attempts
 
 
 class ServerError(Exception):
-    """The server refused a request, or all attempts failed."""
+    """A request that the server rejected, or whose attempts all failed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text, and why it ended: `stop` (the model or a stop string ended it) or `length`."""
+    """A text that the server generated. Its finish reason is `stop` (stop string or EOS), `length` or `tool_calls`."""
 
     text: str
     finish_reason: str
     stopped_by: str | None = None
-    """The stop string that ended it, if the server reports it."""
+    """The stop string that ended the text, if the server reports which."""
     extras: Json = field(default_factory=dict)
-    """Other parts of the message: tool calls and reasoning."""
+    """The tool calls and the reasoning of the message, by key."""
 
 
 class Server:
-    """One model on one server. The key in the environment's OPENAI_API_KEY is sent and never written to a file."""
+    """One model on one server. The key in the variable OPENAI_API_KEY is sent, but never written to a file."""
 
     def __init__(
         self,
@@ -48,10 +49,15 @@ class Server:
         timeout: float = 600.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Connect to `url`, with or without /v1; without `model`, the server must serve exactly one.
+        """Connect to the server at `url`, with or without /v1.
+
+        Args:
+            model: the name of the model; `None` means the only model that the server has.
+            attempts: number of attempts for each request.
+            timeout: seconds to wait for a reply.
 
         Raises:
-            RequestError: there is no such server, or it serves several models."""
+            RequestError: there is no server at `url`, or the server has several models."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RequestError(f"--server is {url!r}; give a URL such as http://localhost:8000/v1")
@@ -71,12 +77,12 @@ class Server:
         return served[0]
 
     def complete(self, prompt: list[int] | str, options: Json) -> Answer:
-        """Continue a text or ids; raise ServerError if that fails."""
+        """Let the model continue a text or token ids; raise a `ServerError` if that fails."""
         choice = self._choice("/completions", {"prompt": prompt} | options)
         return _answer(choice, choice.get("text"), {})
 
     def chat(self, messages: list[Json], tools: list[Json] | None, options: Json) -> Answer:
-        """Answer a conversation; raise ServerError if that fails."""
+        """Let the model answer a conversation; raise a `ServerError` if that fails."""
         body = {"messages": messages} | ({"tools": tools} if tools else {}) | options
         choice = self._choice("/chat/completions", body)
         message = choice.get("message") or {}
@@ -90,11 +96,11 @@ class Server:
         except (KeyError, IndexError, TypeError):
             choice = None
         if not isinstance(choice, dict):
-            raise ServerError(f"the reply holds no choice: {json.dumps(reply)[:200]}")
+            raise ServerError(f"the reply has no choice: {json.dumps(reply)[:200]}")
         return choice
 
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
-        """Send JSON and return JSON; after a transient failure, try again after a wait that doubles."""
+        """Send JSON and return the JSON reply. Transient failures are retried after waits that double."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -110,10 +116,10 @@ class Server:
                 if error.code not in TRANSIENT:
                     raise ServerError(reason) from None
                 retry_after = error.headers.get("Retry-After")
-            except (OSError, http.client.HTTPException) as error:  # no connection, a broken one, a time limit
+            except (OSError, http.client.HTTPException) as error:  # no connection, a broken connection, or a timeout
                 reason = str(error) or type(error).__name__
             except ValueError as error:
-                reason = f"the reply is no JSON ({error})"
+                reason = f"the reply is not JSON ({error})"
             if attempt < attempts:
                 wait = float(retry_after) if retry_after and retry_after.isdecimal() else 2.0 ** (attempt - 1)
                 self.sleep(min(LONGEST_WAIT, wait))
@@ -121,7 +127,7 @@ class Server:
 
 
 def _excerpt(error: urllib.error.HTTPError) -> str:
-    """The start of the reply's text, in one line."""
+    """Return the first 200 characters of an error reply, in one line."""
     try:
         text = error.read().decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException):
@@ -131,6 +137,6 @@ def _excerpt(error: urllib.error.HTTPError) -> str:
 
 def _answer(choice: Json, text: object, extras: Json) -> Answer:
     if not isinstance(text, str):
-        raise ServerError(f"the reply holds no text: {json.dumps(choice)[:200]}")
+        raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
     stopped_by = choice.get("stop_reason")  # vLLM: the stop string, or null if the model ended the text
     return Answer(text, str(choice.get("finish_reason")), stopped_by if isinstance(stopped_by, str) else None, extras)

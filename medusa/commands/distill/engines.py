@@ -1,4 +1,4 @@
-"""What generates the texts of `medusa distill`: this machine in batches, or a server with many requests at a time."""
+"""The engines that generate the texts of `medusa distill`: batches on this machine, or many requests to a server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from decode.bench.methods import Method
 
-HOPELESS = 16  # after this many failed texts in a row, a server counts as gone
+HOPELESS = 16  # the run ends after at least so many failed texts in a row
 
 
 @dataclass
 class Engine(ABC):
-    """Generates texts."""
+    """Generates the texts of tasks, and writes them to a journal."""
 
     output: Output
     settings: Settings
@@ -38,10 +38,10 @@ class Engine(ABC):
     backbone: str
     tokenizer: PreTrainedTokenizerBase | None
     bos: int | None
-    """The token that texts of the backbone begin with."""
+    """The BOS token of the backbone, if there is one."""
 
     def begin(self) -> list[int]:
-        """The prompt of a text that starts from nothing.
+        """Return the prompt of a text that is generated without a prompt: the BOS token.
 
         Raises:
             RequestError: the backbone has no BOS token."""
@@ -54,15 +54,15 @@ class Engine(ABC):
         """Check the tasks before anything is generated.
 
         Raises:
-            RequestError: a task that the engine cannot do."""
+            RequestError: the engine cannot do one of the tasks."""
 
     @abstractmethod
     def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Generate the answers that the journal lacks, and return the seconds."""
+        """Generate the answers that the journal lacks, and return the time in seconds."""
 
     @contextlib.contextmanager
     def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], object]]:
-        """A progress bar of texts; call it with the number of new texts."""
+        """Show a progress bar of texts. Call the yielded function with the number of new texts."""
         with self.output.progress_bars() as start:
             advance = start("generating", sum(task.turns for task in tasks))
             advance(len(journal.done))
@@ -71,13 +71,13 @@ class Engine(ABC):
 
 @dataclass
 class LocalEngine(Engine):
-    """Decodes batches on this machine."""
+    """Generates texts in batches on this machine."""
 
     batch_size: int
     model: PreTrainedModel
     method: Method
     seconds_at_most: float = float("inf")
-    """No batch begins after so many seconds."""
+    """The time limit: no batch starts after so many seconds of decoding."""
 
     def check(self, tasks: list[Task]) -> None:
         for task in tasks:
@@ -88,7 +88,7 @@ class LocalEngine(Engine):
                 raise RequestError(f"{place}{error}") from None
 
     def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Generate all first answers before all second ones."""
+        """Generate the first answers of all conversations, then all second answers, and so on."""
         from transformers import set_seed
 
         from decode.results import text_of
@@ -100,7 +100,7 @@ class LocalEngine(Engine):
                     break
                 known, prompts = len(journal.done), self._prompts(batch, turn, journal)
                 if prompts:
-                    set_seed(seed)  # a batch does not depend on where an earlier run stopped
+                    set_seed(seed)  # a continued run generates the same texts
                     results = self.method(list(prompts.values()))
                     seconds += results[0].seconds
                     for index, result in zip(prompts, results, strict=True):
@@ -111,10 +111,10 @@ class LocalEngine(Engine):
         return seconds
 
     def _batches(self, tasks: list[Task], journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
-        """Seed, turn and tasks of every batch that lacks an answer.
+        """Yield the seed, the turn and the tasks of every batch that lacks an answer.
 
-        Greedy answers do not depend on their batch, so only missing answers are generated. Sampled answers do: a run
-        that continues another generates the same batches again, and the journal keeps what it has.
+        Greedy answers do not depend on their batch, so finished answers are left out. Sampled answers do, so a batch
+        with a missing answer is generated again as a whole, and the journal keeps its finished answers.
         """
         for turn in range(max((task.turns for task in tasks), default=0)):
             asked = [task for task in tasks if task.turns > turn]
@@ -125,7 +125,7 @@ class LocalEngine(Engine):
                     yield (self.seed + turn * len(tasks) + number * self.batch_size) % 2**32, turn, batch
 
     def _prompts(self, batch: list[Task], turn: int, journal: Journal) -> dict[int, list[int]]:
-        """The ids to continue, by index; conversations that do not fit into the context are recorded as failed."""
+        """Return the ids to continue, by index of the task. Conversations that are too long are recorded as failed."""
         prompts = {}
         for task in batch:
             answers = journal.answers(task.index, turn)
@@ -150,8 +150,8 @@ class LocalEngine(Engine):
 class ServerEngine(Engine):
     """Sends many requests at a time to an OpenAI-compatible server of the backbone.
 
-    A text is sent as ids; the reply is text, which the tokenizer turns into ids. A conversation is sent and written as
-    messages; training applies the chat template to it.
+    A text is sent as ids, and the tokenizer encodes the text of the reply. A conversation is sent and written as
+    messages, to which training applies the chat template.
     """
 
     concurrency: int
@@ -161,12 +161,12 @@ class ServerEngine(Engine):
     _failed_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        self.server.sleep = self._stop.wait  # no thread waits for another attempt after the run ended
+        self.server.sleep = self._stop.wait  # the end of the run also ends the waits between attempts
 
     def check(self, tasks: list[Task]) -> None:
         text = next((task for task in tasks if task.ids is not None), None)
         if text is not None and self.tokenizer is None:
-            raise RequestError(f"{text.where}: {self.backbone} has no tokenizer to encode the server's texts")
+            raise RequestError(f"{text.where}: {self.backbone} has no tokenizer, and the server's texts need one")
 
     def write(self, tasks: list[Task], journal: Journal) -> float:
         start = perf_counter()
@@ -180,7 +180,7 @@ class ServerEngine(Engine):
         return perf_counter() - start
 
     def _converse(self, task: Task, journal: Journal, advance: Callable[[int], object]) -> None:
-        """Get the answers of one task, unless the run has ended."""
+        """Ask for the answers of one task in turn, until one fails or the run ends."""
         for turn in range(task.turns):
             if self._stop.is_set():
                 return
@@ -189,7 +189,7 @@ class ServerEngine(Engine):
             try:
                 line, new_tokens = self._ask(task, turn, journal.answers(task.index, turn) or [])
             except ServerError as error:
-                if not self._stop.is_set():  # else the run ended before the reply
+                if not self._stop.is_set():  # a failure after the end of the run does not count
                     journal.fail(task.index, turn, task.where, str(error))
                     self._count_failure(str(error))
                 return
@@ -205,17 +205,19 @@ class ServerEngine(Engine):
         if failed >= max(HOPELESS, 2 * self.concurrency):
             self._stop.set()
             raise RunError(
-                f"{failed} texts in a row could not be generated, the last one for this reason: {reason}; the texts so "
-                "far are kept, and the same command continues"
+                f"{failed} texts in a row could not be generated, the last one for this reason: {reason}; all finished "
+                "texts are kept, and the same command continues"
             )
 
     def _ask(self, task: Task, turn: int, answers: list[str]) -> tuple[Json, int]:
-        """The line of one answer, and its number of tokens if it is known, else 0."""
+        """Ask for one answer; return its output line and its number of tokens, which is 0 in a conversation."""
         options = self._options(task, turn)
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
             reason = self._reason(answer)
-            new_ids = self._continuation(task.ids, answer.text, ended=reason == "eos")
+            assert self.tokenizer is not None  # see `check`
+            new_ids, eos = continuation_ids(task.ids, answer.text, self.tokenizer), self.tokenizer.eos_token_id
+            new_ids += [eos] if reason == "eos" and eos is not None else []
             return task.line(task.ids, new_ids, answer.text, reason), len(new_ids)
         messages = task.messages(answers)
         answer = self.server.chat(messages, task.tools, options)
@@ -226,7 +228,7 @@ class ServerEngine(Engine):
         return line | ({"category": task.category} if task.category is not None else {}), 0
 
     def _options(self, task: Task, turn: int) -> Json:
-        """The parameters of a request; those beyond OpenAI's, such as top_k, only if they are set."""
+        """Return the parameters of a request. Parameters that OpenAI lacks, such as top_k, are left out if not set."""
         ours = self.settings
         options: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
         if ours.do_sample:
@@ -239,12 +241,7 @@ class ServerEngine(Engine):
         return options
 
     def _reason(self, answer: Answer) -> str:
-        """The finish reason as our results name it; with stop strings, "stop" may also mean EOS."""
+        """Translate the finish reason of a server. With stop strings, "stop" may also mean EOS."""
         if answer.finish_reason == "stop":
             return "stop" if answer.stopped_by is not None or self.settings.stop else "eos"
         return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason
-
-    def _continuation(self, prompt: list[int], text: str, ended: bool) -> list[int]:
-        assert self.tokenizer is not None  # see `check`
-        ids, end = continuation_ids(prompt, text, self.tokenizer), self.tokenizer.eos_token_id
-        return [*ids, end] if ended and end is not None else ids

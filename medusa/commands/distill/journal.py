@@ -1,4 +1,4 @@
-"""The growing output file of `medusa distill`, which a run may stop and continue at any line."""
+"""The output file of `medusa distill`. A run may stop at any time, and the next run continues the file."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from medusa.files import Json
 from medusa.records.sources import FAILED
 
 Key = tuple[int, int]
-"""Index of the prompt, and its turn."""
+"""The index of a prompt, and a turn of its conversation."""
 
 
 class Journal:
-    """The texts of a run, in the order in which they were finished.
+    """The finished texts of a run, one per line, in the order in which they were finished.
 
-    Each line is flushed at once, so a killed run loses at most the line that it was writing; the next run generates
-    that text again. Texts that failed are listed in a second file, with the reason.
+    Each line is flushed at once. A killed run loses at most the line that it was writing, and the next run generates
+    that text again. A second file lists the texts that failed, with the reasons.
     """
 
     def __init__(self, path: Path, keep: Container[int] = ()) -> None:
-        """Read the texts of earlier runs; `keep`: prompts whose answers are kept in memory, for their later turns.
+        """Read the texts that earlier runs wrote to `path`.
+
+        Args:
+            keep: indices of prompts whose answers stay in memory, because later turns need them.
 
         Raises:
-            RequestError: a line that `medusa distill` did not write."""
+            RequestError: the file has a line that `medusa distill` did not write."""
         self.path, self.failed_path, self.keep = path, path.with_suffix(FAILED), keep
         self.done: dict[Key, str | None] = {}
         self.reasons: Counter[str] = Counter()
-        """How the texts ended."""
+        """The number of texts for each finish reason."""
         self.failed: set[Key] = set()
         self.new_tokens = 0
-        """Tokens of this run."""
+        """The number of tokens that this run has generated."""
         self._lock = threading.Lock()
         self._file: IO[str] | None = None
         if path.exists():
@@ -46,7 +49,7 @@ class Journal:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    break  # the last line of a killed run
+                    break  # a killed run did not finish this line
                 try:
                     row = json.loads(line)
                     self._remember((row["index"], row["turn"]), row)
@@ -64,7 +67,7 @@ class Journal:
         self.reasons[row["finish_reason"]] += 1
 
     def __enter__(self) -> Journal:
-        self.failed_path.unlink(missing_ok=True)  # the failed texts are tried again
+        self.failed_path.unlink(missing_ok=True)  # this run tries the failed texts again
         self._file = self.path.open("a", encoding="utf-8")
         return self
 
@@ -73,12 +76,12 @@ class Journal:
         self._file.close()
 
     def answers(self, index: int, turn: int) -> list[str] | None:
-        """The answers before `turn`; `None` if one is missing."""
+        """Return the answers of a conversation before `turn`, or `None` if an answer is missing."""
         found = [self.done.get((index, earlier)) for earlier in range(turn)]
         return [answer for answer in found if answer is not None] if None not in found else None
 
     def append(self, index: int, turn: int, row: Json, new_tokens: int = 0) -> None:
-        """Write one text, unless it is there already."""
+        """Write one text, unless the journal already has the text of this index and turn."""
         assert self._file is not None
         line = json.dumps({"index": index, "turn": turn} | row, ensure_ascii=False) + "\n"
         with self._lock:
@@ -90,7 +93,7 @@ class Journal:
             self.new_tokens += new_tokens
 
     def fail(self, index: int, turn: int, where: str, reason: str) -> None:
-        """Record a text that could not be generated."""
+        """Write a text that could not be generated to the list of failures."""
         line = json.dumps({"index": index, "turn": turn, "where": where, "error": reason}, ensure_ascii=False) + "\n"
         with self._lock, self.failed_path.open("a", encoding="utf-8") as file:
             file.write(line)

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Task:
-    """One record: `ids` to continue, or `questions` to answer in turn."""
+    """The task of one record: `ids` to continue, or the `questions` of a conversation to answer."""
 
     index: int
     where: str
     ids: list[int] | None = None
     questions: list[list[Json]] = field(default_factory=list)
-    """The new messages before each answer: a system message and a question, then one question each."""
+    """The new messages before each answer: the first entry may begin with a system message."""
     tools: list[Json] | None = None
     category: str | None = None
 
     @property
     def turns(self) -> int:
+        """The number of answers to generate."""
         return len(self.questions) or 1
 
     def messages(self, answers: list[str]) -> list[Json]:
-        """The conversation up to the question after the backbone's `answers`."""
+        """Return the conversation with the `answers` so far, up to the next question."""
         messages: list[Json] = []
         for turn, question in enumerate(self.questions[: len(answers) + 1]):
             messages += question
@@ -41,16 +42,16 @@ class Task:
         return messages
 
     def prompt(self, answers: list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-        """The ids to continue after `answers`.
+        """Return the ids to continue, after the `answers` so far.
 
         Raises:
-            RequestError: the chat template refuses the conversation."""
+            RequestError: the chat template rejects the conversation."""
         if self.ids is not None:
             return self.ids
         return prompt_ids(Record(self.where, messages=self.messages(answers), tools=self.tools), tokenizer)
 
     def line(self, prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:
-        """The output line of one answer as ids."""
+        """Make the output line of one answer, with the ids of prompt and answer."""
         line = {"input_ids": prompt + new_ids, "prompt_tokens": len(prompt), "answer": answer, "finish_reason": reason}
         return line if self.category is None else line | {"category": self.category}
 
@@ -61,31 +62,33 @@ def tasks_of(
     prefix_tokens: int | None = None,
     max_turns: int | None = None,
 ) -> list[Task]:
-    """A task for each record.
+    """Make a task of each record.
 
     Args:
-        prefix_tokens: use only the first tokens of a text.
+        prefix_tokens: number of tokens of each prompt to continue; conversations then become text.
+        max_turns: number of questions of each conversation to answer.
 
     Raises:
-        RequestError: text without a tokenizer, a conversation that the template refuses, or an empty prompt."""
+        RequestError: a text lacks a tokenizer, the chat template rejects a conversation, or a prompt is empty."""
     templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []
     for index, record in enumerate(records):
         task = Task(index, record.where, tools=record.tools, category=record.category)
         if record.messages is not None and (templated or not record.is_prompt) and prefix_tokens is None:
             task.questions = _questions(record)[:max_turns]
-        else:  # without a template, the question of a conversation is plain text
+        else:  # without a chat template, the first question is text to continue
             task.ids = prompt_ids(record, tokenizer)[:prefix_tokens]
         tasks.append(task)
     return tasks
 
 
 def _questions(record: Record) -> list[list[Json]]:
+    """Return the new messages before each answer; a conversation with tool calls gets one answer, at its end."""
     messages = record.messages or []
     if record.turns:
         return [[{"role": "user", "content": turn}] for turn in record.turns]
     if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
-        # A tool's reply belongs to the recorded call: the backbone's own call would get another reply.
+        # The recorded reply of a tool does not fit a call that the backbone generates, so the recorded calls stay.
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         return [messages]
@@ -99,7 +102,7 @@ def _questions(record: Record) -> list[list[Json]]:
 
 
 def digest(records: Iterable[Record]) -> str:
-    """A hash of the prompts, so that a resumed run does not answer other prompts under the same indices."""
+    """Return a hash of the prompts, so that a run is not continued with other prompts under the same indices."""
     found = hashlib.sha256()
     for record in records:
         content = [record.text, record.input_ids, record.messages, record.turns, record.tools]
