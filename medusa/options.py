@@ -106,12 +106,12 @@ class LoadOptions(Options):
 
     @property
     def hub(self) -> dict[str, str | bool | None]:
-        """The options about the Hub, as keywords of `from_pretrained`."""
+        """The options for the Hub, as keyword arguments of transformers' `from_pretrained`."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
 def _require_device(device: str) -> None:
-    """Raise RequestError if PyTorch does not have this device here."""
+    """Raise a `RequestError` if PyTorch has no such device on this machine."""
     import torch
 
     try:

@@ -43,7 +43,8 @@ def group(
         without: names of options that do not become arguments and keep their defaults.
         defaults: defaults that replace those of `kind`; REQUIRED for an option that the user must give.
     """
-    options = {known.name: known for known in fields(kind) if "help" in known.metadata and known.name not in without}
+    own_first = sorted(fields(kind), key=lambda known: known.name not in kind.__annotations__)  # then inherited fields
+    options = {known.name: known for known in own_first if "help" in known.metadata and known.name not in without}
     arguments = {name: known for name, known in options.items() if not only or name in only}
     given = {name: value for name, value in defaults.items() if value is not REQUIRED}
     return field(default_factory=lambda: kind(**given), metadata={"group": Group(kind, title, arguments, defaults)})

@@ -140,7 +140,7 @@ def run(options: BenchmarkOptions) -> None:
 
 
 def is_page(path: str | None) -> bool:
-    """Tell whether --report names one HTML page; any other name is a folder."""
+    """Whether the path of --report is one HTML page (.html or .htm). Any other path is a folder."""
     return path is not None and Path(path).suffix in (".html", ".htm")
 
 
@@ -175,7 +175,13 @@ def read_benchmark(name: str) -> BenchmarkResult:
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure, print the figures, and compare them with earlier benchmarks; for `calibrates` see `open_models`."""
+    """Measure, print the figures, and compare them with earlier benchmarks.
+
+    Args:
+        calibrates: whether to calibrate a tree for heads that have no tree.
+
+    Raises:
+        RequestError: an option is invalid, a model does not fit, or an earlier benchmark has other prompts."""
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob, prompts_hash
     from decode.bench.report.terminal import print_benchmark

@@ -29,6 +29,7 @@ class CalibrateOptions(CommandOptions):
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", without=DRAFTING, max_new_tokens=128)
+    batch_size: int = count(1, "find the fastest tree for decoding N texts at a time")
     contrasting: Contrasting = NO_CONTRAST
     rounds: int = count(3, "time every tree N times")
     plot: str | None = option(

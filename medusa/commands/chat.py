@@ -3,7 +3,7 @@
   medusa chat --backbone demo --heads demo          # in the terminal: type /help for the commands
   medusa chat --backbone demo --heads demo --web    # in the browser, side by side with plain decoding
 
-The backbone's chat template formats the conversation. A backbone without a chat template continues your text.
+The backbone's chat template formats the conversation. A backbone without a template continues your text.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class ChatOptions(CommandOptions):
 
 
 def run(options: ChatOptions) -> None:
-    from decode.serve.chat import Conversation
     from medusa.commands import models
 
     if options.web:
@@ -76,14 +75,13 @@ def run(options: ChatOptions) -> None:
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
     generator, settings = models.text_generator(opened, "a chat"), opened.settings
-    Conversation(generator.tokenizer, options.system)  # raises an error for a system message without a template
+    terminal = _Terminal(options, generator, settings)  # raises an error for a system message without a template
     begin = [opened.loaded.bos_token_id or 0]
     if options.web:
         _serve_page(options, generator, settings, begin)
         return
     with options.warming_up():
         generator.warm_up(begin, settings)
-    terminal = _Terminal(options, generator, settings)
     terminal.run()
     about = models.settings_json(options, settings, generator.source)
     written = [result.to_json(generator.tokenizer, settings.stop) for result in terminal.results]

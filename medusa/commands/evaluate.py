@@ -2,8 +2,8 @@
 
   medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl
 
-The backbone first continues every prompt greedily, and of other records the first 16 tokens. The heads' guesses are
-compared with these continuations, not with the text of the file.
+The backbone first generates a greedy continuation of every prompt, or of the first 16 tokens of any other record. The
+heads' guesses are compared with this text, not with the text of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from medusa.options import REQUIRED, Options, count, option
 from medusa.records.record import prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR
 
-OPENING = 16  # a record without a prompt is continued after so many tokens
+OPENING = 16  # number of tokens that the backbone continues, of a record that is not a prompt
 
 
 @dataclass(frozen=True, kw_only=True)

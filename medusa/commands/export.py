@@ -40,7 +40,7 @@ class ExportOptions(Options):
     )
     dtype: str | None = option(
         None,
-        f"write weights as {', '.join(DTYPE_NAMES)} (default: unchanged)",
+        f"write weights as {' or '.join(DTYPE_NAMES)} (default: unchanged)",
         f"one of {', '.join(DTYPE_NAMES)}",
         lambda value: value in DTYPE_NAMES,
     )

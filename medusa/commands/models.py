@@ -137,13 +137,16 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 
 
 def text_generator(opened: Opened, use: str) -> TextGenerator:
-    """Make a generator of texts that uses the first drafter, if there is a drafter; errors say that `use` needs it."""
+    """Make a text generator with the first drafter, if there is a drafter; for `use` see `require_tokenizer`."""
     tokenizer = require_tokenizer(opened.loaded, use)
     return TextGenerator(opened.loaded.model, tokenizer, next(iter(opened.drafters), None))
 
 
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the backbone; the error says that `use` needs the tokenizer.
+    """Return the tokenizer of the backbone.
+
+    Args:
+        use: the command or option that needs the tokenizer, for the error message.
 
     Raises:
         RequestError: the backbone has no tokenizer."""

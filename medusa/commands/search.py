@@ -23,7 +23,7 @@ SEARCHES = ("beam", "best-first-beam")
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(SearchOptions):
-    """Options that choose between decoding and a beam search."""
+    """Options that choose how texts are generated: by decoding, or by a beam search for the most probable text."""
 
     strategy: str | None = option(
         None,
@@ -79,7 +79,7 @@ class Strategy(SearchOptions):
 
 
 def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
-    """Search a text for each prompt, print the texts, and write the results of --json."""
+    """Search for the most probable text after each prompt, print the texts, and write the results of --json."""
     output, tokenizer = command.output, opened.loaded.tokenizer
     results, costs, tokens, start = [], [], 0, perf_counter()
     best_first = strategy.strategy == "best-first-beam"
@@ -103,7 +103,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
 
 
 def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
-    """Search each prompt's text by the beam search of transformers, which ends when no better text is possible."""
+    """Yield the text of each prompt, found by the beam search of transformers until no better text is possible."""
     from decode.bench.methods import transformers_method
 
     beams, penalty, loaded = strategy.num_beams, strategy.length_penalty, opened.loaded
@@ -114,7 +114,7 @@ def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple
 
 
 def _best_first(strategy: Strategy, opened: Opened) -> Iterator[tuple[Result, Cost]]:
-    """Search each prompt's text by best-first beam search, and count the cost."""
+    """Yield the text of each prompt, found by best-first beam search, and the cost of the search."""
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
 

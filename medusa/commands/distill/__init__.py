@@ -120,7 +120,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read the prompts, or N seeds for --self-talk N (repeated if there are fewer); empty if texts start with BOS."""
+    """Read the prompts, or the seeds of --self-talk-seeds, repeated up to N. Empty means that texts start with BOS."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()

@@ -100,7 +100,7 @@ class Server:
         return choice
 
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
-        """Send JSON and return the JSON reply. Transient failures are retried after waits that double."""
+        """Send a request and return its JSON reply; after transient failures try again, up to `attempts` times."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"

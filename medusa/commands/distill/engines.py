@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from decode.bench.methods import Method
 
-HOPELESS = 16  # the run ends after at least so many failed texts in a row
+HOPELESS = 16  # failed texts in a row that end the run; with a high --concurrency more
 
 
 @dataclass
 class Engine(ABC):
-    """Generates the texts of tasks, and writes them to a journal."""
+    """Base class of the engines that generate the texts of `medusa distill` and write them to a journal."""
 
     output: Output
     settings: Settings
@@ -100,7 +100,7 @@ class LocalEngine(Engine):
                     break
                 known, prompts = len(journal.done), self._prompts(batch, turn, journal)
                 if prompts:
-                    set_seed(seed)  # a continued run generates the same texts
+                    set_seed(seed)  # a seed for each batch, so that a continued run generates the same texts
                     results = self.method(list(prompts.values()))
                     seconds += results[0].seconds
                     for index, result in zip(prompts, results, strict=True):
@@ -125,7 +125,7 @@ class LocalEngine(Engine):
                     yield (self.seed + turn * len(tasks) + number * self.batch_size) % 2**32, turn, batch
 
     def _prompts(self, batch: list[Task], turn: int, journal: Journal) -> dict[int, list[int]]:
-        """Return the ids to continue, by index of the task. Conversations that are too long are recorded as failed."""
+        """Return the prompt ids of each task by its index. Conversations that are too long are recorded as failed."""
         prompts = {}
         for task in batch:
             answers = journal.answers(task.index, turn)
@@ -241,7 +241,7 @@ class ServerEngine(Engine):
         return options
 
     def _reason(self, answer: Answer) -> str:
-        """Translate the finish reason of a server. With stop strings, "stop" may also mean EOS."""
+        """Translate the finish reason of a server: its "stop" means EOS, or a stop string if the settings have any."""
         if answer.finish_reason == "stop":
             return "stop" if answer.stopped_by is not None or self.settings.stop else "eos"
         return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason

@@ -23,7 +23,7 @@ class Task:
     where: str
     ids: list[int] | None = None
     questions: list[list[Json]] = field(default_factory=list)
-    """The new messages before each answer: the first entry may begin with a system message."""
+    """The new messages before each answer: one question, and before the first question possibly a system message."""
     tools: list[Json] | None = None
     category: str | None = None
 
@@ -102,7 +102,7 @@ def _questions(record: Record) -> list[list[Json]]:
 
 
 def digest(records: Iterable[Record]) -> str:
-    """Return a hash of the prompts, so that a run is not continued with other prompts under the same indices."""
+    """Return a hash of the prompts. A run that continues another must have the same hash."""
     found = hashlib.sha256()
     for record in records:
         content = [record.text, record.input_ids, record.messages, record.turns, record.tools]
