@@ -1,17 +1,18 @@
-"""Measure peak memory and time of the loss: all logits at once, and in chunks.
+"""Measure peak memory and time of the loss: with all logits at once (plain), and in chunks.
 
     python scripts/benchmark_loss.py --output docs/results/loss_memory.json
     python scripts/benchmark_loss.py --device cuda --hidden-size 4096 --positions 2048 8192
 
-Every variant runs in a separate process, with one thread. Memory is the most that a loss and its backward pass hold
-beyond what was there before: resident memory on a CPU (Linux), tensors on a GPU, gradients of the heads included. Time
-is the shortest of three passes: CPU time in float32 on a CPU, wall time in bfloat16 on a GPU. Heads have one square
-block, so that the loss is nearly all of both. Liger's kernels take part on a GPU if they are installed.
+Each variant runs in a separate process with one thread. Memory is the peak of one loss and its backward pass, with the
+gradients of the heads, above the memory in use before: resident memory on a CPU (Linux), tensors on a GPU. Time is the
+shortest of three passes: CPU time in float32 on a CPU, wall time in bfloat16 on a GPU. The heads have one square block,
+so the loss dominates both. On a GPU, Liger's kernels are measured too if they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -39,7 +40,7 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute the loss of `positions` positions, on heads of these sizes."""
+    """A loss to measure: its backend and objective, the number of positions, and the sizes of the heads."""
 
     backend: str
     lm_head: str
@@ -52,7 +53,7 @@ class Variant:
 
 
 def measure(variant: Variant) -> dict[str, float]:
-    """Peak memory in MB and seconds of one loss and its backward pass."""
+    """Measure the peak memory in MB and the seconds of one loss and its backward pass."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device, positions = variant.device, variant.positions
@@ -63,40 +64,36 @@ def measure(variant: Variant) -> dict[str, float]:
     lm_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, **options).requires_grad_(False)
     heads.start_from(lm_head.weight)
     hidden = torch.randn(positions + variant.heads, hidden_size, **options)
-    inputs, labels = (
-        HeadInputs(hidden[:positions]),
-        torch.randint(vocab_size, (variant.heads, positions), device=device),
-    )
-    teacher = None
-    if variant.objective == "distill":
-        teacher = BackboneTeacher(hidden, torch.arange(positions, device=device), lm_head)
+    labels = torch.randint(vocab_size, (variant.heads, positions), device=device)
+    teacher = BackboneTeacher(hidden, torch.arange(positions, device=device), lm_head)
+    arguments = (HeadInputs(hidden[:positions]), labels, lm_head, Weighting())
+    arguments += (teacher if variant.objective == "distill" else None, variant.backend)
     clock = stopwatch(torch.device(device))
     peak, seconds = 0, []
     for _ in range(PASSES):
         heads.zero_grad(set_to_none=True)
         memory, start = PeakMemory(device), clock()
-        head_losses(heads, inputs, labels, lm_head, Weighting(), teacher, variant.backend).objective.sum().backward()
+        head_losses(heads, *arguments).objective.sum().backward()
         seconds.append(clock() - start)
         peak = max(peak, memory.grown())
     return {"peak_mb": round(peak / 1e6, 1), "seconds": round(min(seconds), 4)}
 
 
 def variants_of(args: argparse.Namespace) -> list[Variant]:
-    """All combinations; the plain version only with the first number of positions."""
+    """Return all combinations of the arguments; the plain backend only with the first number of positions."""
     with_liger = args.device != "cpu" and find_spec("liger_kernel") is not None
+    about = (args.heads, args.hidden_size, args.vocab_size, args.device)
+    chosen = itertools.product(args.lm_heads, args.objectives, ("plain", "chunked", "liger"), args.positions)
     return [
-        Variant(backend, lm_head, objective, positions, args.heads, args.hidden_size, args.vocab_size, args.device)
-        for lm_head in args.lm_heads
-        for objective in args.objectives
-        for backend in ("plain", "chunked", "liger")
-        for positions in args.positions
+        Variant(backend, lm_head, objective, positions, *about)
+        for lm_head, objective, backend, positions in chosen
         if backend != "plain" or positions == args.positions[0]
         if backend != "liger" or (with_liger and objective == "labels")
     ]
 
 
 def compared(row: dict[str, object], rows: Sequence[dict[str, object]]) -> list[object]:
-    """A row of the table; the plain version's figures are the measure for the same positions."""
+    """Return the cells of a row, with its memory and time relative to the plain backend on the same positions."""
     plain = next(other for other in rows if all(other[key] == row[key] for key in ("lm_head", "objective")))
     memory = time = ""
     if row["positions"] == plain["positions"]:
@@ -109,8 +106,7 @@ def compared(row: dict[str, object], rows: Sequence[dict[str, object]]) -> list[
 def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--heads", type=int, default=4)
-    positions_help = "taught positions; the plain version gets the first number only"
-    parser.add_argument("--positions", type=int, nargs="+", default=[512, 2048], help=positions_help)
+    parser.add_argument("--positions", type=int, nargs="+", default=[512, 2048], help="plain uses only the first")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=128_000)
     parser.add_argument("--lm-heads", nargs="+", choices=("shared", "own"), default=["shared", "own"])
@@ -118,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures (JSON)")
     args = parser.parse_args(argv)
-    LoadOptions(device=args.device)  # refuses a device that is not there
+    LoadOptions(device=args.device)  # raises RequestError for a device that this machine lacks
     variants = variants_of(args)
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as alone:
         figures = list(alone.map(measure, variants))

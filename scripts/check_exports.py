@@ -1,4 +1,4 @@
-"""Load our exports with the code of their consumers, in separate environments without this package.
+"""Check our exports with the programs that read them, each in a separate environment without this package.
 
     python scripts/check_exports.py write --heads HEADS --backbone BACKBONE --output exported
     python scripts/check_exports.py vllm exported          in an environment with vllm 0.32, no GPU needed
@@ -6,8 +6,8 @@
     python scripts/check_exports.py medusa-llm exported    with medusa-llm (FasterDecoding's, also called medusa)
     python scripts/check_exports.py vllm-eagle3 exported   with vllm, for heads of kind eagle with block gated
 
-`write` exports in every format that holds these heads, and keeps their logits for eight hidden states. The other
-commands load what was written for them and compare. docs/formats.md has the results.
+`write` exports the heads in every format that supports them, and stores their logits for eight hidden states. The other
+commands load the export with the named program and compare its logits. docs/formats.md has the results.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 EXPECTED = "expected.safetensors"
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # the same products in another order; other weights are off by order 1
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # for sums in another order; wrong weights differ by about 1
 
 
 def write(args: argparse.Namespace) -> None:
-    """Export in every format that holds these heads, and keep their logits."""
+    """Export the heads in every format that supports them, and store their logits."""
     from medusa.__main__ import main
     from medusa.export.lm_head import read_lm_head
     from medusa.heads.independent import MedusaHeads
@@ -45,15 +45,15 @@ def write(args: argparse.Namespace) -> None:
         if status := main([*command, "--output", str(args.output / name)]):
             sys.exit(status)
     hidden = torch.randn(8, heads.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    said = {"hidden": hidden}
+    stored = {"hidden": hidden}
     if heads.config.kind != "eagle":
         with torch.no_grad():
-            said["logits"] = heads.float()(HeadInputs(hidden), lambda x: x @ lm_head.float().T).contiguous()
-    save_file(said, args.output / EXPECTED)
+            stored["logits"] = heads.float()(HeadInputs(hidden), lambda x: x @ lm_head.float().T).contiguous()
+    save_file(stored, args.output / EXPECTED)
 
 
 def vllm(folder: Path) -> tuple[Tensor, str]:
-    """Load by vLLM's config class, model class and loader, as its proposer does; returns logits and its version."""
+    """Load the export with vLLM's configuration, model class and loader; return the logits and vLLM's version."""
     import vllm
     from vllm.model_executor.models.medusa import Medusa
     from vllm.transformers_utils.configs.medusa import MedusaConfig
@@ -64,16 +64,18 @@ def vllm(folder: Path) -> tuple[Tensor, str]:
         fill_with_nan(model)
         loaded = model.load_weights(load_file(folder / "vllm/model.safetensors").items())
         assert loaded == set(dict(model.named_parameters())), "not every parameter was loaded"
-        said = load_file(folder / EXPECTED)
         with torch.no_grad():
-            # Its logits processor needs a device's kernels; what it does on one rank is this product.
-            blocks = model(said["hidden"])
+            # vLLM's logits processor needs GPU kernels; on one rank it computes this product.
+            blocks = model(load_file(folder / EXPECTED)["hidden"])
             logits = [block @ head.weight.T for block, head in zip(blocks, model.lm_heads, strict=True)]
     return torch.stack(logits)[..., : config.vocab_size], f"vllm {vllm.__version__}"
 
 
 def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
-    """Load by vLLM's EAGLE-3 class: every parameter must come from our tensors, and nothing else."""
+    """Load the export with vLLM's EAGLE-3 class; every parameter must equal one of our tensors or the target's.
+
+    Returns:
+        `None`, since no logits can be compared, and vLLM's version."""
     import vllm
     from transformers import AutoConfig
     from vllm.model_executor.models import llama, llama_eagle3
@@ -86,7 +88,7 @@ def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
         asked.speculative_config.parallel_drafting = False
         sizes = {"get_total_num_hidden_layers": lambda: 1, "get_vocab_size": lambda: config.vocab_size}
         asked.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config, is_deepseek_mla=False, **sizes)
-        llama.Attention = lambda *args, **kwargs: torch.nn.Identity()  # kernels of a device, without weights
+        llama.Attention = lambda *args, **kwargs: torch.nn.Identity()  # needs GPU kernels and has no weights
         llama_eagle3.get_draft_quant_config = lambda config: None  # nothing is quantised
         model = llama_eagle3.Eagle3LlamaForCausalLM(vllm_config=asked)
         fill_with_nan(model)
@@ -98,27 +100,27 @@ def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
     }
     for name, parameter in model.named_parameters():
         if parameter.isnan().all():
-            assert "embed_tokens" in name or "lm_head" in name, f"{name} was not loaded"  # it borrows the target's
+            assert "embed_tokens" in name or "lm_head" in name, f"{name} was not loaded"  # shared with the target
             continue
-        theirs = torch.cat([tensors[part] for part in expected.get(name, [name.removeprefix("model.")])])
-        assert torch.equal(parameter.data, theirs), name
+        exported = torch.cat([tensors[part] for part in expected.get(name, [name.removeprefix("model.")])])
+        assert torch.equal(parameter.data, exported), name
     return None, f"vllm {vllm.__version__}"
 
 
 def fill_with_nan(model: torch.nn.Module) -> None:
-    """Make what a loader misses visible: `torch.empty` might hold zeros."""
+    """Fill all parameters with NaN, so that a parameter which the loader misses is found."""
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
 
 
 def vllm_config(config: Any) -> SimpleNamespace:
-    """The part of a vLLM configuration that its draft models read."""
+    """Make the part of a vLLM configuration that vLLM's draft models read."""
     return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config)))
 
 
 @contextmanager
 def vllm_process() -> Iterator[Any]:
-    """One process as a tensor-parallel group, and a configuration that vLLM's layers read."""
+    """Context manager that sets up vLLM's process group, of one process, and yields the configuration in force."""
     from vllm import distributed
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
@@ -134,7 +136,7 @@ def vllm_process() -> Iterator[Any]:
 
 
 def modelopt(folder: Path) -> tuple[Tensor, str]:
-    """Convert the backbone in the folder by modelopt, and load the tensors of the heads strictly."""
+    """Convert the exported backbone with modelopt and load the export; return logits and modelopt's version."""
     import modelopt
     import modelopt.torch.speculative as mtsp
     from transformers import AutoModelForCausalLM
@@ -147,9 +149,7 @@ def modelopt(folder: Path) -> tuple[Tensor, str]:
     assert model.config.medusa == about
     fill_with_nan(model.medusa_heads)
     files = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
-    held: dict[str, Tensor] = {}
-    for name in sorted(set(files.values())):
-        held |= load_file(place / name)
+    held = {key: tensor for name in sorted(set(files.values())) for key, tensor in load_file(place / name).items()}
     assert set(held) == set(files)
     inside = {name for name in model.state_dict() if name.startswith("medusa_heads.")}
     assert {name for name in held if name.startswith("medusa_heads.")} == inside
@@ -160,12 +160,12 @@ def modelopt(folder: Path) -> tuple[Tensor, str]:
 
 
 def medusa_llm(folder: Path) -> tuple[Tensor, str]:
-    """Load by FasterDecoding's released class, which reads backbone and heads."""
+    """Load the export with FasterDecoding's released class; return the logits and both versions."""
     from importlib.metadata import version
 
     from medusa.model import medusa_model
 
-    # The class also loads the tokenizer. Its old tokenizers library cannot read today's files, and needs none here.
+    # The class also loads the tokenizer, which its old tokenizers library cannot read and this check does not need.
     medusa_model.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: None)
     model = medusa_model.MedusaModel.from_pretrained(str(folder / "original-v1"))
     hidden = load_file(folder / EXPECTED)["hidden"]
@@ -178,20 +178,20 @@ CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "modelopt": modelopt, "me
 
 
 def check(name: str, folder: Path) -> str:
-    """Compare the logits of a consumer with those that `write` kept; returns a line with its name and version.
+    """Compare the logits of the program `name` with those that `write` stored; return a line about the result.
 
     Raises:
         AssertionError: the logits differ."""
     logits, version = CONSUMERS[name](folder)
     if logits is None:
-        return f"{version}: every tensor where it belongs"
+        return f"{version}: every tensor was loaded"
     expected = load_file(folder / EXPECTED)["logits"]
     torch.testing.assert_close(logits.float(), expected, **TOLERANCE)
     return f"{version}: {len(logits)} heads, largest difference {(logits - expected).abs().max():.1e}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    # usage: a wrong request ends in one line, as in the scripts that import this package
+    # Without `usage`, argparse reports a wrong request in one line, as our other scripts do.
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,23 +1,23 @@
 """Draw the pictures of the documentation.
 
-    python scripts/draw.py kinds docs/images/kinds         what each kind of head reads, one picture a kind
-    python scripts/draw.py exactness docs/images           accepted and residual mass; draws on the demo backbone
+    python scripts/draw.py kinds docs/images/kinds         what each kind of head reads, one picture per kind
+    python scripts/draw.py exactness docs/images           rejection sampling, and an experiment of medusa verify
     medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --json b.json
     python scripts/draw.py benchmark b.json docs/images/benchmark.png
 
-The picture of a benchmark shows speed by method, the depth of accepted guesses, and where the time of a step goes.
-`medusa benchmark --report` makes a page of the same pictures and more.
+The picture of a benchmark shows the speed of each method, the depth of accepted guesses, and the time of each stage of
+a step. `medusa benchmark --report` writes a page with these and more pictures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -38,35 +38,14 @@ from script_tools import run_script, script_parser
 
 HEADS = (1, 2, 3)
 TOKENS = ("root", "guess 1", "guess 2")  # the tokens before those that the heads guess
-LABELS = {"h": "hidden\nstate", "text": "text\nbefore", "layer": "own\nlayer"}
-COLORS = {"h": "blue", "text": "plain", "layer": "violet"} | dict.fromkeys(TOKENS, "amber")
+PICTURES = yaml.safe_load(Path(__file__).with_name("draw_kinds.yaml").read_text(encoding="utf-8"))
+KINDS, LABELS, COLORS = PICTURES["kinds"], PICTURES["labels"], PICTURES["colors"]
 BOX = (0.62, 0.36)  # width and height
-KINDS = {  # arrows from box to box, where a number is a head; the caption
-    "medusa": ("h>1, h>2, h>3", "all heads start from the same hidden state"),
-    "cascade": ("h>1, 1>2, 2>3", "a head takes the output vector of the one before"),
-    "hydra": (
-        "h>1, h>2, h>3, root>1, root>2, root>3, guess 1>2, guess 1>3, guess 2>3",
-        "a head reads h and all tokens on the path before its own",
-    ),
-    "recurrent": (
-        "h>1, 1>2, 2>3, root>1, guess 1>2, guess 2>3",
-        "a head takes the one before's output and the token before its own",
-    ),
-    "eagle": (
-        "h>1, 1>2, 2>3, root>1, guess 1>2, guess 2>3, text>1, text>2, text>3",
-        "one layer for all steps, which looks back at the text and at its own path",
-    ),
-    "prefix": (
-        "text>layer, h>layer, layer>1, layer>2, layer>3",
-        "a decoder layer of the heads' own, before heads of any kind",
-    ),
-}
-BENDS = {"medusa": 0.3, "hydra": -0.22, "prefix": -0.3}  # of arrows that pass a head
 
 
 def draw_kind(kind: str) -> Figure:
-    """Draw inputs below, heads in the middle, guesses above."""
-    edges, caption = KINDS[kind]
+    """Draw what a kind of heads reads: inputs at the bottom, heads in the middle, guesses at the top."""
+    edges, caption = KINDS[kind]["arrows"], KINDS[kind]["caption"]
     arrows = [tuple(arrow.split(">")) for arrow in edges.split(", ")]
     figure = Figure(figsize=(plots.WIDTH, 2.5))
     axes = figure.subplots()
@@ -85,7 +64,7 @@ def draw_kind(kind: str) -> Figure:
         passes = start == "layer" or (start == "h" and end in ("2", "3"))
         style = {"arrowstyle": "-|>", "mutation_scale": 10, "color": INK["faint"], "linewidth": 1.1, "shrinkA": 1}
         style |= {"shrinkB": 1, "patchA": boxes[start], "patchB": boxes[end]}
-        style["connectionstyle"] = f"arc3,rad={BENDS.get(kind, 0.0) if passes else 0.0}"
+        style["connectionstyle"] = f"arc3,rad={KINDS[kind].get('bend', 0.0) if passes else 0.0}"
         axes.annotate("", xy=places[end], xytext=places[start], zorder=0, arrowprops=style)
     lowest = min(y for _, y in places.values())
     axes.set(xlim=(-0.5, len(HEADS) + shift + 0.5), ylim=(lowest - 0.8, 2.3))
@@ -96,7 +75,7 @@ def draw_kind(kind: str) -> Figure:
 
 
 def box(axes: Axes, name: str, label: str, place: tuple[float, float]) -> FancyBboxPatch:
-    """Draw a labelled box. Guesses, whose names end in a dot, get a label only."""
+    """Draw a labelled box at `place`; a guess, whose name ends in a dot, gets only a label."""
     (x, y), (width, height) = place, BOX
     is_guess = name.endswith(".")
     color = INK["paper" if is_guess else COLORS.get(name, "medusa")]
@@ -109,7 +88,7 @@ def box(axes: Axes, name: str, label: str, place: tuple[float, float]) -> FancyB
 
 
 def draw_residual() -> Figure:
-    """Draw two distributions over eight tokens: which part of the target is accepted, and which is residual."""
+    """Draw rejection sampling with target p and draft q over eight tokens: the accepted part and the residual."""
     tokens = ["the", "a", "his", "her", "one", "my", "no", "all"]
     p = torch.tensor([0.34, 0.22, 0.14, 0.10, 0.08, 0.06, 0.04, 0.02])
     q = torch.tensor([0.18, 0.36, 0.05, 0.20, 0.04, 0.10, 0.05, 0.02])
@@ -127,7 +106,7 @@ def draw_residual() -> Figure:
 
 
 def draw_experiment(line: int, draws: int) -> Figure:
-    """Draw the experiment of `medusa verify` for the prompt in this line of the package's prompts."""
+    """Draw the experiment of `medusa verify` with the shipped models; `line` chooses one of the shipped prompts."""
     loaded, heads = load_backbone("demo"), MedusaHeads.from_pretrained("demo")
     assert loaded.tokenizer is not None
     prompts = (ASSETS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -140,7 +119,7 @@ def draw_experiment(line: int, draws: int) -> Figure:
 
 
 def draw_benchmark(result: BenchmarkResult) -> Figure:
-    """Draw four panels, with the machine below them."""
+    """Draw speeds, speedups, accepted depths and step times of a benchmark, with the machine below them."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     panels = figure.subplots(2, 2)
     plots.rates(panels[0, 0], result.methods)
@@ -148,38 +127,31 @@ def draw_benchmark(result: BenchmarkResult) -> Figure:
     plots.depths(panels[1, 0], result.medusa)
     plots.stages(panels[1, 1], {name: of.step_ms for name, of in result.methods.items() if of.step_ms})
     machine, settings = result.machine, result.settings
-    figure.supxlabel(
-        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature "
-        f"{settings.temperature:g}, {settings.nodes} nodes; {machine.device}, {machine.threads} thread(s), "
-        f"{machine.dtype}, torch {machine.torch}",
-        fontsize=8,
-        color=INK["faint"],
-    )
+    note = f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
+    note += f"{settings.nodes} nodes; {machine.device}, {machine.threads} thread(s), {machine.dtype}, "
+    figure.supxlabel(f"{note}torch {machine.torch}", fontsize=8, color=INK["faint"])
     return figure
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write a figure to a file, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi, bbox_inches="tight")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     pictures = parser.add_subparsers(dest="picture", required=True)
-    pictures.add_parser("kinds").add_argument("folder", type=Path, help="where the PNG files go")
+    pictures.add_parser("kinds").add_argument("folder", type=Path, help="write a PNG file for each kind here")
     exactness = pictures.add_parser("exactness")
-    exactness.add_argument("folder", type=Path, help="where the two PNG files go")
+    exactness.add_argument("folder", type=Path, help="write two PNG files here")
     line_help = "line of the package's prompts (default: %(default)s)"
     exactness.add_argument("--prompt", type=int, choices=range(1, 25), default=2, metavar="N", help=line_help)
-    exactness.add_argument("--draws", type=int, default=1_000_000, help="default: %(default)s")
+    exactness.add_argument("--draws", type=int, default=1_000_000, help="sampled tokens (default: %(default)s)")
     benchmark = pictures.add_parser("benchmark")
     benchmark.add_argument("benchmark", type=Path, help="JSON of medusa benchmark")
     benchmark.add_argument("file", type=Path, help="PNG to write")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     match args.picture:
         case "kinds":
             for kind in KINDS:

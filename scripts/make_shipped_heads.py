@@ -1,9 +1,9 @@
-"""Make the heads that are shipped for the embedded backbone, from a text file of stories to `medusa/assets/heads`.
+"""Make the shipped heads of the embedded backbone from a text file of stories.
 
     python scripts/make_shipped_heads.py --data tinystories/train.txt --work runs/shipped --output medusa/assets/heads
 
-The first sentences of stories are the prompts. The backbone continues three quarters of them greedily and the others at
-temperature 0.7, and heads learn from that. Then the tree is grown on texts that took no part in the training.
+The prompts are the first sentences of stories. The backbone continues three quarters of them greedily and the others at
+temperature 0.7, and heads are trained on that text. Then the tree is grown on held-out texts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,16 +22,16 @@ from medusa.checkpoints.stored import PROVENANCE
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
-from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
-from script_tools import medusa, run_script, script_parser, write_jsonl
+from script_tools import medusa, read_documents, run_script, script_parser, write_jsonl
 
 SENTENCE = re.compile(r'.*?[.!?]["”]?(?=\s|$)', re.DOTALL)
 TEXTS = {"greedy": (3200, 0), "warm": (1024, 0.7), "held_out": (200, 0)}  # prompts, temperature
+TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 4e-3, "save_strategy": "no", "logging_steps": 100}
 
 
 def write_prompts(data: Path, work: Path) -> None:
-    """Write the first sentences of shuffled stories, a file for each of TEXTS."""
-    stories = [(record.text or "").strip() for record in read_records(str(data), separator=DOCUMENT_SEPARATOR)]
+    """Write the first sentences of shuffled stories as prompts, in one file for each entry of TEXTS."""
+    stories = read_documents(str(data))
     openings = [(match[0] if (match := SENTENCE.match(story)) else story[:80])[:200] for story in stories]
     random.Random(0).shuffle(openings)
     for name, (count, _) in TEXTS.items():
@@ -40,20 +39,8 @@ def write_prompts(data: Path, work: Path) -> None:
         openings = openings[count:]
 
 
-def recipe(text: Path, output: Path, minutes: float) -> dict[str, object]:
-    """The configuration of the training."""
-    training = {"max_minutes": minutes, "per_device_train_batch_size": 4, "learning_rate": 4e-3, "seed": 0}
-    return {
-        "backbone": "demo",
-        "data": {"path": str(text), "sequence_length": 256},
-        "output_dir": str(output),
-        "heads": {"num": 4},
-        "training": training | {"save_strategy": "no", "logging_steps": 100},
-    }
-
-
 def finish(folder: Path, held_out: Path, nodes: int) -> None:
-    """Grow the tree, and store weights in bfloat16, as those of the backbone."""
+    """Grow a tree of `nodes` nodes on the held-out texts, and store it with the heads, in bfloat16."""
     backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(folder)
     lines = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
     texts = [(line["input_ids"][: line["prompt_tokens"]], line["input_ids"][line["prompt_tokens"] :]) for line in lines]
@@ -63,7 +50,7 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
     heads.config.tree = [list(path) for path in tree.rank_paths]
     provenance = read_json(folder / PROVENANCE)
     provenance["command"] = "python scripts/make_shipped_heads.py"
-    config = provenance["config"]  # folders of this machine mean nothing elsewhere
+    config = provenance["config"]  # without the folders of this machine
     config["data"]["path"], config["output_dir"] = Path(config["data"]["path"]).name, Path(config["output_dir"]).name
     provenance["tree"] = {"nodes": nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
     heads.to(torch.bfloat16).save_pretrained(folder, provenance)
@@ -73,22 +60,28 @@ def finish(folder: Path, held_out: Path, nodes: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--data", required=True, type=Path, help="stories separated by lines <|endoftext|>")
-    parser.add_argument("--work", required=True, type=Path, help="folder for prompts, texts and checkpoints")
-    parser.add_argument("--output", required=True, type=Path, help="folder for the heads")
-    parser.add_argument("--minutes", type=float, default=30, help="of training (default: %(default)s)")
-    parser.add_argument("--nodes", type=int, default=8, help="of the tree (default: %(default)s)")
+    parser.add_argument("--work", required=True, type=Path, help="write prompts and texts here")
+    parser.add_argument("--output", required=True, type=Path, help="write the heads here")
+    parser.add_argument("--minutes", type=float, default=30, metavar="M", help="of training (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=8, metavar="N", help="nodes of the tree (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     text = args.work / "own_text"
     text.mkdir(parents=True, exist_ok=True)
     write_prompts(args.data, args.work)
     for name, (_, temperature) in TEXTS.items():
-        where = ["--prompts", args.work / f"{name}.jsonl", "--output", args.work / f"own_{name}.jsonl"]
+        output = args.work / "own_held_out.jsonl" if name == "held_out" else text / f"{name}.jsonl"
+        where = ["--prompts", args.work / f"{name}.jsonl", "--output", output]
         options = f"--temperature {temperature} --max-new-tokens 220 --batch-size 64 --threads {args.threads}"
         medusa(f"distill --backbone demo {options}", *where)
-    for name in ("greedy", "warm"):
-        shutil.copy(args.work / f"own_{name}.jsonl", text / f"{name}.jsonl")
-    write_json(args.work / "train.json", recipe(text, args.output, args.minutes))  # JSON is YAML
+    recipe = {
+        "backbone": "demo",
+        "data": {"path": str(text), "sequence_length": 256},
+        "output_dir": str(args.output),
+        "heads": {"num": 4},
+        "training": {"max_minutes": args.minutes, "seed": 0} | TRAINING,
+    }
+    write_json(args.work / "train.json", recipe)  # JSON is YAML
     medusa(f"train --threads {args.threads} --overwrite", args.work / "train.json")
     finish(args.output, args.work / "own_held_out.jsonl", args.nodes)
 

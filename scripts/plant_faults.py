@@ -1,10 +1,10 @@
-"""Plant small faults in a copy of the repository, one at a time, and run the tests that should catch them.
+"""Plant small faults in a copy of the repository, one at a time, and run the tests that should catch each of them.
 
     python scripts/plant_faults.py                             # all faults of scripts/faults.yaml
     python scripts/plant_faults.py --only "cache: *" --json faults.json
     python scripts/plant_faults.py --all-tests                 # the whole suite for each fault
 
-Exit status 1 if a fault passed unnoticed, or if a test fails without any fault.
+The exit status is 1 if no test caught a fault, or if a test fails without any fault.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -33,7 +34,7 @@ PASSED, FAILED = 0, 1  # pytest's exit statuses
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place in one file, and the tests that must notice it."""
+    """A fault: the text `old` of a file is replaced with `new`, and at least one of `tests` must fail."""
 
     name: str
     file: str
@@ -42,36 +43,35 @@ class Fault:
     tests: list[str]
 
     def plant(self, source: str) -> str:
-        """The file's text with the fault in it.
+        """Return the text of the file with the fault.
 
         Raises:
-            ValueError: the place is not there exactly once, or the changed file is not Python."""
+            ValueError: `old` is not in the file exactly once.
+            SyntaxError: the changed file is not Python."""
         if source.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} holds the place {source.count(self.old)} times, not once")
+            raise ValueError(f"{self.name}: {self.file} holds the text {source.count(self.old)} times, not once")
         changed = source.replace(self.old, self.new)
         compile(changed, self.file, "exec")
         return changed
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the tests said about one fault."""
+class Outcome(NamedTuple):
+    """Whether the tests caught a fault, and the first test that failed."""
 
     name: str
     file: str
     caught: bool
     test: str
-    """The first test that failed."""
     seconds: float
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
-    """The faults of a YAML file, in its order."""
+    """Read the faults of a YAML file, in its order."""
     return [Fault(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
 def copy_repository(source: Path, target: Path) -> None:
-    """Copy the files that git does not ignore, as they are in the working tree, and link the shared folder."""
+    """Copy the working tree without the files that git ignores, and link the folder `shared` next to it."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
@@ -84,7 +84,7 @@ def copy_repository(source: Path, target: Path) -> None:
 
 
 def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
-    """Run `tests` in `folder` until one fails; returns pytest's exit status and the last line of its summary."""
+    """Run `tests` in `folder` until one fails; return pytest's exit status and the name of the failed test."""
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-rfE", *tests]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
@@ -93,7 +93,7 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
 
 
 def try_fault(folder: Path, fault: Fault, all_tests: bool) -> Outcome:
-    """Plant `fault` in `folder`, run its tests, and put the file back.
+    """Plant `fault` in `folder`, run its tests, and restore the file.
 
     Raises:
         RuntimeError: the tests could not be run."""
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     caught = sum(outcome.caught for outcome in outcomes)
     print(f"{caught} of {len(outcomes)} faults were caught")
     if args.json:
-        write_json(args.json, {"caught": caught, "faults": [asdict(outcome) for outcome in outcomes]})
+        write_json(args.json, {"caught": caught, "faults": [outcome._asdict() for outcome in outcomes]})
     return 0 if caught == len(outcomes) else 1
 
 

@@ -1,16 +1,16 @@
-"""Compare recipes for heads of stories260K within the same CPU time, by tau on the original's 24 prompts.
+"""Compare training recipes for heads of stories260K within equal CPU time, by tau on the original's 24 prompts.
 
     python scripts/reproduce_stories260k.py --backbone B --reference stories260K_greedy.json --openings train.txt \\
         --output runs/s260k
 
-With `--kinds` heads of other kinds are compared by the same rules: `--recipes argmax-dpace --kinds paper medusa hydra
-recurrent+prefix --num-heads 6 --trees dynamic:64`; `--prompts` compares them on other prompts, for tuning.
+`--kinds` compares heads of other kinds by the same rules: `--recipes argmax-dpace --kinds paper medusa hydra
+recurrent+prefix --num-heads 6 --trees dynamic:64`. `--prompts` measures on other prompts, for tuning.
 
-For each seed the backbone continues openings of stories at three temperatures, heads are trained on that text by each
-recipe, and tau is measured with the tree mc_sim_7b_63. Writing, tokenising, the backbone's hidden states and training
-all count: `--minutes` of process time with one thread, start-up included. The recipes of a seed share its text, which
-is written once and counts for each. No training text shares a window of 32 tokens with the 24 prompts or with their
-greedy continuations, and no choice is made by looking at them.
+For each seed, the backbone continues the openings of stories at three temperatures, heads are trained on that text with
+each recipe, and tau is measured with the tree mc_sim_7b_63. `--minutes` limits the CPU time of one thread for all of
+it: generating text, tokenization, hidden states, training and start-up. The recipes of a seed share the generated text;
+its time counts for each of them. No training text shares a window of 32 tokens with the 24 prompts or with their greedy
+continuations, and these prompts influence no choice.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import random
 import resource
 import shutil
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.loading import load_tokenizer
-from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
-from script_tools import markdown_table, medusa, run_script, script_parser, write_jsonl
+from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_jsonl
 
 Row = dict[str, object]
 TREE = "mc_sim_7b_63"
-RECIPES: dict[str, Row] = {
-    "data": {"objective": "text", "head_weighting": "decay"},  # cross-entropy on stories that people wrote
-    "own": {"objective": "text", "head_weighting": "decay"},  # ... on the tokens of the backbone's own text
+RECIPES: dict[str, Row] = {  # "data" trains on stories that people wrote, the others on the backbone's own text
+    "data": {"objective": "text", "head_weighting": "decay"},
+    "own": {"objective": "text", "head_weighting": "decay"},
     "argmax": {"objective": "argmax", "head_weighting": "decay"},
     "argmax-dpace": {"objective": "argmax", "head_weighting": "dpace"},
     "distill": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "decay"},
     "distill-dpace": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "dpace"},
 }
 PAPER = {"kind": "medusa", "block": "square", "lm_head": "own"}  # one square block, as in published heads
-TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the own text; at 0 the exclusion drops half of it
+TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the backbone's own text; the exclusion drops half of that at 0
 OPENING = (6, 40)  # tokens
 NEW_TOKENS = 128
 START_UP = 50  # CPU seconds of `medusa train` that are not training: imports, reading, hidden states, saving
@@ -49,13 +49,13 @@ ONE_THREAD = "--threads 1 --quiet"
 
 
 def write_ids(path: Path, texts: Iterable[list[int]]) -> Path:
-    """Write texts as JSON Lines of ids."""
+    """Write texts as JSON Lines of ids, and return the path."""
     write_jsonl(path, ({"input_ids": ids} for ids in texts))
     return path
 
 
 def write_inputs(reference: Path, output: Path) -> tuple[Path, Path]:
-    """Write the prompts, and the texts that no training text may share a window with."""
+    """Write the prompts, and the texts that share no window with a training text; return both paths."""
     content = read_json(reference)
     continuations = next(iter(content["runs"].values()))["new_ids"]
     texts = [prompt + new for prompt, new in zip(content["prompts"], continuations, strict=True)]
@@ -63,9 +63,8 @@ def write_inputs(reference: Path, output: Path) -> tuple[Path, Path]:
 
 
 def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
-    """The beginnings of stories, of random lengths, in random order."""
-    tokenizer, draw = load_tokenizer(args.backbone), random.Random(seed)
-    stories = [(record.text or "").strip() for record in read_records(args.openings, separator=DOCUMENT_SEPARATOR)]
+    """Return the ids of story openings, of random lengths and in random order."""
+    tokenizer, draw, stories = load_tokenizer(args.backbone), random.Random(seed), read_documents(args.openings)
     draw.shuffle(stories)
     texts = [[tokenizer.bos_token_id, *tokenizer(s[:400], add_special_tokens=False)["input_ids"]] for s in stories]
     cut = [ids[: draw.randint(*OPENING)] for ids in texts if len(ids) >= OPENING[1]]
@@ -73,10 +72,12 @@ def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
 
 
 def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
-    """The backbone's own text of a seed, written unless it exists, and its CPU seconds."""
+    """Return the folder with the backbone's own text for a seed, and the CPU seconds that it took.
+
+    The text is generated unless the folder exists."""
     place = args.output / f"seed{seed}"
-    folder, told = place / "text", place / "text_seconds.json"
-    if not told.is_file():
+    folder, cost = place / "text", place / "text_seconds.json"
+    if not cost.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         start, prompts = cpu_seconds(), openings(args, seed)
         for temperature, share in TEMPERATURES.items():
@@ -86,12 +87,12 @@ def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
             options = f"--max-new-tokens {NEW_TOKENS} --ignore-eos --batch-size 128 --temperature {temperature}"
             where = ["--backbone", args.backbone, "--prompts", source, "--output", folder / f"{temperature}.jsonl"]
             medusa(f"distill {ONE_THREAD} --overwrite --seed {1000003 * seed} {options}", *where)
-        write_json(told, cpu_seconds() - start)
-    return folder, read_json(told)
+        write_json(cost, cpu_seconds() - start)
+    return folder, read_json(cost)
 
 
 def heads_of(kind: str, num: int) -> Row:
-    """The configuration that `--kinds` means by a name."""
+    """Return the configuration of `num` heads of a kind as `--kinds` names it."""
     name, _, prefix = kind.partition("+")
     if prefix not in ("", "prefix"):
         raise RequestError(f"--kinds {kind}: only +prefix can be added to a kind")
@@ -99,18 +100,14 @@ def heads_of(kind: str, num: int) -> Row:
 
 
 def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: Path, excluded: Path) -> Row:
-    """Train heads into `folder`, and say what they cost."""
+    """Train heads into `folder`; return their cost: CPU minutes, steps, and minutes of generating text."""
     folder.mkdir(parents=True, exist_ok=True)
-    data: Row = {"path": args.openings, "max_examples": args.texts // 2}
-    written = 0.0
-    if recipe != "data":
-        text, written = own_text(args, seed)
-        data = {"path": str(text)}
-    seconds = 60 * args.minutes - written - START_UP
+    text, written = (None, 0.0) if recipe == "data" else own_text(args, seed)
+    data: Row = {"path": str(text)} if text else {"path": args.openings, "max_examples": args.texts // 2}
+    limit = 60 * args.minutes
+    seconds = limit - written - START_UP
     if seconds <= 0:
-        raise RequestError(
-            f"writing took {written:.0f} s of {60 * args.minutes:.0f}; give more --minutes, less --texts"
-        )
+        raise RequestError(f"generating text took {written:.0f} s of {limit:.0f}; give more --minutes, less --texts")
     training = {"max_cpu_minutes": seconds / 60, "per_device_train_batch_size": 4, "bf16": True, "seed": seed}
     config = {
         "backbone": args.backbone,
@@ -118,7 +115,7 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
         "output_dir": str(folder / "heads"),
         "heads": heads_of(kind, args.num_heads),
         "cache_features": True,
-        "device": "cpu",  # bf16 asks whether that is meant
+        "device": "cpu",  # must be explicit with bf16
         "training": training | {"logging_steps": 500, "save_strategy": "no"} | RECIPES[recipe],
     }
     write_json(folder / "train.json", config)  # JSON is YAML
@@ -131,18 +128,20 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
 
 
 def measure(args: argparse.Namespace, folder: Path, tree: str, prompts: Path) -> float:
-    """tau on the prompts."""
+    """Generate text after the prompts with the heads in `folder`, and return tau."""
     result = folder / f"generated_{prompts.stem}_{tree.replace(':', '_')}.json"
     options = f"--tree {tree} --max-new-tokens 128 --ignore-eos"
     where = ["--backbone", args.backbone, "--heads", folder / "heads", "--prompts", prompts, "--json", result]
     medusa(f"generate {ONE_THREAD} {options}", *where)
     results = read_json(result)["results"]
-    # Lengths cut at 128 tokens and a last root that needs no forward both count against tau here.
+    # The cut at 128 tokens and the last root, which needs no forward, both lower tau here.
     return round(sum(len(entry["new_ids"]) for entry in results) / sum(entry["steps"] for entry in results), 4)
 
 
 def run(args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Path, excluded: Path) -> list[Row]:
-    """One recipe and kind with one seed, a row for each tree. The results of earlier calls are read, not made again."""
+    """Train and measure heads of one recipe, kind and seed; return a row for each tree.
+
+    Heads that an earlier call trained are not trained again."""
     folder = args.output / f"seed{seed}" / (recipe if kind == "medusa" else f"{recipe}-{kind}")
     if not (folder / "cost.json").is_file():
         write_json(folder / "cost.json", train(args, recipe, kind, seed, folder, excluded))
@@ -152,19 +151,19 @@ def run(args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Pa
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and all finished children."""
+    """Return the CPU time of this process and of its finished children, in seconds."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The median tau over the seeds, for each recipe, kind of heads and tree."""
-    grouped: dict[tuple[object, ...], list[Row]] = {}
+    """Tabulate the median tau over the seeds for each recipe, kind of heads and tree."""
+    grouped: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        grouped.setdefault((row["recipe"], row["kind"], row["tree"]), []).append(row)
+        grouped[row["recipe"], row["kind"], row["tree"]].append(row)
     lines = []
-    for key, mine in grouped.items():
-        taus, longest = [row["tau"] for row in mine], max(row["cpu_minutes"] for row in mine)
+    for key, group in grouped.items():
+        taus, longest = [row["tau"] for row in group], max(row["cpu_minutes"] for row in group)
         each = ", ".join(f"{tau:.3f}" for tau in taus)
         lines.append([*key, f"{statistics.median(taus):.3f}", each, f"at most {longest:.2f}"])
     return markdown_table(["recipe", "heads", "tree", "tau", "of each seed", "CPU minutes"], lines)
@@ -174,11 +173,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--backbone", required=True, help="the folder of stories260K")
     parser.add_argument("--reference", required=True, type=Path, help="prompts and greedy ids of the original (JSON)")
-    parser.add_argument("--openings", required=True, help="stories whose beginnings the backbone continues (.txt)")
-    parser.add_argument("--output", required=True, type=Path, help="a folder; results that it holds are not made again")
+    parser.add_argument("--openings", required=True, help="stories whose openings the backbone continues (.txt)")
+    parser.add_argument("--output", required=True, type=Path, help="write here; heads that exist are kept")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    kinds_help = "of heads, or paper; +prefix adds prefix layers"
-    parser.add_argument("--kinds", nargs="+", default=["medusa"], help=kinds_help)
+    parser.add_argument("--kinds", nargs="+", default=["medusa"], help="or paper; +prefix adds a prefix layer")
     parser.add_argument("--num-heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--trees", nargs="+", default=[TREE], help="for measuring tau (default: %(default)s)")
     parser.add_argument("--prompts", type=Path, help="JSON Lines to measure tau on, instead of the reference's 24")

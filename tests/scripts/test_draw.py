@@ -29,7 +29,7 @@ def test_the_picture_contains_the_figures_of_the_json() -> None:
 def test_a_picture_of_each_kind(kind: str) -> None:
     (axes,) = draw.draw_kind(kind).axes
     shown = {text.get_text() for text in axes.texts}
-    assert {draw.KINDS[kind][1], "guess 1", "guess 2", "guess 3"} <= shown
+    assert {draw.KINDS[kind]["caption"], "guess 1", "guess 2", "guess 3"} <= shown
 
 
 def test_the_pictures_of_exactness(tmp_path: Path) -> None:
