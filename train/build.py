@@ -17,7 +17,7 @@ from train.check import check
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, load_dataset
 from train.data.streaming import StreamedDataset
-from train.features.dataset import Features, recorded
+from train.features.dataset import Features, open_features
 from train.features.files import is_features
 from train.frequent_tokens import most_frequent
 from train.heads import new_heads, require_same_heads
@@ -61,7 +61,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     reading = (loaded.tokenizer, backbone.vocab_size, backbone.context)
     dataset: Rows
     if is_features(config.data.path):
-        dataset = recorded(Path(config.data.path), config.data.sequence_length, backbone)
+        dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
     else:
         dataset = load_dataset(config.data, *reading, arguments.seed)
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)

@@ -47,20 +47,20 @@ class GuessCounts:
         self.chained = torch.zeros(num_heads, dtype=torch.float64)  # those of them where this head is right, too
         self.walks = torch.zeros(2, dtype=torch.float64)  # numbers of accepted guesses and of positions
 
-    def add(self, ranks: Tensor, taught: Tensor) -> None:
+    def add(self, ranks: Tensor, labelled: Tensor) -> None:
         """Add the guesses at P positions to the counts.
 
         Conditional accuracies and tau count only positions where all heads have a label.
 
         Args:
             ranks: [K, P] rank of each label among its head's guesses (`label_ranks`).
-            taught: [K, P] True where the head has a label.
+            labelled: [K, P] True where the head has a label.
         """
-        ranks, taught = ranks.cpu(), taught.cpu()
+        ranks, labelled = ranks.cpu(), labelled.cpu()
         for rank in range(max(TOPS)):
-            self.hits[:, rank] += ((ranks == rank) & taught).sum(1)
-        self.labels += taught.sum(1)
-        whole = ranks[:, taught.all(0)]
+            self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)
+        self.labels += labelled.sum(1)
+        whole = ranks[:, labelled.all(0)]
         right = (whole == 0).long().cumprod(0)  # where this head and all earlier ones are right
         self.given += torch.cat([torch.ones_like(right[:1]), right[:-1]]).sum(1)
         self.chained += right.sum(1)

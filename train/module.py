@@ -22,7 +22,7 @@ from train.loss.teacher import BackboneTeacher, backbone_choices
 from train.regularization import with_noise, with_own_guesses
 
 
-class Taught(NamedTuple):
+class LabelledPositions(NamedTuple):
     """The inputs and targets of the heads at the R positions of a batch at which they have labels."""
 
     inputs: HeadInputs
@@ -62,18 +62,18 @@ class HeadsOnBackbone(nn.Module):
 
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Compute the losses of all heads on a batch (`train.data.packing.Batch`)."""
-        inputs, labels, teacher = self.taught(**batch)
+        inputs, labels, teacher = self.labelled_positions(**batch)
         settings = (self.weighting, teacher, self.args.loss_backend)
         return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
 
-    def taught(
+    def labelled_positions(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         document_ids: Tensor,
         loss_mask: Tensor,
         hidden: Tensor | None = None,
-    ) -> Taught:
+    ) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the R positions of a batch at which head 0 has a label.
 
         Args:
@@ -107,7 +107,7 @@ class HeadsOnBackbone(nn.Module):
             ids = with_own_guesses(self.heads, backbone, inputs, ids, self.scheduled_sampling)
             with torch.no_grad():
                 inputs = inputs._replace(following=backbone.embed(ids).to(inputs.hidden))
-        return Taught(inputs, labels[:, places], teacher)
+        return LabelledPositions(inputs, labels[:, places], teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the backbone's hidden states [B, T, H] from token ids and positions [B, T].

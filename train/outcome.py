@@ -8,7 +8,7 @@ from pathlib import Path
 from medusa.memory import bytes_of, peak_memory
 from train.callbacks import top1_shares
 from train.checkpoints import size_on_disk, whole_checkpoints
-from train.medusa2.perplexity import Quality
+from train.medusa2.perplexity import Perplexities
 from train.trainer import MedusaTrainer
 
 
@@ -30,11 +30,11 @@ class RunFigures:
     `None` if the run has written no checkpoint."""
     heads: dict[str, float]
     """Each head's loss and top-1 accuracy in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
-    quality: Quality | None
+    perplexities: Perplexities | None
     """Perplexities of an adapted backbone before and after training; `None` without an adapter."""
 
     @classmethod
-    def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], quality: Quality | None) -> RunFigures:
+    def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], perplexities: Perplexities | None) -> RunFigures:
         """Collect the figures of a finished run from its trainer and from the `metrics` that training returned."""
         last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
         saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
@@ -47,7 +47,7 @@ class RunFigures:
             heads_bytes=bytes_of(trainer.heads),
             checkpoint_bytes=size_on_disk(saved[-1]) if saved else None,
             heads={key: value for key, value in last.items() if key.startswith("head")},
-            quality=quality,
+            perplexities=perplexities,
         )
 
     @property
@@ -57,9 +57,9 @@ class RunFigures:
 
     def to_dict(self) -> dict[str, object]:
         """The figures as one flat JSON object."""
-        figures = {name: value for name, value in vars(self).items() if name not in ("heads", "quality")}
-        if self.quality is not None:
-            figures |= {"perplexity_before": self.quality.before, "perplexity_after": self.quality.after}
+        figures = {name: value for name, value in vars(self).items() if name not in ("heads", "perplexities")}
+        if self.perplexities is not None:
+            figures |= {"perplexity_before": self.perplexities.before, "perplexity_after": self.perplexities.after}
         return figures | self.heads
 
     def __str__(self) -> str:

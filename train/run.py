@@ -32,7 +32,7 @@ from train.features.cache import FeatureCache
 from train.features.plan import FeaturePlan
 from train.heads import describe
 from train.medusa2.adapter import write_merged
-from train.medusa2.perplexity import Quality, quality
+from train.medusa2.perplexity import Perplexities, measure_perplexities
 from train.outcome import RunFigures
 from train.trainer import MedusaTrainer
 
@@ -69,7 +69,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
             _cache_features(_feature_cache(run, run.dataset), trainer, overwrite, quiet)
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        figures = RunFigures.of(trainer, outcome.metrics, _quality(run))
+        figures = RunFigures.of(trainer, outcome.metrics, _perplexities(run))
         trainer.provenance |= {"data": run.dataset.counts.to_dict(), "result": figures.to_dict()}
         trainer.save_model()
         if config.adapter is not None and config.adapter.merge and first:
@@ -124,13 +124,13 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
     trainer.train_dataset = cache.read()
 
 
-def _quality(run: LoadedRun) -> Quality | None:
+def _perplexities(run: LoadedRun) -> Perplexities | None:
     """Measure and print the backbone's perplexity without and with its adapter. Return `None` if it has no adapter."""
     adapter, rows = run.config.adapter, run.quality_rows
     if adapter is None:
         return None
     assert not isinstance(rows, StreamedDataset)  # the recipe's validation forbids a stream here
-    found = quality(Backbone(run.loaded.model), rows)
+    found = measure_perplexities(Backbone(run.loaded.model), rows)
     say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
     return found
 

@@ -229,9 +229,9 @@ class MedusaTrainer(Trainer):
         batch = self._prepare_inputs(inputs)
         if "hidden" not in batch:
             batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
-        taught = self.trained.taught(**batch)
-        ranks = label_ranks(self.backbone, self.heads, taught.inputs, taught.labels)
-        self._guesses.add(ranks, taught.labels != IGNORE)
+        labelled = self.trained.labelled_positions(**batch)
+        ranks = label_ranks(self.backbone, self.heads, labelled.inputs, labelled.labels)
+        self._guesses.add(ranks, labelled.labels != IGNORE)
         return self.compute_loss(model, batch).detach(), None, None
 
     def _guess_figures(self) -> dict[str, float]:

@@ -476,7 +476,7 @@ def test_unusable_training_data_is_rejected(
         ('{"text": ""}\n', "dropped: 1 empty (first: "),
         (
             '{"input_ids": [1, 2], "prompt_tokens": 2}\n',
-            "d.jsonl:1); heads are taught texts and what an assistant says",
+            "d.jsonl:1); heads learn from texts and from what an assistant says",
         ),
     ],
 )

@@ -32,11 +32,11 @@ from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.heads import new_heads
 from train.loss.labels import IGNORE, NEXT, head_labels
-from train.medusa2.adapter import adapt, untouched
+from train.medusa2.adapter import adapt, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, tilt_towards
 from train.medusa2.module import HeadsAndAdapter
 from train.medusa2.perplexity import perplexity
-from train.medusa2.schedule import heads_weight
+from train.medusa2.schedule import lambda_0_at
 from train.recipe import parse_recipe
 from train.run import train
 
@@ -141,7 +141,7 @@ def test_the_first_stage_equals_medusa_1(recipe: Any, tmp_path: Path) -> None:
 )
 def test_lambda_0_rises_from_where_the_backbone_joins(schedule: str, at: list[float]) -> None:
     config = AdapterConfig(schedule=schedule, lambda_0=0.2, heads_first=0.5)
-    assert [heads_weight(config, progress) for progress in (0.4, 0.5, 0.75, 1.0)] == pytest.approx(at)
+    assert [lambda_0_at(config, progress) for progress in (0.4, 0.5, 0.75, 1.0)] == pytest.approx(at)
 
 
 def test_lambda_0_scales_only_the_backbones_gradient(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_the_teacher_is_the_untouched_backbone(llama: Any) -> None:
             torch.nn.init.normal_(parameter)
     ids = torch.tensor([random_ids(9)])
     model.train()
-    with torch.no_grad(), untouched(model):
+    with torch.no_grad(), adapter_disabled(model):
         assert torch.equal(model(ids).logits, llama(ids).logits)
     assert model.training
     assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "lora_" in name)

@@ -76,7 +76,7 @@ def test_noise_is_uniform_at_the_scale_of_each_state() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_is_added_only_to_head_inputs_in_training(kind: str) -> None:
     plain, noisy = on_backbone(kind), on_backbone(kind, hidden_noise=0.1, objective="distill")
-    expected, found = plain.train().taught(**batch()), noisy.train().taught(**batch())
+    expected, found = plain.train().labelled_positions(**batch()), noisy.train().labelled_positions(**batch())
     assert not torch.equal(found.inputs.hidden, expected.inputs.hidden)
     torch.testing.assert_close(
         found.inputs.hidden, expected.inputs.hidden, rtol=0, atol=float(0.11 * expected.inputs.hidden.abs().max())
@@ -84,7 +84,10 @@ def test_noise_is_added_only_to_head_inputs_in_training(kind: str) -> None:
     assert found.teacher is not None
     clean = noisy.states(batch()["input_ids"], batch()["position_ids"]).flatten(0, 1)
     assert torch.equal(found.teacher.hidden, clean), "the teacher speaks from what the backbone said"
-    assert torch.equal(noisy.eval().taught(**batch()).inputs.hidden, plain.eval().taught(**batch()).inputs.hidden)
+    assert torch.equal(
+        noisy.eval().labelled_positions(**batch()).inputs.hidden,
+        plain.eval().labelled_positions(**batch()).inputs.hidden,
+    )
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ def test_a_head_reads_the_guess_of_the_previous_head(kind: str) -> None:
     module.scheduled_sampling = 1.0
     backbone, inputs = module.backbone, batch()
     hidden = module.states(inputs["input_ids"], inputs["position_ids"])
-    rows = module.taught(**inputs).inputs.following
+    rows = module.labelled_positions(**inputs).inputs.following
     assert rows is not None
     where = [(row, at) for row in range(2) for at in range(40 - 2)]  # positions with a label for head 0
     assert len(where) == len(rows)
@@ -156,20 +159,20 @@ def test_scheduled_sampling_applies_only_in_training() -> None:
     assert not (changed & ~wrong).any()
     assert abs(float(changed[wrong].float().mean()) - 0.3) < 0.03  # 4000 draws: sigma is 0.007
     module.scheduled_sampling = 0.3
-    before = module.eval().taught(**batch()).inputs.following
+    before = module.eval().labelled_positions(**batch()).inputs.following
     module.scheduled_sampling = 0.0
-    assert torch.equal(before, module.taught(**batch()).inputs.following)
+    assert torch.equal(before, module.labelled_positions(**batch()).inputs.following)
 
 
 def test_the_probability_of_own_guesses_rises_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    ours = HeadsOnBackbone.taught
+    ours = HeadsOnBackbone.labelled_positions
 
     def watched(self: HeadsOnBackbone, *args: Any, **kwargs: Any) -> Any:
         seen.append(self.scheduled_sampling)
         return ours(self, *args, **kwargs)
 
-    monkeypatch.setattr(HeadsOnBackbone, "taught", watched)
+    monkeypatch.setattr(HeadsOnBackbone, "labelled_positions", watched)
     trainer(tmp_path, "recurrent", scheduled_sampling=0.6, save_strategy="no").train()
     assert seen == pytest.approx([0.6 * step / STEPS for step in range(STEPS)])
 

@@ -31,8 +31,8 @@ class PackedDataset(Dataset[Batch]):
         rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
         nothing = torch.empty(0, sequence_length, dtype=torch.int32)
-        self.input_ids, taught, self.document_ids = columns or [nothing] * 3
-        self.loss_mask = taught.bool()
+        self.input_ids, loss_mask, self.document_ids = columns or [nothing] * 3
+        self.loss_mask = loss_mask.bool()
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -65,7 +65,7 @@ def load_dataset(
     dataset = PackedDataset(reader.read(counts), length, whole, counts)
     if not counts.taught:
         raise RequestError(
-            f"nothing to train on in {config.path}: {counts}; heads are taught texts and what an assistant says"
+            f"nothing to train on in {config.path}: {counts}; heads learn from texts and from what an assistant says"
         )
     return dataset
 

@@ -20,7 +20,7 @@ class Example(NamedTuple):
     """File and line from which the document was read."""
 
     @property
-    def is_taught(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether any head has a label in this document. The first two tokens are no head's label."""
         return any(self.loss_mask[FIRST_OFFSET:])
 

@@ -49,7 +49,7 @@ class ExampleReader:
             if too_long and self.config.long_documents == "truncate":
                 ids, mask, where = example
                 example = Example(ids[: self.row_length], mask[: self.row_length], where)
-                reason = reason or (None if example.is_taught else "with nothing taught within a row")
+                reason = reason or (None if example.has_labels else "with nothing taught within a row")
             if reason:
                 counts.drop(reason, record.where)
                 continue
@@ -61,7 +61,7 @@ class ExampleReader:
             return "empty"
         if record.messages is not None and not any(message["role"] == "assistant" for message in record.messages):
             return "without an assistant turn"
-        if not example.is_taught:
+        if not example.has_labels:
             return "with nothing to teach"
         if self.excluded and not self.excluded.isdisjoint(_windows(example.input_ids, self.config.exclude_window)):
             return "shared with the excluded text"
@@ -83,8 +83,8 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
         RequestError: the record is text but there is no tokenizer, or the assistant's turns cannot be found.
     """
     if record.input_ids is not None:
-        taught = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
-        return Example(record.input_ids, taught, record.where)
+        loss_mask = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
+        return Example(record.input_ids, loss_mask, record.where)
     if tokenizer is None:
         raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
     if record.messages is not None:

@@ -51,15 +51,15 @@ class Features(Dataset[Batch]):
         if path not in self._open:  # opened on first use: a file handle cannot be sent to data loader workers
             self._open[path] = safe_open(path, framework="pt").get_slice("hidden")
         hidden = self._open[path][start : start + self.row_length]
-        ids, documents, taught = (self.tokens[shard][name][start : start + self.row_length] for name in PER_TOKEN)
-        row = padded(torch.stack([ids, taught.int(), documents]), self.row_length)
+        ids, documents, mask = (self.tokens[shard][name][start : start + self.row_length] for name in PER_TOKEN)
+        row = padded(torch.stack([ids, mask.int(), documents]), self.row_length)
         return as_item(*row) | {"hidden": F.pad(hidden, (0, 0, 0, self.row_length - len(hidden)))}
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": {}}
 
 
-def recorded(folder: Path, row_length: int, backbone: Backbone) -> Features:
+def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features:
     """Open a folder of features as training data for heads on `backbone`.
 
     Raises:

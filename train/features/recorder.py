@@ -70,9 +70,9 @@ class Recorder:
         """
         ids = torch.tensor(input_ids, dtype=torch.int32)
         states = F.pad(hidden.detach().to("cpu", self.dtype), (0, 0, 0, len(ids) - len(hidden)))
-        taught = torch.arange(len(ids)) >= prompt_tokens
+        mask = torch.arange(len(ids)) >= prompt_tokens
         documents = torch.full_like(ids, len(self._texts))
-        self._texts.append({"hidden": states, "input_ids": ids, "document_ids": documents, "loss_mask": taught})
+        self._texts.append({"hidden": states, "input_ids": ids, "document_ids": documents, "loss_mask": mask})
         if sum(text["hidden"].nbytes for text in self._texts) >= files.SHARD_BYTES:
             self.flush()
 

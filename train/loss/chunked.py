@@ -102,12 +102,12 @@ def _chunk(
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
         logits += bias_V
-    taught = target_KC != IGNORE
+    labelled = target_KC != IGNORE
     at_label, cross_entropy, correct = [], [], []
     for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # head by head, to use less memory
         log_p = logits[head].log_softmax(-1)
         found = log_p.gather(1, target)[:, 0]
-        correct.append(((log_p.argmax(-1) == target[:, 0]) & taught[head]).sum())
+        correct.append(((log_p.argmax(-1) == target[:, 0]) & labelled[head]).sum())
         at_label.append(found)
         gradient = torch.exp(log_p, out=logits[head])
         if soft is None:
@@ -120,7 +120,7 @@ def _chunk(
             del wanted
         del log_p
     entropies = torch.stack(cross_entropy)
-    weights = weighting(torch.stack(at_label).exp(), taught) * mean_KC
+    weights = weighting(torch.stack(at_label).exp(), labelled) * mean_KC
     if grad_x is not None or grad_weight is not None:
         gradient_KCV = logits.to(matrix.dtype)
         if grad_x is not None:

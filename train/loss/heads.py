@@ -94,11 +94,11 @@ def head_losses_plain(
     else:
         soft, which, places = teacher.targets(slice(None), labels)
         cross_entropy = -(soft[which] * log_p).sum(-1)
-    taught, count = places != IGNORE, (labels != IGNORE).sum(1)
-    mean = taught / count.clamp_min(1)[:, None]
+    labelled, count = places != IGNORE, (labels != IGNORE).sum(1)
+    mean = labelled / count.clamp_min(1)[:, None]
     probability = log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0].exp()
-    objective = (cross_entropy * weighting(probability, taught) * mean).sum(1)
-    correct = ((log_p.argmax(-1) == places) & taught).sum(1)
+    objective = (cross_entropy * weighting(probability, labelled) * mean).sum(1)
+    correct = ((log_p.argmax(-1) == places) & labelled).sum(1)
     return HeadLosses(objective, (cross_entropy * mean).sum(1).detach(), correct, count)
 
 

@@ -37,6 +37,6 @@ def head_labels(
         offset = head + first
         if offset >= length:
             break
-        taught = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
-        labels[head, :, :-offset] = torch.where(taught, input_ids[:, offset:], IGNORE)
+        labelled = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
+        labels[head, :, :-offset] = torch.where(labelled, input_ids[:, offset:], IGNORE)
     return labels

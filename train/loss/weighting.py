@@ -35,18 +35,18 @@ class Weighting:
     decay: float = DECAY
     smoothing: float = 0.5
 
-    def __call__(self, probability: Tensor, taught: Tensor) -> Tensor:
+    def __call__(self, probability: Tensor, labelled: Tensor) -> Tensor:
         """Compute the loss weights [K, C], which carry no gradient.
 
         Args:
             probability: [K, C] probability that each head gives to its label.
-            taught: [K, C] True where the head has a label.
+            labelled: [K, C] True where the head has a label.
         """
         if self.kind == "decay":
-            return head_weights(len(taught), self.decay).to(probability.device)[:, None] * taught
-        lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * taught
+            return head_weights(len(labelled), self.decay).to(probability.device)[:, None] * labelled
+        lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * labelled
         gains = lifted.cumprod(0)  # probability that heads 0 to i are all right
-        return gains.flip(0).cumsum(0).flip(0) * taught
+        return gains.flip(0).cumsum(0).flip(0) * labelled
 
 
 def head_weights(num_heads: int, decay: float) -> Tensor:

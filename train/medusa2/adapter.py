@@ -45,7 +45,7 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 
 @contextlib.contextmanager
-def untouched(model: PreTrainedModel) -> Iterator[None]:
+def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
     """Context manager in which `model` computes what it did before `adapt`: adapter and dropout are off."""
     training = model.training
     model.eval()

@@ -76,7 +76,7 @@ def lm_loss(
 
 @torch.no_grad()
 def tilt_towards(
-    heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, taught: Tensor
+    heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, labelled: Tensor
 ) -> Tilt:
     """Make the tilt of the teacher towards the first head's predictions.
 
@@ -86,18 +86,18 @@ def tilt_towards(
         exponent: exponent of the prediction (`teacher_tilt`).
         hidden: [B, T, H] hidden states of the adapted backbone.
         batch: the rows.
-        taught: [B, T] True at the M positions.
+        labelled: [B, T] True at the M positions.
     """
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
     training = heads.training
     heads.eval()  # without dropout, as in decoding
-    features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[taught]
+    features = F.pad(heads.features(inputs, 1)[0], (0, 0, 1, 0))[labelled]
     heads.train(training)
     if heads.lm_heads is None:
         features = features.to(next(lm_head.parameters()).dtype)
-    known = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0))[taught]
+    known = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0))[labelled]
     exponents = exponent * known.float()[:, None]
 
     def gain(rows: slice) -> Tensor:

@@ -17,7 +17,7 @@ from medusa.heads.independent import MedusaHeads
 from train.arguments import MedusaTrainingArguments
 from train.loss.heads import HeadLosses
 from train.loss.labels import IGNORE, NEXT, head_labels
-from train.medusa2.adapter import untouched
+from train.medusa2.adapter import adapter_disabled
 from train.medusa2.lm_loss import lm_loss, tilt_towards
 from train.module import HeadsOnBackbone
 
@@ -63,7 +63,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
-            with torch.no_grad(), untouched(self.adapted):
+            with torch.no_grad(), adapter_disabled(self.adapted):
                 hidden = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
         if not self.joint:
             assert hidden is not None
@@ -71,13 +71,13 @@ class HeadsAndAdapter(HeadsOnBackbone):
             return JointLosses(super().forward(**batch, hidden=hidden), nothing, nothing)
         adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
         labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
-        taught = labels != IGNORE
+        labelled = labels != IGNORE
         teacher = tilt = None
         if hidden is not None and self.lm_loss == "kl":
-            teacher = hidden[taught].to(adapted.dtype)
+            teacher = hidden[labelled].to(adapted.dtype)
             if self.teacher_tilt:
-                tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, taught)
-        lm = lm_loss(backbone.head, adapted[taught], labels[taught], teacher, tilt)
+                tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, labelled)
+        lm = lm_loss(backbone.head, adapted[labelled], labels[labelled], teacher, tilt)
         still = adapted.detach()
         for_heads = still + self.lambda_0 * (adapted - still)  # the same values, with lambda_0 times the gradient
-        return JointLosses(super().forward(**batch, hidden=for_heads), lm, taught.sum())
+        return JointLosses(super().forward(**batch, hidden=for_heads), lm, labelled.sum())

@@ -12,13 +12,13 @@ from medusa.backbone import Backbone
 from train.data.datasets import PackedDataset
 from train.features.dataset import Features
 from train.loss.labels import IGNORE, NEXT, head_labels
-from train.medusa2.adapter import untouched
+from train.medusa2.adapter import adapter_disabled
 from train.medusa2.lm_loss import lm_loss
 
 QUALITY_ROWS = 64  # number of rows on which the perplexity is measured
 
 
-class Quality(NamedTuple):
+class Perplexities(NamedTuple):
     """Perplexities of the original backbone (before) and of the adapted one (after) on the same rows."""
 
     before: float
@@ -28,12 +28,12 @@ class Quality(NamedTuple):
         return f"{self.before:.3f} before, {self.after:.3f} after ({self.after / self.before - 1:+.2%})"
 
 
-def quality(backbone: Backbone, rows: PackedDataset | Features) -> Quality:
+def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> Perplexities:
     """Measure the perplexity of an adapted backbone on the same rows with its adapter off and on."""
     backbone.model.eval()
-    with untouched(backbone.model):
+    with adapter_disabled(backbone.model):
         before = perplexity(backbone, rows)
-    return Quality(before, perplexity(backbone, rows))
+    return Perplexities(before, perplexity(backbone, rows))
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: i
         batch = {name: tensor.to(backbone.device) for name, tensor in default_collate(picked).items()}
         hidden = backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
-        taught = labels != IGNORE
-        mean = lm_loss(backbone.head, hidden[taught], labels[taught], None)
-        total, count = total + float(mean) * int(taught.sum()), count + int(taught.sum())
+        labelled = labels != IGNORE
+        mean = lm_loss(backbone.head, hidden[labelled], labels[labelled], None)
+        total, count = total + float(mean) * int(labelled.sum()), count + int(labelled.sum())
     return math.exp(total / max(count, 1))

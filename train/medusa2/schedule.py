@@ -7,7 +7,7 @@ import math
 from train.config import AdapterConfig
 
 
-def risen(config: AdapterConfig, progress: float) -> float | None:
+def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
     """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done.
 
     It is `None` at the start of the run, while only the heads learn.
@@ -18,10 +18,10 @@ def risen(config: AdapterConfig, progress: float) -> float | None:
     return {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}[config.schedule]
 
 
-def heads_weight(config: AdapterConfig, progress: float) -> float:
+def lambda_0_at(config: AdapterConfig, progress: float) -> float:
     """The value of lambda_0 when a share `progress` of the run is done.
 
     It is 1 while only the heads learn, because their loss is then the only one.
     """
-    share = risen(config, progress)
+    share = schedule_factor(config, progress)
     return 1.0 if share is None else config.lambda_0 * share

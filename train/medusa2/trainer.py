@@ -19,7 +19,7 @@ from train.data.packing import Batch
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS
 from train.medusa2.module import HeadsAndAdapter, JointLosses
-from train.medusa2.schedule import heads_weight, risen
+from train.medusa2.schedule import lambda_0_at, schedule_factor
 from train.trainer import MedusaTrainer
 
 HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (paper, section 3)
@@ -50,9 +50,9 @@ class Medusa2Trainer(MedusaTrainer):
 
     def begin_step(self, progress: float) -> None:
         super().begin_step(progress)
-        share = risen(self.adapter, progress)
+        share = schedule_factor(self.adapter, progress)
         self.trained.joint = share is not None
-        self.trained.lambda_0 = heads_weight(self.adapter, progress)
+        self.trained.lambda_0 = lambda_0_at(self.adapter, progress)
         self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (share or 0.0)
 
     def label_counts(self, batch: Batch) -> Tensor:
@@ -76,7 +76,7 @@ class Medusa2Trainer(MedusaTrainer):
         """Figures of the heads for the log, with the mean LM loss in nats and the current lambda_0."""
         loss, _, labels = sums[:, -1].tolist()
         lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
-        return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": heads_weight(self.adapter, self.progress())}
+        return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimiser, with a learning rate of its own for the adapter.
