@@ -84,13 +84,13 @@ def run(options: ExportOptions) -> None:
     with replacing_folder(place) as folder:
         written = write(Export(heads, name, folder, place, lm_head, facts))
         if not load(folder).is_same(written.heads):
-            raise RunError("the written weights differ when they are read again; nothing was kept")
+            raise RunError("read again, the exported weights differ from the heads; no files were kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     about = {"format": options.to, "folder": options.out, "files": files}
     options.output.write(about | {"serve": written.serve, "lost": written.lost, "notes": written.notes})
     lines = [f"{place}:", *(f"  {name}  {readable(size)}" for name, size in files.items())]
-    lines += ["read again: the same weights, bit for bit", f"serve:  {written.serve}", f"lost there:  {written.lost}"]
+    lines += ["read again: the same weights, bit for bit", f"serve:  {written.serve}", f"limitations:  {written.lost}"]
     for line in [*lines, *(f"note:  {note}" for note in written.notes)]:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -70,7 +70,7 @@ class Server:
             served = [str(entry["id"]) for entry in self._ask("/models", None, attempts=1)["data"]]
         except (ServerError, KeyError, TypeError) as error:
             raise RequestError(
-                f"no OpenAI-compatible server at {self.url} ({error}); start it, or give --model"
+                f"no OpenAI-compatible server at {self.url} ({error}); start one, or name its model with --model"
             ) from None
         if len(served) != 1:
             raise RequestError(f"{self.url} serves {', '.join(served) or 'no model'}; choose one with --model")
