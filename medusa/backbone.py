@@ -39,8 +39,8 @@ class Backbone:
     """A causal LM of transformers that returns hidden states and logits.
 
     In most models the logits are `lm_head(base(x))` bit for bit, so that they can be computed for selected positions
-    only. A forward over four tokens tests this once for each model. Other models (Cohere, Gemma-2, MiniCPM3) scale or
-    cap in between. They run completely, and a hook records the input of the LM head.
+    only. A forward over four tokens tests this once for each model. Other models also scale or cap logits or hidden
+    states (Cohere, Gemma-2, MiniCPM3). They run completely, and a hook records the input of the LM head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -77,7 +77,7 @@ class Backbone:
 
     @cached_property
     def rope_boundary(self) -> int | None:
-        """The number of tokens after which `longrope` changes all rotations; `None` without longrope."""
+        """The length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
         return longrope_boundary(self.model)
 
     @property

@@ -41,11 +41,11 @@ class Fingerprint(TypedDict, total=False):
 class PrefixSizes(TypedDict):
     """The sizes of prefix layers (`medusa.heads.prefix`)."""
 
-    heads: int  # attention heads
+    heads: int  # the number of attention heads
     key_value_heads: int
-    width: int  # of the hidden layer of the MLP
-    eps: float  # of all norms
-    base: float  # of the rotary embeddings
+    width: int  # the size of the MLP's hidden layer
+    eps: float  # the epsilon of all norms
+    base: float  # the base of the rotary embeddings
     norm: bool  # whether a norm follows the last layer, as in Hydra++
 
 

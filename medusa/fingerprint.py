@@ -16,10 +16,10 @@ SAMPLES = 64
 
 
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
-    """Return the fingerprint of a backbone: its name and up to 64 weights, selected by hashes of the parameters' names.
+    """Return the fingerprint of a backbone: name, revision, dtype and class, and up to 64 of its weights.
 
-    The weights differ between a model and its fine-tuned versions. In contrast to a hash of all bytes, they change only
-    slightly with the dtype.
+    Hashes of the parameters' names select the weights. These differ between a model and its fine-tuned versions. In
+    contrast to a hash of all bytes, they change only slightly with the dtype.
     """
     values = []
     names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")
@@ -46,7 +46,7 @@ def embedding_sample(weight: Tensor) -> list[float]:
 
 
 def heads_fingerprint(heads: nn.Module) -> str:
-    """Return a hash of the heads: of up to 16 values of each parameter."""
+    """Return a hash of up to 16 values of each parameter of the heads."""
     flat = [parameter.detach().flatten() for parameter in heads.parameters()]
     some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
     return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]

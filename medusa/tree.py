@@ -116,9 +116,8 @@ class Tree:
         if not widths or min(widths) < 1:
             raise RequestError(f"topk:{','.join(map(str, widths))} is no tree; give a width of 1 or more per head")
         size = 1 + sum(accumulate(widths, operator.mul))
-        _require_size(
-            size, f"topk:{','.join(map(str, widths))}"
-        )  # before a tree such as topk:100,100,100 fills the memory
+        # Checked first, because a tree such as topk:100,100,100 would fill the memory.
+        _require_size(size, f"topk:{','.join(map(str, widths))}")
         levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
         return cls.from_paths(chain.from_iterable(levels))
 
@@ -232,7 +231,7 @@ def load_tree(spec: str, num_heads: int) -> Tree:
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:
-    """Parse the numbers in a tree's description, such as 3,3,2 in `topk:3,3,2`; raise RequestError if wrong."""
+    """Parse the numbers in a tree's description, such as 3,3,2 in `topk:3,3,2`; raise RequestError for other text."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -30,10 +30,9 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """Return the number of tokens after which `longrope` changes the rotations of all positions; `None` without it.
+    """Return the length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models.
 
-    RoPE scaling of type `dynamic` changes the rotations, too, but only after the end of the context, where decoding
-    stops.
+    Scaling of type `dynamic` changes all rotations, too, but only after the end of the context, where decoding stops.
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}

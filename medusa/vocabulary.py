@@ -27,9 +27,10 @@ _ROWS = weakref.WeakKeyDictionary()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
-    """Return the LM head for heads that share the backbone's: all its rows, or the rows of the heads' vocabulary.
+    """Return the function that computes logits for heads that share the backbone's LM head.
 
-    The returned function maps features [..., H] to logits [..., V] or [..., N], in the dtype of the LM head's weights.
+    It maps features [..., H] to logits [..., V], in the dtype of the LM head's weights. For heads with a reduced
+    vocabulary it uses only the rows of their tokens, and the logits are [..., N].
     """
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head

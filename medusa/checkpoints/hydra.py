@@ -70,9 +70,8 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
         else:
             wanted[names[module][0]] = tensor
     require_exactly({name: tensors[name] for name in tensors if name not in LEFT_OUT}, wanted, source)
-    found = {
-        module: tensors[name].clone() for module, (name, *_) in names.items()
-    }  # cloned, so that blocks do not share weights
+    # Cloned, so that blocks do not share weights.
+    found = {module: tensors[name].clone() for module, (name, *_) in names.items()}
     found["lm_heads"] = torch.stack([tensors[name] for name in names["lm_heads"]]).transpose(1, 2).contiguous()
     found["lm_biases"] = torch.stack([tensors[name] for name in names["lm_biases"]])
     return Checkpoint(config, found)

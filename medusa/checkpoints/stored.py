@@ -143,7 +143,7 @@ def _damage_reported(path: Path) -> Iterator[None]:
 
 
 def _unpickled(path: Path) -> object:
-    """Load a pickled file. A file of a whole model is mapped into memory if possible, instead of read."""
+    """Load a pickled file. A file of a whole model is memory-mapped if possible."""
     if path.suffix == ".bin":
         with contextlib.suppress(RuntimeError):  # files from before PyTorch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -59,7 +59,7 @@ class Written:
 
 
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
-    """Check that the format `name` can hold the heads: only independent heads with the paper's blocks ("square").
+    """Check that the heads are independent and have square blocks (those of the Medusa paper), as the format requires.
 
     Args:
         config: the config of the heads.
@@ -67,7 +67,7 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
         kinds: the setting that the error message recommends for heads of another kind.
 
     Raises:
-        RequestError: heads of another kind, other blocks, prefix layers or a reduced vocabulary.
+        RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
     """
     for wrong, way_out in {
         f"kind {config.kind}": kinds if config.kind != "medusa" else None,

@@ -20,7 +20,7 @@ FORMER_NAMES = ("embed_out.weight",)
 
 
 def with_own_lm_heads(export: Export) -> Checkpoint:
-    """Return the heads with an LM head each. Heads that share the backbone's LM head get copies of it in their dtype.
+    """Return the heads with an LM head each. If heads share the backbone's LM head, they get copies of it.
 
     Raises:
         RequestError: the heads do not fit the LM head of the backbone.

@@ -15,7 +15,7 @@ def write(export: Export) -> Written:
     Every written head has an LM head. The tree is needed twice: to build the engine and to run it.
 
     Raises:
-        RequestError: heads of another kind, other blocks, prefix layers or a reduced vocabulary.
+        RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
     """
     require_square(export.heads.config, "tensorrt-llm")
     heads = with_own_lm_heads(export)

@@ -14,7 +14,7 @@ def write(export: Export) -> Written:
     and start without them.
 
     Raises:
-        RequestError: heads of another kind, other blocks, prefix layers or a reduced vocabulary.
+        RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
     """
     heads = export.heads
     require_square(heads.config, "tgi")

@@ -21,7 +21,7 @@ def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
 
 
 def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor:
-    """Count the drafted tokens that a decoding step at each position would accept: [P].
+    """Count the drafted tokens that a decoding step at each of P positions would accept: [P].
 
     Args:
         tree: the tree with all nodes that can be drafted.
@@ -29,7 +29,7 @@ def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor
         drafted: [P, N] indices of the nodes that are drafted at each position; by default all nodes of the tree.
     """
     nodes, beyond = tree.num_nodes, tree.max_rank + 1
-    # child[node, rank] is a node or -1. The last column and the last row contain only -1, so that every walk ends.
+    # child[node, rank]: the child with this rank, or -1. The last row and column are all -1, so that every walk ends.
     child = torch.full((nodes + 1, beyond + 1), -1)
     child[tree.parent[1:], tree.rank[1:]] = torch.arange(1, nodes)
     is_drafted = torch.ones(len(ranks), nodes + 1, dtype=torch.bool)

@@ -127,7 +127,7 @@ class MedusaHeads(PretrainedHeads):
             input_ids: [B, T or more] token ids of the texts. They can continue after the last hidden state.
             embed: the function from token ids to the backbone's input embeddings (`Backbone.embed`).
             position_ids, document_ids: [B, T]; by default each row is one document that starts at position 0.
-            place: [R] indices of the wanted positions in the flattened [B * T]; by default all positions, as [B, T].
+            place: [R] indices of the selected positions in the flattened [B * T]; by default all positions, as [B, T].
             num_heads: the number of heads that will run; all heads by default.
         """
         hidden = hidden.to(self.device, self.dtype)
@@ -184,8 +184,14 @@ class MedusaHeads(PretrainedHeads):
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
-        """Compute the logits [k, ..., V] of the first k = `num_heads` heads (all by default) at positions [...].
+        """Compute the logits of heads at positions [...].
 
-        With a reduced `vocabulary` the logits are [k, ..., N]. `lm_head` is described in `logits`.
+        Args:
+            inputs: the inputs of the heads at these positions.
+            lm_head: the backbone's LM head, from `medusa.vocabulary.lm_head_for`; needed with `lm_head: shared`.
+            num_heads: the number k of heads to run, from the first; all heads by default.
+
+        Returns:
+            Logits [k, ..., V], or [k, ..., N] with a reduced `vocabulary` of N tokens.
         """
         return self.logits(self.features(inputs, num_heads), lm_head)

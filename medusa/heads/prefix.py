@@ -46,10 +46,9 @@ class Prefix(nn.Module):
         self.head_size, self.base = size // heads, sizes["base"]
         self.norm = LlamaRMSNorm(size, sizes["eps"]) if sizes["norm"] else nn.Identity()
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(config.prefix_layers))
+        # These matrices write to the residual stream. With zeros, the layers start as the identity.
         for name, parameter in self.layers.named_parameters():
-            if name.endswith(
-                ("o_proj.weight", "down_proj.weight")
-            ):  # they write to the residual stream, so the layer starts as the identity
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:

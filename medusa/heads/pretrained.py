@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PretrainedHeads(nn.Module):
-    """Heads with a config and a provenance, which can be loaded, saved and published. Each kind adds its modules."""
+    """The base class of all heads, which loads, saves and publishes them. Each kind of heads adds its modules."""
 
     def __init__(self, config: MedusaConfig) -> None:
         """Store the config; the subclass adds the modules."""
@@ -67,7 +67,7 @@ class PretrainedHeads(nn.Module):
 
         Args:
             name_or_path: a folder, a Hub id such as `org/heads`, or `demo` for the heads that come with the package.
-            dtype, device: by default the dtype of the file, on the CPU.
+            dtype, device: the dtype and device of the heads; by default the dtype in the file, on the CPU.
             hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
 
         Raises:
