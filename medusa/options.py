@@ -60,7 +60,8 @@ class Options:
     """Base class of dataclasses whose fields are options. Each value is checked when an instance is made.
 
     Raises:
-        OptionError: the value of an option is invalid."""
+        OptionError: the value of an option is invalid.
+    """
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -75,7 +76,8 @@ class LoadOptions(Options):
     """Options for loading a backbone.
 
     Raises:
-        RequestError: a value is invalid, or this machine does not have the device."""
+        RequestError: a value is invalid, or this machine does not have the device.
+    """
 
     dtype: str | None = option(
         None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
