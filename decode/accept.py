@@ -1,7 +1,7 @@
 """Acceptance: which drafted tokens stay, given the target after each node of the draft.
 
-Every rule walks from the root to deeper nodes, and accepts a node only together with all its ancestors. Padding is
-never looked at. docs/exactness.md has the proofs. A walk asks for the target only at the nodes that it reaches, for all
+Every rule walks from the root, the token that is already decided, to deeper nodes, and accepts a node only together with
+its ancestors. docs/exactness.md has the proofs. A walk asks for the target only at the nodes that it reaches, for all
 rows at one depth together. Rows may share a context, so that a million rows can walk over one forward of the backbone.
 
 Shapes: B rows, R of them still walking, N nodes, M distributions that these R rows share, V vocabulary, D the depth,
@@ -34,7 +34,7 @@ class Truncation(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """The accepted path of each row of a batch, and the token that follows it."""
+    """The accepted path of nodes in each row of a batch, and the token that follows the path (the next root)."""
 
     path: Tensor
     """[B, D + 1] accepted nodes from the root on, padded with -1."""
@@ -151,11 +151,11 @@ class TreeWalk:
 
     @property
     def nodes(self) -> Tensor:
-        """[R] the node that each unfinished row has reached."""
+        """[R] the current node of each unfinished row."""
         return self.end[self.rows]
 
     def children(self) -> Tensor:
-        """[R, C] the children of the reached nodes that may be accepted, in order, padded with -1."""
+        """[R, C] the children of the current nodes that may be accepted, in order, padded with -1."""
         topology = self.draft.topology
         children = topology.at(topology.children, self.rows, self.nodes)
         if self.depth_limit is None:
@@ -163,14 +163,14 @@ class TreeWalk:
         return torch.where(self.depth_limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
-        """[R] for each unfinished row, the child that holds its `token` [R]; -1 if no child does."""
+        """Find the child of each row's current node that holds `token` [R]; returns nodes [R], -1 if no child does."""
         children = self.children()
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
         match = (held == token[:, None].to(held.device)) & (children >= 0)
         return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
 
     def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Move each row to its `child` [R]. Rows with -1 end, and `token` holds their next roots."""
+        """Move each unfinished row to the node `child` [R]; a row with -1 ends with its next root from `token`."""
         ends = child < 0
         self.root[self.rows[ends]] = token.to(self.root.device)
         self.rows = self.rows[~ends]

@@ -1,6 +1,7 @@
 """The decoding loop: after the prefill, every step proposes, verifies, accepts and compacts.
 
 Eager, plain and compiled decoding share `run`, the loop over the rows of a batch. `TreeStepper` is one eager step.
+The root of a draft is the token that is already decided, but not yet read by the backbone.
 
 Shapes: B rows, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 """
@@ -244,9 +245,9 @@ def scores_after(
 
 
 def pack(draft: Draft, accepted: Acceptance) -> Tensor:
-    """Pack the length of each row's path, its next root and its ids into one tensor [B, D + 3], for one transfer.
+    """Pack each row's path length, next root and token ids of the path into [B, D + 3], for one copy to the host.
 
-    A path's padding repeats the root."""
+    Shorter paths are padded with their root."""
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
     return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
 

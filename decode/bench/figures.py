@@ -197,7 +197,7 @@ class BenchmarkResult:
 
     @property
     def medusa(self) -> MethodFigures:
-        """The figures of decoding with the drafter under test."""
+        """The measured figures of decoding with the drafter that the benchmark tests."""
         return self.methods["medusa"]
 
     def to_json(self) -> dict[str, object]:

@@ -132,7 +132,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 
 
 class Regions(list[tuple[Key, Region]]):
-    """The regions of a model that no session is using, the latest last. A copy of the model has none (`__reduce__`)."""
+    """The compiled regions of a model that no session uses now, the latest last. A copy of the model has none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class FixedSampler:
         return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Process logits [X, V] into the target's scores [X, V]; the processors read no ids, so they get zeros."""
+        """Apply the target's processors to logits [X, V] of X positions; they read no ids, so zeros are passed."""
         ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
         scores = cast(Tensor, self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float())))
         if self.truncation is not None:

@@ -104,7 +104,7 @@ class MixDrafter:
         self.parts, self.num_nodes = parts, num_nodes
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Propose the union of the parts' drafts; if only one part has guesses and they fit, its draft is unchanged."""
+        """Propose the union of the mixed drafters' drafts; if only one of them has guesses, its draft is unchanged."""
         drafts = [part.propose(frontier) for part in self.parts]
         filled = [draft for draft in drafts if draft.topology.num_nodes > 1] or drafts[:1]
         fits = len(filled) == 1 and filled[0].topology.num_nodes <= self.num_nodes
