@@ -1,6 +1,6 @@
 """Acceptance: which drafted tokens stay, given the target after each node of the draft.
 
-Every rule walks from the root, the token that is already decided, to deeper nodes, and accepts a node only together with
+Every rule walks from the root, the token that is already decided, to deeper nodes. It accepts a node only together with
 its ancestors. docs/exactness.md has the proofs. A walk asks for the target only at the nodes that it reaches, for all
 rows at one depth together. Rows may share a context, so that a million rows can walk over one forward of the backbone.
 
