@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from decode import steps
-from decode.bench.methods import left_padded
-from decode.loop import Step
+from decode.bench.methods import medusa_method, transformers_method
+from decode.settings import Settings
 from decode.tree_check import TreeCheck, check_tree_forward
 from medusa import RequestError, Tree
 from medusa.backbone import Backbone, require_tree_support
@@ -138,24 +137,17 @@ def compare_texts(model: PreTrainedModel) -> tuple[bool, float]:
 
     Returns:
         Whether all texts are equal, and the tokens per step (tau)."""
-    backbone, generator = Backbone(model), torch.Generator().manual_seed(1)
+    settings, generator = Settings(max_new_tokens=NEW), torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     heads = random_heads(model, TREE.max_depth, std=0.3)
-    prompts = [torch.randint(VOCAB, (1, length), generator=generator) for length in PROMPTS]
-    options = {"max_new_tokens": NEW, "do_sample": False}
-    plain = [model.generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in prompts]
-    runs = [list(steps(model, heads, ids, tree=TREE, **options)) for ids in prompts]
-    same = all(text_of(run, 0) == text for run, text in zip(runs, plain, strict=True))
-    if backbone.rope_boundary is None:  # longrope rotates all rows of a batch alike, so batches are refused
-        batch = left_padded([ids[0].tolist() for ids in prompts], model.device)
-        together = list(steps(model, heads, tree=TREE, **batch, **options))
-        same &= all(text_of(together, row) == text for row, text in enumerate(plain))
-    return same, len(PROMPTS) * NEW / sum(map(len, runs))
-
-
-def text_of(run: Sequence[Step], row: int) -> list[int]:
-    """Join the new ids of one row of the batch from all steps of a run."""
-    return [token for step in run for token in step.ids.get(row, [])]
+    plain, ours = transformers_method(model, settings), medusa_method(model, heads, settings, tree=TREE)
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in PROMPTS]
+    expected = [plain([ids])[0].new_ids for ids in prompts]
+    alone = [ours([ids])[0] for ids in prompts]
+    same = [result.new_ids for result in alone] == expected
+    if Backbone(model).rope_boundary is None:  # longrope rotates all rows of a batch alike, so batches are refused
+        same &= [result.new_ids for result in ours(prompts)] == expected
+    return same, len(PROMPTS) * NEW / sum(len(result.step_lengths) for result in alone)
 
 
 def versions() -> str:

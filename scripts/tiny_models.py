@@ -1,4 +1,4 @@
-"""Models and heads with random weights: of many architectures and tiny, for check_architectures.py and the tests."""
+"""Tiny models of many architectures, and heads, with random weights; for check_architectures.py and the tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tiny_model(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> Any:
-    """Make a random model of the architecture `name`, small enough for thousands of forwards."""
+    """Make a random model of an architecture; `name` is one of architectures.yaml, `overrides` change it."""
     settings = COMMON | (SUPPORTED | REFUSED)[name] | overrides
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name.split(",")[0], **settings)
@@ -38,7 +38,7 @@ def tiny_model(
 
 
 def random_heads(model: PreTrainedModel, num_heads: int, std: float, **settings: Any) -> MedusaHeads:
-    """Make heads for a model with normal weights of this deviation."""
+    """Make heads for a model; their weights are normal with mean 0 and standard deviation `std`."""
     backbone = Backbone(model)
     heads = MedusaHeads.from_config(MedusaConfig(backbone.hidden_size, backbone.vocab_size, num_heads, **settings))
     for parameter in heads.parameters():
