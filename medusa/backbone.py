@@ -1,4 +1,4 @@
-"""The backbone: a wrapper that gives hidden states and logits of a pretrained causal LM of transformers.
+"""The backbone: a wrapper that computes hidden states and logits with a pretrained causal LM of transformers.
 
 The model is neither copied nor modified.
 
@@ -23,7 +23,7 @@ from medusa.errors import RequestError
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
 REREADS = {"phi3", "phimoe", "phi4_multimodal"}
-"""Model types whose `prepare_inputs_for_generation` drops the KV cache at the boundary of longrope."""
+"""Model types whose `generate` drops the KV cache once, at the length at which `longrope` changes all rotations."""
 
 
 class Readout(NamedTuple):

@@ -21,7 +21,7 @@ from medusa.tree import Tree, named_trees
 MODEL_WEIGHTS = "model.safetensors"
 """The file of weights that vLLM and SGLang load."""
 CHOICES, MAX_CHOICES = "medusa_choices.json", 63
-"""The file of the tree for TensorRT-LLM, and the most nodes (without the root) that its engine allows."""
+"""The file of the tree for TensorRT-LLM, and the largest number of nodes without the root that its engine allows."""
 FALLBACK_TREE = "mc_sim_7b_63"
 """The name of the tree that is written for heads without a tree of their own."""
 

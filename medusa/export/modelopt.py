@@ -17,7 +17,7 @@ from medusa.files import read_json, write_json
 HEADS_WEIGHTS = "model-medusa-heads.safetensors"
 """The file of the heads' weights."""
 WHOLE, FIRST = "model.safetensors", "model-00001-of-00002.safetensors"
-"""The usual name of a single file of weights, and its new name: a loader would take WHOLE for the complete model."""
+"""A file named `WHOLE` is renamed to `FIRST`, because a loader would read only the file `WHOLE` and no heads."""
 
 
 def write(export: Export) -> Written:

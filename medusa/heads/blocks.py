@@ -50,7 +50,7 @@ class MLPBlock(nn.Module):
 
 
 STACKED_BLOCKS: dict[str, type[SquareBlock] | type[MLPBlock]] = {"square": SquareBlock, "mlp": MLPBlock}
-"""The block of independent heads by its name in the config."""
+"""The classes of blocks of independent heads, by the name of the block in the config."""
 
 
 class Stack(nn.Module):
