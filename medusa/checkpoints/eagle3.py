@@ -78,7 +78,9 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:
-        raise RequestError(f"{source} has an LM head of its own; heads of this kind here share the backbone's")
+        raise RequestError(
+            f"{source} has an LM head of its own; only layers that use the backbone's LM head can be loaded"
+        )
     vocabulary = {}
     if "d2t" in tensors:
         offsets = tensors.pop("d2t").to(torch.int64)
@@ -99,7 +101,9 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     expected = attention_heads(size)
     for key in ("num_attention_heads", "num_key_value_heads"):
         if published.get(key) != expected:
-            raise RequestError(f"{source}: its {key} is {published.get(key)}; heads of this size here have {expected}")
+            raise RequestError(
+                f"{source}: its {key} is {published.get(key)}; it must be {expected} for this hidden size"
+            )
     found = {module: tensors[name] for module, name in NAMES.items()}
     found["pair.weight"] = torch.cat([tensors[name] for name in PAIR_PARTS]).roll(size, dims=1)
     return Checkpoint(config, found | vocabulary).require_complete(source)
@@ -109,8 +113,8 @@ def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
     """Raise RequestError if the layer reads several hidden states, has other constants, or lacks a tensor."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         raise RequestError(
-            f"{source} reads hidden states of several layers (fc); heads here read the last one "
-            "(eagle_config.use_aux_hidden_state false)"
+            f"{source} reads hidden states of several layers (fc); only layers that read the last hidden state can be "
+            "loaded (eagle_config.use_aux_hidden_state: false)"
         )
     rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
     for key, value, wanted in (

@@ -140,5 +140,5 @@ def _from_own_format(tensors: Tensors, published: Json, source: str) -> Checkpoi
     try:
         config = MedusaConfig.from_dict(published)
     except TypeError:
-        raise RequestError(f"{source}: its {CONFIG} does not say what these heads are") from None
+        raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded") from None
     return Checkpoint(config, tensors).require_complete(source)

@@ -52,7 +52,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     if arch not in ARCHITECTURES:
         raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only {' and '.join(ARCHITECTURES)} can be loaded")
     if offset != 0:
-        raise RequestError(f"{source}: hidden_state_offset is {offset}; heads here read the last hidden state (0)")
+        raise RequestError(f"{source}: hidden_state_offset is {offset}; only 0, the last hidden state, can be loaded")
     config, blocks, suffix = _shapes(tensors, source)
     base = published.get("base_model_name_or_path")
     backbone: Fingerprint = {"name": base}
@@ -95,7 +95,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
     first = tensors[f"hydra_mlp.0.{blocks[0]}.linear.weight"]
     if first.ndim == 2 and first.shape[0] == first.shape[1]:
         raise RequestError(
-            f"{source}: its heads see no tokens (grounded_heads: false), so they are not Hydra's; they cannot be loaded"
+            f"{source}: its heads do not read tokens (grounded_heads: false); only Hydra heads, which do, can be loaded"
         )
     lm_head = next((match for match in map(LM_HEAD.fullmatch, tensors) if match is not None), None)
     if lm_head is None:
@@ -117,7 +117,7 @@ def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
     """Return the sizes of the prefix layer, which are those of a layer of the backbone, from the backbone's config."""
-    need = f"{source}: its prefix layer is made as the backbone's config says"
+    need = f"{source}: the sizes of its prefix layer are in the backbone's config"
     way_out = "name a folder or Hub id that has it as base_model_name_or_path in the heads' config.json"
     if not base:
         raise RequestError(f"{need}; {way_out}")
@@ -127,7 +127,9 @@ def _prefix(base: str | None, source: str) -> PrefixSizes:
         raise RequestError(f"{need} ({error}); {way_out}") from None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default" or getattr(config, "hidden_act", "silu") != "silu":
-        raise RequestError(f"{source}: its prefix layer is a Llama's with plain rotations and SiLU; {base} has others")
+        raise RequestError(
+            f"{source}: its prefix layer needs a backbone with default RoPE and SiLU, and {base} has others"
+        )
     return {
         "heads": config.num_attention_heads,
         "key_value_heads": config.num_key_value_heads,

@@ -51,8 +51,8 @@ class Stored(Mapping[str, Tensor]):
             names = stored._names(path)
             if twice := next((name for name in names if name in stored), None):
                 raise RequestError(
-                    f"{stored.places[twice]} and {path.name} both hold {twice}, as files for several GPUs do; "
-                    "convert for one"
+                    f"{stored.places[twice]} and {path.name} both hold {twice}, as if split for several GPUs; "
+                    "merge them into one checkpoint"
                 )
             stored.places |= dict.fromkeys(names, path)
         return stored

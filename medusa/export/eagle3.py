@@ -37,7 +37,7 @@ def write_eagle3(export: Export, name: str) -> None:
         )
     backbone = load_config(export.backbone).get_text_config(decoder=True)
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
-        raise RequestError(f"these heads are not of {export.backbone}, which has other sizes; name their own backbone")
+        raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")
     tensors = to_eagle3(heads)
     if config.vocabulary is not None:
         tokens = heads.tensors["vocabulary"]

@@ -32,7 +32,7 @@ def with_own_lm_heads(export: Export) -> Checkpoint:
     if weight.shape[1] != config.hidden_size or config.vocab_size not in (None, len(weight)):
         raise RequestError(
             f"these heads are for {config.vocab_size or 'any number of'} tokens and hidden size {config.hidden_size}, "
-            f"the LM head of {export.backbone} for {len(weight)} and {weight.shape[1]}; name their own backbone"
+            f"the LM head of {export.backbone} for {len(weight)} and {weight.shape[1]}; name the right backbone"
         )
     copies = weight.T.to(heads.dtype).expand(config.num_heads, -1, -1).contiguous()
     own = replace(config, lm_head="own", vocab_size=len(weight))

@@ -37,7 +37,7 @@ def write(export: Export) -> Written:
     stored = Stored.of_model(base) if base.is_dir() else None
     if stored is None or {path.suffix for path in stored.paths} != {".safetensors"}:
         raise RequestError(
-            f"modelopt holds the backbone, too: --backbone must be a folder with its safetensors, and {base} is not"
+            f"modelopt includes the backbone: --backbone must be a local folder with safetensors, and {base} is not"
         )
     heads = with_own_lm_heads(export)
     left_out = {CONFIG, PROVENANCE, INDICES[0], f"{WHOLE}.index.json", *HEADS_FILES}

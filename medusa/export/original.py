@@ -25,8 +25,8 @@ def write(export: Export) -> Written:
     for module, tensor in tensors.items():
         if module.startswith("blocks.") and not torch.equal(tensor, tensors[f"blocks.0.{module.split('.')[2]}"]):
             raise RequestError(
-                f"{name} cannot hold heads of {config.num_layers} different blocks: its loader would take "
-                "one for all; train them with heads.layers=1"
+                f"{name} cannot hold heads of {config.num_layers} different blocks: its loader would use "
+                "one block for all; train them with heads.layers=1"
             )
     heads = with_own_lm_heads(export)
     # Cloned, because torch.save would store the weights of all heads for each view of them.

@@ -56,7 +56,7 @@ class MedusaHeads(PretrainedHeads):
         self.lm_heads: nn.Parameter | None = None
         if config.lm_head == "own":
             if config.vocab_size is None:
-                raise RequestError("heads with LM heads of their own need heads.vocab_size; give the backbone's")
+                raise RequestError("heads.lm_head=own needs heads.vocab_size; give the backbone's vocabulary size")
             # [K, H, V]: on a CPU, a batched product with [K, V, H] is 2.6 times slower at one position.
             tokens = config.draft_vocab_size(config.vocab_size)
             self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, tokens))
@@ -84,7 +84,7 @@ class MedusaHeads(PretrainedHeads):
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
             raise RequestError(
-                f"training.dropout: heads of kind {self.config.kind} have no block to drop; leave it out"
+                f"training.dropout: heads of kind {self.config.kind} have no block with dropout; leave it out"
             )
         for module in found:
             module.p = rate

@@ -35,8 +35,8 @@ class Continuation:
         boundary = longrope_boundary(model)
         require(
             boundary is None or not prompt.shape[1] <= boundary < self.limit,
-            f"longrope rotates a text differently once it passes {boundary} tokens, and a tree cannot; end before that "
-            "(max_new_tokens), or decode this text without heads",
+            f"longrope changes all rotations after {boundary} tokens, which a tree cannot follow; end it earlier "
+            "(max_new_tokens), or decode it without heads",
         )
         require(
             context is None or prompt.shape[1] <= context,

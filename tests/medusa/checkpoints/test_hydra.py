@@ -234,11 +234,11 @@ def test_incomplete_files_are_rejected_with_the_tensor_name(
     ("config", "message"),
     [
         ({"hydra_head_arch": "eagle-attn"}, "hydra_head_arch is 'eagle-attn'; only mlp and prefix-mlp"),
-        ({"hidden_state_offset": 1}, "hidden_state_offset is 1; heads here read the last hidden state"),
-        ({"hydra_head_arch": "prefix-mlp"}, "made as the backbone's config says; name a folder or Hub id"),
+        ({"hidden_state_offset": 1}, "hidden_state_offset is 1; only 0, the last hidden state, can be loaded"),
+        ({"hydra_head_arch": "prefix-mlp"}, "are in the backbone's config; name a folder or Hub id"),
         (
             {"hydra_head_arch": "prefix-mlp", "base_model_name_or_path": "/nowhere"},
-            r"config says \(no backbone at /nowhere.*; name a folder or Hub id that has it as base_model_name_or_path",
+            r"backbone's config \(no backbone at /nowhere.*; name a folder or Hub id that has it as base_model_name_or_path",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_unsupported_configs_are_rejected_with_the_reason(
 def test_heads_that_see_no_tokens_are_refused(model: Any, tmp_path: Path) -> None:
     hidden = model.config.hidden_size
     tensors = {"hydra_mlp.0.0.linear.weight": torch.zeros(hidden, hidden), "hydra_mlp.0.0.linear.bias": torch.zeros(9)}
-    with pytest.raises(RequestError, match=r"its heads see no tokens \(grounded_heads: false\)"):
+    with pytest.raises(RequestError, match=r"its heads do not read tokens \(grounded_heads: false\)"):
         MedusaHeads.from_pretrained(write(tmp_path, tensors, grounded_heads=False))
 
 

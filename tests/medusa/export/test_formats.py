@@ -843,7 +843,9 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     assert "is not an export" in refused(capsys, *heads, "--output", str(mine), *base, "--to", "tgi", "--overwrite")
-    assert "folder with its safetensors" in refused(capsys, *heads, *out, "--backbone", "org/model", "--to", "modelopt")
+    assert "local folder with safetensors" in refused(
+        capsys, *heads, *out, "--backbone", "org/model", "--to", "modelopt"
+    )
     assert (mine / "thesis.txt").exists()
     assert not (tmp_path / "out").exists()
 
@@ -910,4 +912,4 @@ def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
 def test_heads_of_another_size_are_refused(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
     some_heads(lm_head="shared", hidden_size=H + 2).save_pretrained(tmp_path / "heads")
     words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
-    assert "own backbone" in refused(capsys, *words, "--to", "vllm")
+    assert "the right backbone" in refused(capsys, *words, "--to", "vllm")

@@ -273,7 +273,7 @@ def test_a_text_beyond_the_longrope_boundary_is_rejected(tmp_path: Path) -> None
     prompt = random_ids(boundary - 6)
     out = by_hub(model, folder, prompt, max_new_tokens=6, do_sample=False)
     assert out[0, -6:].tolist() == plain(model, prompt, max_new_tokens=6)
-    with pytest.raises(ValueError, match=f"once it passes {boundary} tokens"):
+    with pytest.raises(ValueError, match=f"after {boundary} tokens"):
         by_hub(model, folder, prompt, max_new_tokens=7, do_sample=False)
 
 
