@@ -238,7 +238,7 @@ def test_incomplete_files_are_rejected_with_the_tensor_name(
         ({"hydra_head_arch": "prefix-mlp"}, "are in the backbone's config; name a folder or Hub id"),
         (
             {"hydra_head_arch": "prefix-mlp", "base_model_name_or_path": "/nowhere"},
-            r"backbone's config \(no backbone at /nowhere.*; name a folder or Hub id that has it as base_model_name_or_path",
+            r"config \(no backbone at /nowhere.*; name a folder or Hub id that has it as base_model_name_or_path",
         ),
     ],
 )
