@@ -1,8 +1,8 @@
 """The default shape of heads: the one that is expected to decode fastest.
 
-The expected speedup is tau x T(1) / (T(n) + T(heads)). Here tau is the mean number of tokens per step, T(n) is the time
-of a backbone's forward over n tokens, and T(heads) is the time of the heads (docs/heads.md). Decoding one text is
-limited by reading weights, so times are counted in weights that are read:
+The expected speedup is tau x T(1) / (T(n) + T(heads)). Here tau is the mean number of tokens per step. T(n) is the time
+of a backbone's forward over n tokens, and T(heads) that of the heads (docs/heads.md). The time to decode one text is
+the time to read weights, so times are counted in weights that are read:
 
     T(n) + T(heads)  =  TREE (backbone + OVERHEAD)  +  heads  +  LM head once more, if it is shared
     tau              =  proportional to 1 - LOSS / sqrt(inner width of a head)

@@ -76,7 +76,9 @@ def _has_bias(backbone: Backbone) -> bool:
     return getattr(backbone.head, "bias", None) is not None
 
 
-def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone, known: Fingerprint) -> MedusaHeads:
+def _trained_heads(
+    start: str, asked: HeadsConfig, backbone: Backbone, backbone_fingerprint: Fingerprint
+) -> MedusaHeads:
     heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
     if held.block == ORIGINAL_HYDRA:
@@ -89,7 +91,7 @@ def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone, known: Fi
     for key, value in wanted.items():
         if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
-    held.backbone, held.tree = known, None  # a stored tree was chosen for the old weights
+    held.backbone, held.tree = backbone_fingerprint, None  # a stored tree was chosen for the old weights
     return heads.train()
 
 

@@ -12,7 +12,7 @@ from train.arguments import training_section
 from train.config import TrainConfig
 from train.sections import validated
 
-OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: the name in 5.17
+OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: its name in transformers 5.17
 
 
 def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:

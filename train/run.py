@@ -103,8 +103,8 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
 
 def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
     folder = Path(run.config.features_dir or Path(run.config.output_dir) / "features")
-    backbone, known = Backbone(run.loaded.model), run.heads.config.backbone
-    return FeatureCache(folder, dataset, backbone, known, run.config.features_dtype)
+    backbone, fingerprint = Backbone(run.loaded.model), run.heads.config.backbone
+    return FeatureCache(folder, dataset, backbone, fingerprint, run.config.features_dtype)
 
 
 def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:

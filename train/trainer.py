@@ -80,7 +80,7 @@ class MedusaTrainer(Trainer):
 
     @property
     def backbone(self) -> Backbone:
-        """The frozen backbone."""
+        """The frozen backbone whose hidden states the heads read."""
         return self.trained.backbone
 
     # --- the length of the run ---------------------------------------------------------------------------------------

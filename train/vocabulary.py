@@ -33,8 +33,8 @@ def vocabulary_gain(
         coverage: c, the share of the labels that are in the reduced vocabulary.
     """
 
-    def speed(tokens: int, known: float) -> float:
-        tau = sum((known * CHAIN) ** depth for depth in range(num_heads + 1))
+    def speed(tokens: int, share: float) -> float:
+        tau = sum((share * CHAIN) ** depth for depth in range(num_heads + 1))
         weights = TREE * (sizes.parameters + OVERHEAD) + blocks + lm_heads * sizes.hidden_size * tokens
         return tau / weights
 

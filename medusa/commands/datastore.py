@@ -135,7 +135,7 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the ids of a piece as in training (`train.data.datasets`), but without BOS."""
+    """Return the ids of a piece as in training (`train.data.reader`), but without BOS."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:

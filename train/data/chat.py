@@ -16,7 +16,7 @@ from medusa.errors import RequestError
 from medusa.records.record import Record
 from train.data.turns import ConversationText, Span
 
-Places = list[tuple[int, int]]
+Offsets = list[tuple[int, int]]
 """Offsets of the tokens of a text: the start and the end of each token, in characters."""
 
 
@@ -57,40 +57,40 @@ def _to_tokens(
     """
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
-    places: Places = encoded["offset_mapping"] if tokenizer.is_fast else _places(ids, text, tokenizer, where)
+    offsets: Offsets = encoded["offset_mapping"] if tokenizer.is_fast else _offsets(ids, text, tokenizer, where)
     mask = [False] * len(ids)
     for span in spans:
-        first = next((at for at, (_, end) in enumerate(places) if end > span.start), len(ids))
-        answer_end, last = (_first_after(places, first, at) for at in (span.answer_end, span.end))
+        first = next((at for at, (_, end) in enumerate(offsets) if end > span.start), len(ids))
+        answer_end, last = (_first_after(offsets, first, at) for at in (span.answer_end, span.end))
         last = _end_of_turn(ids, first, answer_end, last, span.ended, tokenizer)
         mask[first:last] = [True] * (last - first)
     return ids, mask
 
 
-def _first_after(places: Places, first: int, at: int) -> int:
+def _first_after(offsets: Offsets, first: int, at: int) -> int:
     """Index of the first token, from token `first` on, that lies after the character position `at`.
 
     Byte-level tokenizers leave leading spaces out of a token's offsets. The offsets of a token of spaces alone are
     therefore empty and lie after the spaces; such a token belongs to the text before it.
     """
-    return next((k for k in range(first, len(places)) if places[k][0] >= at and places[k][1] > at), len(places))
+    return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 
 
-def _places(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Places:
+def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Offsets:
     """Compute the offsets of tokens in a text by decoding them, for tokenizers without offsets (some with remote code).
 
     Raises:
         RequestError: the decoded tokens do not give the text.
     """
-    places: Places = []
+    offsets: Offsets = []
     for at in range(len(ids)):
-        piece = str(tokenizer.decode(ids[len(places) : at + 1]))
-        start = places[-1][1] if places else 0
+        piece = str(tokenizer.decode(ids[len(offsets) : at + 1]))
+        start = offsets[-1][1] if offsets else 0
         if text.startswith(piece, start):  # otherwise the tokens end within a character
-            places += [(start, start + len(piece))] * (at + 1 - len(places))
-    if len(places) < len(ids):
+            offsets += [(start, start + len(piece))] * (at + 1 - len(offsets))
+    if len(offsets) < len(ids):
         raise RequestError(f"{where}: the tokenizer does not give the places of its tokens in a text; give input_ids")
-    return places
+    return offsets
 
 
 def _end_of_turn(

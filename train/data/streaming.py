@@ -29,6 +29,7 @@ class StreamedDataset(IterableDataset[Batch]):
             length: number of tokens in a row.
             whole: keep each document in one row.
             shuffle_buffer: number of rows from which the next row is drawn at random.
+            seed: seed for the order of the rows.
         """
         self.reader, self.length, self.whole = reader, length, whole
         self.shuffle_buffer, self.seed = shuffle_buffer, seed

@@ -30,14 +30,14 @@ class FeatureCache:
     """The folder of features of one dataset: the hidden states of all its rows, of which some may be missing."""
 
     def __init__(
-        self, folder: Path, rows: PackedDataset, backbone: Backbone, known: Fingerprint, dtype: str | None = None
+        self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None
     ) -> None:
         """Make a cache in `folder` for the hidden states that `backbone` computes for the dataset `rows`.
 
         Nothing is read or written yet.
 
         Args:
-            known: fingerprint of the backbone (`medusa.fingerprint`).
+            fingerprint: fingerprint of the backbone (`medusa.fingerprint`).
             dtype: name of the dtype in which hidden states are stored, by default that of the backbone.
         """
         self.folder, self.rows, self.backbone = folder, rows, backbone
@@ -46,7 +46,7 @@ class FeatureCache:
         self.row_bytes = self.row_length * files.token_bytes(size, self.dtype)
         self.rows_per_shard = max(1, min(len(rows), files.SHARD_BYTES // self.row_bytes))
         name = str(self.dtype).removeprefix("torch.")
-        self.manifest = Manifest(known, name, size, len(rows), self.row_length, self.rows_per_shard)
+        self.manifest = Manifest(fingerprint, name, size, len(rows), self.row_length, self.rows_per_shard)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
         """Yield the path of each shard of the dataset, whether it is written or not, with the rows that it holds."""

@@ -66,9 +66,9 @@ def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features
         RequestError: the features were computed by another backbone, or none of their tokens counts in the loss.
     """
     manifest = Manifest.read(folder)
-    known = manifest.backbone or {}
-    if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, known):
-        raise RequestError(f"the features in {folder} are of another backbone, {known.get('name')}")
+    fingerprint = manifest.backbone or {}
+    if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, fingerprint):
+        raise RequestError(f"the features in {folder} are of another backbone, {fingerprint.get('name')}")
     features = Features(folder, row_length)
     if not features.counts.taught:
         raise RequestError(f"nothing to train on in {folder}: {features.counts}")

@@ -61,8 +61,10 @@ class Manifest:
     def same_states(self, other: Manifest) -> bool:
         """Whether two manifests describe hidden states in the same dtype from the same backbone, whatever its name."""
         ours, theirs = self.backbone or {}, other.backbone or {}
-        known = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
-        return known and all(getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version"))
+        same_backbone = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
+        return same_backbone and all(
+            getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version")
+        )
 
 
 def is_features(path: str | Path) -> bool:

@@ -18,11 +18,11 @@ from train.features.files import Manifest, is_features, shards, token_bytes, wri
 class Recorder:
     """Writer that adds texts with their hidden states to a folder of features, on which heads can then be trained."""
 
-    def __init__(self, folder: Path, known: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
         """Make a recorder that writes to `folder`, a new folder or one with recorded features.
 
         Args:
-            known: fingerprint of the backbone (`medusa.fingerprint`).
+            fingerprint: fingerprint of the backbone (`medusa.fingerprint`).
             hidden_size: hidden size H of the backbone.
             dtype: dtype in which hidden states are stored.
 
@@ -30,7 +30,7 @@ class Recorder:
             RequestError: the folder holds other files, or features of another backbone or dtype.
         """
         self.folder, self.dtype = folder, dtype
-        self.manifest = Manifest(known, str(dtype).removeprefix("torch."), hidden_size)
+        self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)
         self.texts = self.tokens = 0
         """Numbers of texts and of tokens that this recorder has written to disk."""
         self._texts: list[dict[str, Tensor]] = []

@@ -30,7 +30,7 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         x_KRH: Tensor,
-        weight: Tensor,  # [V, H] shared, or [K, H, V]
+        weight: Tensor,  # [V, H] of the shared LM head, or [K, H, V] of own ones
         bias_V: Tensor | None,
         labels: Tensor,
         weighting: Weighting,

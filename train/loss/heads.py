@@ -71,7 +71,8 @@ def head_losses(
         losses = _head_losses_liger(features, places, weight, bias, weighting)
     else:
         losses = HeadLosses(*ChunkedLoss.apply(features, weight, bias, places, weighting, teacher))
-    counts = (labels != IGNORE).sum(1)  # with misses outside the vocabulary
+    # Labels outside the reduced vocabulary are counted: they are misses.
+    counts = (labels != IGNORE).sum(1)
     share = losses.total / counts.clamp_min(1)
     return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
 

@@ -76,7 +76,7 @@ def write_merged(
         merged.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        known, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
+        original, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
         heads.save_pretrained(folder / "heads")
-        heads.config.backbone = known
+        heads.config.backbone = original
     return output / "merged"

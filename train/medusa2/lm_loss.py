@@ -97,8 +97,8 @@ def tilt_towards(
     heads.train(training)
     if heads.lm_heads is None:
         features = features.to(next(lm_head.parameters()).dtype)
-    known = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0))[labelled]
-    exponents = exponent * known.float()[:, None]
+    predicted = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0))[labelled]
+    exponents = exponent * predicted.float()[:, None]
 
     def gain(rows: slice) -> Tensor:
         return exponents[rows] * heads.logits(features[None, rows], lm_head)[0].float().log_softmax(-1)

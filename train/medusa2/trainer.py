@@ -79,7 +79,7 @@ class Medusa2Trainer(MedusaTrainer):
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser, with a learning rate of its own for the adapter.
+        """Create the Trainer's optimiser, with a separate learning rate for the adapter.
 
         Each parameter group of the Trainer is split into one for the heads and one for the adapter.
         """
@@ -99,10 +99,10 @@ class Medusa2Trainer(MedusaTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:
-            model, known = self.backbone.model, self.heads.config.backbone
+            model, original = self.backbone.model, self.heads.config.backbone
             with replacing_folder(Path(output_dir or str(self.args.output_dir)) / ADAPTER) as folder:
                 model.save_pretrained(folder)
-            self.heads.config.backbone = fingerprint(model, known.get("name"), known.get("revision"))
+            self.heads.config.backbone = fingerprint(model, original.get("name"), original.get("revision"))
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
