@@ -4,10 +4,9 @@ Medusa head h has these tensors, with hidden size H, vocabulary size V and block
 
     blocks.{h}.layers.{l}.weight [H, H]   blocks.{h}.layers.{l}.bias [H]   lm_heads.{h}.weight [V, H]
 
-If the heads share the backbone's LM head, a copy of it is written as `lm_head.weight`, because vLLM does not use the
-backbone's LM head for them. vLLM drops biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an
-error. With a wrong name, it would accept almost no guess. vLLM takes the number of heads from the last config key that
-contains both "num" and "heads".
+vLLM does not use the backbone's LM head for heads that share it. So a copy is written as `lm_head.weight`. vLLM drops
+biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an error. With a wrong name, it would accept
+almost no guess. vLLM takes the number of heads from the last config key that contains both "num" and "heads".
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ContextKV:
 
 
 def _extended(states: Tensor, unit: Tensor) -> Tensor:
-    """Pad keys or values [B, A, S, D] to [B, A, S + J, D + J], and write `unit` [J, D + J] into the last J of them."""
+    """Append J rows `unit` [J, D + J] to keys or values [B, A, S, D], padded with zeros: [B, A, S + J, D + J]."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :] = unit
     return out

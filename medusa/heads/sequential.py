@@ -1,7 +1,7 @@
 """Sequential heads: head k reads the state of head k - 1 and, in most kinds, the tokens before the one it guesses.
 
-Let h be the backbone's hidden state, t_0 the root (the next token, which the backbone has chosen), t_k the token that
-head k - 1 guesses, and e an embedding. Head k computes x_k, to which its LM head is applied:
+Let h be the backbone's hidden state and e an embedding. Token t_0 is the root: the next token, which the backbone has
+chosen. Token t_k is the guess of head k - 1. Head k computes x_k, to which its LM head is applied:
 
     cascade     x_k = blocks(x_{k-1})                            with x_{-1} = h
     recurrent   x_k = blocks([x_{k-1} ; e(t_k)])
@@ -118,10 +118,11 @@ class RecurrentHeads(StackedHeads):
 class HydraHeads(StackedHeads):
     """Hydra heads: head k reads the hidden state and all k + 1 tokens after it, as z [..., (k + 2) H].
 
-    The state for head k is [..., (k + 1) H]: the hidden state and the first k tokens. Checkpoints of the original Hydra
-    (block `hydra`, read by `medusa.checkpoints.hydra`) differ from the heads that this package trains. The first block
-    adds its output to a learned matrix times z instead of the hidden state, embeddings are not normalised, and LM heads
-    have a bias.
+    The state for head k is [..., (k + 1) H]: the hidden state and the first k tokens.
+
+    Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from the heads that this
+    package trains. Their first block adds its output to a learned matrix times z, instead of the hidden state. Their
+    embeddings are not normalised, and their LM heads have a bias.
     """
 
     follows_path = True
