@@ -120,7 +120,7 @@ class HydraHeads(StackedHeads):
 
     The state for head k is [..., (k + 1) H]: the hidden state and the first k tokens.
 
-    Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from the heads that this
+    Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads that this
     package trains. Their first block adds its output to a learned matrix times z, instead of the hidden state. Their
     embeddings are not normalised, and their LM heads have a bias.
     """
