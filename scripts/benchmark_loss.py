@@ -80,7 +80,7 @@ def measure(variant: Variant) -> dict[str, float]:
 
 
 def variants_of(args: argparse.Namespace) -> list[Variant]:
-    """Return all combinations of the arguments; the plain backend only with the first number of positions."""
+    """Return all variants that the arguments ask for; `plain` is combined only with the first number of positions."""
     with_liger = args.device != "cpu" and find_spec("liger_kernel") is not None
     about = (args.heads, args.hidden_size, args.vocab_size, args.device)
     chosen = itertools.product(args.lm_heads, args.objectives, ("plain", "chunked", "liger"), args.positions)

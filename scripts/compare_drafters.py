@@ -62,7 +62,7 @@ class DraftersOptions(MeasuringOptions):
 
 
 class Entry(NamedTuple):
-    """A drafter that fits the backbone: its configuration and what makes it."""
+    """A drafter that fits the backbone: its configuration, and the factory that makes it."""
 
     config: DrafterConfig
     source: DrafterFactory

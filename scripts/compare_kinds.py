@@ -63,9 +63,9 @@ class KindsOptions(MeasuringOptions):
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
-    """Count the operations of both products of an attention call, given three shapes [B, A, tokens, D].
+    """Count the operations of the two products of an attention call from shapes [B, A, tokens, D].
 
-    A heads of width D. Every query counts with all keys, since masks do not save operations.
+    A is the number of attention heads, D their width. Each query counts with all keys, as masks save no operations.
     """
     *rows, queries, size = query
     return 2 * math.prod(rows) * queries * key[2] * (size + value[3])

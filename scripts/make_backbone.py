@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, set_seed
 
 from backbone_training import BackboneTrainer, Recipe, Rows, Score, Teacher, encode, evaluate, train_tokenizer
 from decode.bench.machine import has_fast_bfloat16
+from medusa.commands.options import RuntimeOptions
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
 from medusa.loading import LoadOptions, load_backbone, load_tokenizer
@@ -139,7 +139,7 @@ def open_model(
 
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """Make a Llama in float32 with random weights and tied embeddings."""
-    transformers.set_seed(args.seed)
+    set_seed(args.seed)
     sizes = {"num_hidden_layers": args.layers, "num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads}
     sizes |= {"hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size}
     sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": args.context}
@@ -225,7 +225,7 @@ def train(args: argparse.Namespace) -> None:
 def write_model(
     args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: dict[str, object]
 ) -> None:
-    """Write the model in bfloat16 and its card with its score and `data`, the figures of the run."""
+    """Write the model in bfloat16, and a card with its settings, its score and the figures of the run in `data`."""
     model.to(torch.bfloat16).save_pretrained(args.output)
     if args.save_tokenizer:
         tokenizer.save_pretrained(args.output)
@@ -247,9 +247,8 @@ def write_model(
 def score_of(args: argparse.Namespace, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
     """Evaluate the model in `folder` on the text of `--eval`, in float32, since bfloat16 differs between devices."""
     teacher = open_model(args.teacher, args, tokenizer) if args.teacher else None
-    return evaluate(
-        open_model(folder, args, tokenizer), tokenizer, read_documents(args.eval, args.document_separator), teacher
-    )
+    documents = read_documents(args.eval, args.document_separator)
+    return evaluate(open_model(folder, args, tokenizer), tokenizer, documents, teacher)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -258,9 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     LoadOptions(device=args.device)  # raises RequestError for a device that this machine lacks
     if args.bf16 is None:
         args.bf16 = has_fast_bfloat16() if args.device == "cpu" else torch.cuda.is_bf16_supported()
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    RuntimeOptions(threads=args.threads, seed=args.seed).prepare()
     if not args.evaluate_only:
         check_training(args)
         train(args)

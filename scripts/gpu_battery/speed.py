@@ -82,7 +82,7 @@ class Bench:
 
 
 def verify(run: Run) -> None:
-    """Run `medusa verify` in float32 and bfloat16: equal greedy texts, and tests of sampled tokens."""
+    """Run `medusa verify` in float32 and bfloat16: equal greedy texts, and chi-square tests of sampled tokens."""
     passed = []
     for dtype in ("float32", "bfloat16"):
         tree, report = next(iter(run.scale.trees.values())), run.output / f"verify_{dtype}.html"

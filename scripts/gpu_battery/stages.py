@@ -65,7 +65,7 @@ def run_stage(name: str, output: Path, toy: bool, device: str, seconds: float) -
 
 
 def kept_figures(figures: Sequence[Figure]) -> bool:
-    """Tell whether a stage produced a figure. A stage that was cut off may have produced what other stages need."""
+    """Tell whether a stage produced a figure. If so, stages that need it can run, even if it was cut off later."""
     return any("event" not in figure and "error" not in figure for figure in figures)
 
 

@@ -48,7 +48,7 @@ def python_sources(limit: int) -> list[str]:
     """Read Python files of this machine, shuffled with a fixed seed, up to `limit` characters.
 
     Raises:
-        RuntimeError: there are fewer than 40 files."""
+        RuntimeError: fewer than 40 files are long enough."""
     folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
     files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
     random.Random(0).shuffle(files)
