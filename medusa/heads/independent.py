@@ -83,9 +83,7 @@ class MedusaHeads(PretrainedHeads):
         """
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
-            raise RequestError(
-                f"training.dropout: heads of kind {self.config.kind} have no block with dropout; leave it out"
-            )
+            raise RequestError(f"training.dropout: heads of kind {self.config.kind} have no dropout; leave it out")
         for module in found:
             module.p = rate
 
@@ -166,14 +164,9 @@ class MedusaHeads(PretrainedHeads):
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """Apply LM heads to the features [k, ..., H] of the first k heads.
+        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits [k, ..., V] or [k, ..., N].
 
-        Args:
-            features: the output of `features`.
-            lm_head: the backbone's LM head, from `medusa.vocabulary.lm_head_for`; needed with `lm_head: shared`.
-
-        Returns:
-            Logits [k, ..., V], or [k, ..., N] with a reduced `vocabulary`.
+        Heads with `lm_head: shared` need `lm_head`: the backbone's LM head, from `medusa.vocabulary.lm_head_for`.
         """
         if self.lm_heads is None:
             if lm_head is None:
