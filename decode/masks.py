@@ -65,7 +65,7 @@ class LayerKinds:
         return [kind.name for kind in self.kinds] == [FULL]
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """Make one mask per kind by `of_kind`, in the form that the model takes: a mask, or a dict of masks."""
+        """Make a mask for each kind of layer by `of_kind`; returns one mask or a dict, as the model takes it."""
         masks = {kind.name: of_kind(kind) for kind in self.kinds}
         return masks if self.is_dict else next(iter(masks.values()))
 
@@ -77,11 +77,11 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TreeMasks:
-    """Masks of drafts for rows of any length.
+    """Attention masks of drafts, for rows of any length.
 
-    What a node sees of a text of length L depends only on the distance of a slot from the text's end. So a static
-    topology, which all rows and steps share, needs one wide mask [N, S + N + S] (text, tree, nothing). It is built
-    once and serves every L: the columns from S - L on.
+    Whether a node sees a slot depends only on the slot's distance from the text's end. So a static topology, which all
+    rows and steps share, needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes,
+    and S columns that no node sees. It is built once, and a text of L tokens uses its columns from S - L on.
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -59,7 +59,7 @@ def _first(counts: Tensor, size: int) -> Tensor:
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
     """Yield the labels of the first head in pieces [B, T] of a dataset, B rows of T tokens.
 
-    Labels of later heads are the same tokens without the first tokens of each document, so they need no count.
+    Labels of later heads are the same tokens without the first tokens of each document, so these suffice.
     """
     if isinstance(dataset, PackedDataset):
         whole = {name: getattr(dataset, name) for name in PER_TOKEN}

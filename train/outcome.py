@@ -1,4 +1,4 @@
-"""The figures of a finished training run: time, loss, memory, file sizes and accuracies."""
+"""The metrics of a finished training run: time, loss, memory, file sizes and accuracies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.trainer import MedusaTrainer
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The figures of a finished training run."""
+    """The measured numbers of a finished training run: loss, accuracy, time and memory."""
 
     steps: int
     seconds: float | None
@@ -35,7 +35,7 @@ class RunFigures:
 
     @classmethod
     def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], perplexities: Perplexities | None) -> RunFigures:
-        """Collect the figures of a finished run from its trainer and from the `metrics` that training returned."""
+        """Collect the metrics of a finished run from its trainer and from the `metrics` that training returned."""
         last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
         saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
         return cls(
@@ -56,7 +56,7 @@ class RunFigures:
         return top1_shares(self.heads)
 
     def to_dict(self) -> dict[str, object]:
-        """The figures as one flat JSON object."""
+        """The metrics as one flat JSON object."""
         figures = {name: value for name, value in vars(self).items() if name not in ("heads", "perplexities")}
         if self.perplexities is not None:
             figures |= {"perplexity_before": self.perplexities.before, "perplexity_after": self.perplexities.after}

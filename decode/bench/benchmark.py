@@ -127,9 +127,9 @@ def run_rounds(
 
 
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
-    """Compute the figures of all contenders, by name. Two contenders must be named `plain` and `transformers`.
+    """Compute the metrics of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories`: the category of each prompt, or `None`. More than one category adds figures by category."""
+    `categories`: the category of each prompt, or `None`. More than one category adds metrics by category."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     groups: dict[str, list[int]] = defaultdict(list)
@@ -150,7 +150,7 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
 
 
 def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: Sequence[int]) -> MethodFigures:
-    """Compute the figures of a contender on the prompts with the indices `chosen`.
+    """Compute the metrics of a contender on the prompts with the indices `chosen`.
 
     `plain`, `stock`: the contenders of plain decoding and of `model.generate`, which the speedups are relative to."""
     rates = contender.tokens_per_second(chosen)

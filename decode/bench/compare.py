@@ -1,4 +1,4 @@
-"""Bootstrap intervals of benchmark figures, and comparisons of two benchmarks on the same prompts.
+"""Bootstrap intervals of benchmark metrics, and comparisons of two benchmarks on the same prompts.
 
 Rounds and batches of prompts are drawn repeatedly with replacement, and an interval holds 95 % of the resampled
 figures. It shows how far a figure may move with other prompts of the same kind, or at another time on this machine.
@@ -47,7 +47,7 @@ class Sample:
 
     @classmethod
     def of(cls, prompts: Sequence[PromptFigures]) -> Sample:
-        """Make a sample from the figures of single prompts, by summing them over each batch."""
+        """Make a sample from the metrics of single prompts, by summing them over each batch."""
         batches = sorted({prompt.batch for prompt in prompts})
         groups = [[prompt for prompt in prompts if prompt.batch == batch] for batch in batches]
         rows = [[[p.new_tokens, p.steps, p.uncut_tokens, *p.seconds] for p in group] for group in groups]
@@ -87,7 +87,7 @@ class Sample:
 
 
 def interval(values: Tensor) -> Interval:
-    """Bounds of the middle 95 % of resampled figures [D]."""
+    """Bounds of the middle 95 % of resampled metrics [D]."""
     tail = (1 - COVERAGE) / 2
     low, high = values.quantile(torch.tensor([tail, 1 - tail])).tolist()
     return low, high
@@ -186,7 +186,7 @@ def _differences(earlier: dict[str, object], later: dict[str, object]) -> list[t
 
 
 def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, MethodFigures]) -> list[Change]:
-    """List how the figures of method `name` changed. `earlier`, `later`: the figures of each run, by method name."""
+    """List how the metrics of method `name` changed. `earlier`, `later`: the metrics of each run, by method name."""
     then, now = ({method: Sample.of(run[method].prompts or []) for method in run} for run in (earlier, later))
     # Both runs share one draw of prompts, unless their batches differ. Rounds are drawn for each run.
     drawn_then, drawn_now = then[name].resampling(), now[name].resampling(seed=1)

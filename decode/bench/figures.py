@@ -1,4 +1,4 @@
-"""The figures of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/measuring.md).
+"""The metrics of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/measuring.md).
 
 tau is the mean number of tokens per step, root included. Files of earlier versions may lack the fields with defaults.
 """
@@ -63,7 +63,7 @@ class AcceptedNode:
 
 @dataclass
 class MethodFigures:
-    """The figures of one decoding method, for all prompts or for the prompts of one category."""
+    """The metrics of one decoding method, for all prompts or for the prompts of one category."""
 
     tokens_per_second: Rate
     tau: float
@@ -91,7 +91,7 @@ class MethodFigures:
     """The stored calibration of these heads for the run's machine and settings; read only for a report."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures as a dict for JSON, without optional figures that were not measured."""
+        """Return the metrics as a dict for JSON, without optional metrics that were not measured."""
         content = asdict(self)
         if self.by_category is not None:
             content["by_category"] = {name: part.to_json() for name, part in self.by_category.items()}
@@ -191,13 +191,13 @@ class BenchmarkResult:
     machine: BenchmarkMachine
     settings: Annotated[RunSettings, BeforeValidator(_with_generation)]
     methods: dict[str, MethodFigures]
-    """The figures of each method by name. `plain`, `transformers` and `medusa` are always present."""
+    """The metrics of each method by name. `plain`, `transformers` and `medusa` are always present."""
     temperatures: list[TemperatureFigures] | None = None
     lossy: list[LossyFigures] | None = None
 
     @property
     def medusa(self) -> MethodFigures:
-        """The measured figures of decoding with the drafter that the benchmark tests."""
+        """The metrics of decoding with the drafter that the benchmark tests."""
         return self.methods["medusa"]
 
     def to_json(self) -> dict[str, object]:
@@ -222,10 +222,10 @@ class BenchmarkResult:
             raise RequestError(f"{name} is not a benchmark; give a file that medusa benchmark --json wrote") from None
 
     def require_prompts(self, name: str) -> None:
-        """Check that the result has figures of each single prompt, which a comparison of runs needs.
+        """Check that the result has metrics of each single prompt, which a comparison of runs needs.
 
         Raises:
-            RequestError: the figures are missing because an earlier version wrote the file called `name`."""
+            RequestError: the metrics are missing because an earlier version wrote the file called `name`."""
         if "medusa" not in self.methods or None in (self.medusa.prompts, self.settings.prompts_sha256):
             why = "an earlier version wrote it; run the benchmark again"
             raise RequestError(f"{name} holds no figures of its prompts: {why}")

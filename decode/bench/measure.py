@@ -94,7 +94,7 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
 
 
 def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, MethodFigures]:
-    """Measure plain decoding, `model.generate`, the contenders in `others` and the drafter; return figures by name."""
+    """Measure plain decoding, `model.generate`, the contenders in `others` and the drafter; return metrics by name."""
     waits = [torch.cuda.synchronize] if job.loaded.model.device.type == "cuda" else []
     plain, medusa = StageTimer(*waits), StageTimer(*waits)
     contenders = [

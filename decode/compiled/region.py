@@ -170,7 +170,7 @@ def surroundings_key(backbone: Backbone) -> Key:
 
 
 def modules_key(module: nn.Module) -> Key:
-    """The part of a region's key for a module: hooks, parameters and settings of all its submodules.
+    """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
 
     Settings are attributes such as train mode or active adapters. Parameters count by identity, dtype and device, as
     tied parameters are one input of compiled code; their values may change."""

@@ -98,10 +98,10 @@ class DrafterConfig(ABC):
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """Return the trees for the guesses of `heads`, none if the drafter uses no heads (see `DrafterContext`).
+        """Return the trees that hold the guesses of `heads`; an empty list if the drafter uses no heads.
 
         Raises:
-            RequestError: these heads cannot fill such a tree."""
+            RequestError: `heads` have too few heads or guesses for a tree."""
         return ()
 
     @abstractmethod

@@ -74,7 +74,7 @@ class Pool:
         self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Add an n-gram as the latest of its first token, or move it there; beyond `most`, the oldest is dropped."""
+        """Make an n-gram the latest of those with its first token; beyond `most` of them, the oldest one is dropped."""
         held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None

@@ -142,7 +142,7 @@ def race(sides: Sequence[Side]) -> Iterator[None]:
 
 
 class Snapshot(NamedTuple):
-    """The text and the figures of one side of a race at one moment."""
+    """The text and the metrics of one side of a race at one moment."""
 
     pieces: list[TextPiece]
     tokens: int

@@ -97,7 +97,7 @@ def marked(pieces: Sequence[TextPiece]) -> str:
 
 
 class Card:
-    """A box on the page that shows one side of a race: its text, and its figures below the text."""
+    """A box on the page that shows one side of a race: its text, and its metrics below the text."""
 
     def __init__(self, title: str, subtitle: str, kind: str) -> None:
         with ui.element("section").classes(f"card {kind}"):
@@ -117,7 +117,7 @@ class Card:
         return value
 
     def show(self, now: Snapshot) -> None:
-        """Show the text and the figures of a snapshot."""
+        """Show the text and the metrics of a snapshot."""
         cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
         self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space

@@ -62,7 +62,7 @@ class Names:
         return re.fullmatch(_regex(self.block), name)
 
     def to_published(self, name: str, num_layers: int) -> str:
-        """Convert a name in this format to the published name, for heads of `num_layers` blocks; keep unknown names."""
+        """Convert a tensor's name in this format to its published name, for heads of `num_layers` blocks."""
         if match := self.block_of(name):
             return PUBLISHED.block.format(**match.groupdict())
         match = None if self is PUBLISHED else re.fullmatch(_regex(self.lm_head), name)

@@ -175,7 +175,7 @@ def read_benchmark(name: str) -> BenchmarkResult:
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure, print the figures, and compare them with earlier benchmarks.
+    """Measure, print the metrics, and compare them with earlier benchmarks.
 
     Args:
         calibrates: whether to calibrate a tree for heads that have no tree.

@@ -128,7 +128,7 @@ def _calibrations(source: Path) -> list[Json]:
 
 
 def _require_replaceable(output: Path, keep: list[Path]) -> None:
-    """Raise a `RequestError` if replacing the output folder would remove an input or a folder without an export."""
+    """Raise a `RequestError` if replacing the output folder would delete an input, or files that are no export."""
     place = output.resolve()
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):

@@ -75,7 +75,7 @@ def fixed(value: float, digits: int = 0) -> str:
 def themed_svg(name: str, figure: Figure, caption: str) -> Markup:
     """Render a figure as inline SVG, whose colours follow the page's theme. Screen readers read `caption`.
 
-    `name`: the beginning of all ids in the SVG, which must differ between the figures of a page."""
+    `name`: the beginning of all ids in the SVG, which must differ between the plots of a page."""
     out, prefix = io.StringIO(), re.sub(r"\W+", "-", name)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})

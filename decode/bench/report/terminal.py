@@ -27,7 +27,7 @@ def table_of(columns: Sequence[str], title: str | None = None, justify: Literal[
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:
-    """Print the figures of a benchmark: a table of all methods, then details of the drafter."""
+    """Print the metrics of a benchmark: a table of all methods, then details of the drafter."""
     settings, machine, medusa = result.settings, result.machine, result.medusa
     table = table_of(
         ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
@@ -65,7 +65,7 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print the changes of figures and settings between two benchmark runs."""
+    """Print the changes of metrics and settings between two benchmark runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
     table = table_of(("", "earlier", "later", "ratio", "95 %"))
     table.add_column("")  # the verdict; it wraps if the other columns are wide
