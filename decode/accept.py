@@ -1,11 +1,12 @@
 """Acceptance: which drafted tokens stay, given the target after each node of the draft.
 
-Every rule walks from the root, the token that is already decided, to deeper nodes. It accepts a node only together with
-its ancestors. docs/exactness.md has the proofs. A walk asks for the target only at the nodes that it reaches, for all
-rows at one depth together. Rows may share a context, so that a million rows can walk over one forward of the backbone.
+Every rule walks down the draft tree from the root, the token that is already decided, to deeper nodes. It accepts a
+node only together with its ancestors. docs/exactness.md has the proofs. A walk asks for the target only at the nodes
+that it reaches, for all rows at one depth together. Rows may share a context, so that a million rows can walk over one
+forward of the backbone.
 
-Shapes: B rows, R of them still walking, N nodes, M distributions that these R rows share, V vocabulary, D the depth,
-C the most children of a node.
+Shapes: B rows, R of them whose walk has not ended, N nodes, M distributions that these R rows share, V vocabulary, D
+the depth, C the most children of a node.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Passes = Callable[[Tensor], Tensor]
 
 
 class Truncation(NamedTuple):
-    """Constants of sampled typical acceptance, a lossy rule whose target has only `typical` tokens."""
+    """Constants of sampled typical acceptance, a lossy rule that samples only from the target's `typical` tokens."""
 
     epsilon: float
     delta: float
@@ -123,7 +124,7 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
 
 
 def among_best(scores: Tensor, k: int) -> Tensor:
-    """A mask [V] of the tokens with the k best of scores [V]: top-k selection (Stern et al. 2018, section 5.1).
+    """A mask [V] of the k tokens with the highest scores [V]: top-k selection (Stern et al. 2018, section 5.1).
 
     Tokens that a processor set to -inf are excluded."""
     best = scores.topk(min(k, len(scores))).indices
@@ -131,7 +132,7 @@ def among_best(scores: Tensor, k: int) -> Tensor:
 
 
 def near_best(scores: Tensor, distance: int) -> Tensor:
-    """A mask [V] of the ids at most `distance` from the best id of scores [V] (Stern et al. 2018, section 5.2).
+    """A mask [V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
 
     For vocabularies in which neighbouring ids are similar, such as pixels or audio samples. Tokens at -inf are
     excluded."""
@@ -140,7 +141,7 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
 
 
 class TreeWalk:
-    """A walk of B rows down their drafts, one depth at a time; rows end at different depths."""
+    """The walk of B rows down their draft trees, one depth at a time; each row's walk ends at its own depth."""
 
     def __init__(self, draft: Draft, depth_limit: Tensor | None) -> None:
         self.draft, self.depth_limit = draft, depth_limit
@@ -151,11 +152,11 @@ class TreeWalk:
 
     @property
     def nodes(self) -> Tensor:
-        """[R] the current node of each unfinished row."""
+        """[R] the draft node that each of the R unfinished rows has reached in its walk."""
         return self.end[self.rows]
 
     def children(self) -> Tensor:
-        """[R, C] the children of the current nodes that may be accepted, in order, padded with -1."""
+        """[R, C] the children of each unfinished row's node, as far as the depth limit allows, padded with -1."""
         topology = self.draft.topology
         children = topology.at(topology.children, self.rows, self.nodes)
         if self.depth_limit is None:
@@ -163,14 +164,14 @@ class TreeWalk:
         return torch.where(self.depth_limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
-        """Find the child of each row's current node that holds `token` [R]; returns nodes [R], -1 if no child does."""
+        """Find the child of each unfinished row's node whose token is `token` [R]; returns node indices [R], or -1."""
         children = self.children()
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
         match = (held == token[:, None].to(held.device)) & (children >= 0)
         return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
 
     def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Move each unfinished row to the node `child` [R]; a row with -1 ends with its next root from `token`."""
+        """Move each unfinished row to the node `child` [R]; -1 ends the row's walk, with `token` [R] as next root."""
         ends = child < 0
         self.root[self.rows[ends]] = token.to(self.root.device)
         self.rows = self.rows[~ends]
@@ -178,12 +179,12 @@ class TreeWalk:
         self.depth += 1
 
     def ended(self) -> Acceptance:
-        """The `Acceptance` of all rows, after each row has ended."""
+        """The `Acceptance` of all rows, after the walk of each row has ended."""
         return ended_at(self.draft, self.end, self.root)
 
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
-    """The `Acceptance` of the paths that end at the nodes `end` [B], with the next roots [B]."""
+    """Make the `Acceptance` of each row's path from the root to its node in `end` [B]; `next_root` [B] follows it."""
     topology, rows = draft.topology, torch.arange(len(end), device=end.device)
     length = topology.at(topology.depth, rows, end) + 1
     return Acceptance(topology.at(topology.paths, rows, end), length, next_root, end)

@@ -1,8 +1,9 @@
 """The KV cache of tree decoding: append all nodes of a draft, then keep the accepted path.
 
-Row b owns the slots [0, lengths[b]), and a token's slot is its position. There are no holes for padding, which keeps
-rows of different length, windows and compaction simple. A forward appends its nodes after each row's slots and commits
-nothing; `commit` then moves the accepted nodes forward. Memory is allocated ahead of the text, and written in place.
+Row b of the batch owns the cache slots [0, lengths[b]), and a token's slot is its position in the text. There are no
+holes for padding, which keeps rows of different length, windows and compaction simple. A forward appends its nodes
+after each row's slots and commits nothing; `commit` then moves the accepted nodes forward. Memory is allocated ahead of
+the text, and written in place.
 
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
@@ -24,7 +25,7 @@ MIN_GROWTH, MAX_GROWTH = 256, 4096
 
 
 class Arena:
-    """One tensor with the keys and values of all layers of one shape, so that a commit needs only two operations."""
+    """One tensor for the keys and values of all layers of the same shape, so that a commit takes two operations."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -33,12 +34,12 @@ class Arena:
         self.used = 0
 
     def take(self) -> int:
-        """Reserve the next free layer of the buffer; returns its index."""
+        """Reserve the buffer's next free place for the keys or the values of one layer; returns its index."""
         self.used += 1
         return self.used - 1
 
     def grow(self, capacity: int) -> None:
-        """Copy all keys and values into a buffer of `capacity` slots per row."""
+        """Copy all keys and values into a buffer of `capacity` cache slots per row."""
         old = self.buffer
         self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
         self.buffer[..., : old.shape[3], :] = old
@@ -70,7 +71,7 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def bind(self) -> None:
-        """Make `keys` and `values` views of the arenas' buffers, after a buffer was made or replaced."""
+        """Make `keys` and `values` views of the buffers that hold them, after a buffer was made or replaced."""
         self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,7 @@ class TreeCache(Cache):
         return len(self.lengths)
 
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
-        """Find an arena, and an index in it, for a layer's keys or values like `states` [B, H, _, D]."""
+        """Reserve a place in an arena for a layer's keys or values, shaped like `states` [B, H, _, D]."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
@@ -143,7 +144,7 @@ class TreeCache(Cache):
         return arena, arena.take()
 
     def reserve(self, slots: int) -> None:
-        """Grow all arenas to hold at least `slots` slots per row."""
+        """Grow the buffers of all layers to hold at least `slots` cache slots per row."""
         if slots <= self.capacity:
             return
         self.capacity = max(slots + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
@@ -157,7 +158,7 @@ class TreeCache(Cache):
                 layer.bind()
 
     def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row indices [B, 1] and slot indices [B, N] of the next `count` tokens of each row."""
+        """Row indices [B, 1] and cache slots [B, count] of the next `count` tokens of each row."""
         if self._appended is None or self._appended[1].shape[1] != count:
             start = torch.tensor(self.lengths, device=device)[:, None]
             rows = torch.arange(self.batch_size, device=device)[:, None]
@@ -171,7 +172,7 @@ class TreeCache(Cache):
         self.pending = 0
 
     def release(self) -> None:
-        """Free the memory, after another cache has copied the text."""
+        """Free the memory, after another cache has copied the keys and values of the text."""
         self.arenas.clear()
         for layer in self.tree_layers:
             layer.places.clear()
@@ -184,13 +185,13 @@ class TreeCache(Cache):
         self.pending = 0
 
     def cut(self, lengths: list[int]) -> None:
-        """Shorten row b to its first `lengths[b]` slots, for example to remove padding."""
+        """Shorten each row b to its first `lengths[b]` cache slots, for example to remove padding."""
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Shorten row b to `lengths[b]` slots, and treat the slots after them as uncommitted nodes again.
+        """Shorten each row b to `lengths[b]` cache slots, and treat the slots after them as uncommitted nodes again.
 
-        `commit` then chooses among the nodes of several forwards that have grown one tree."""
+        `commit` then chooses among the nodes of several forwards, each of which added nodes to the same draft tree."""
         self._set(list(lengths))
         self.pending = 1
 
@@ -201,7 +202,7 @@ class TreeCache(Cache):
         scatter therefore never reads a slot that was already overwritten.
 
         Args:
-            path: [B, C], padded with anything.
+            path: [B, C], padded with any values.
             counts: the number of nodes that each row keeps.
             in_place: the nodes are 0 1 2 ..., as in a chain, and do not move.
         """
@@ -225,7 +226,7 @@ class TreeCache(Cache):
         buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path]
 
     def select(self, rows: list[int]) -> None:
-        """Keep only the rows `rows` of the batch; the texts of the others have ended."""
+        """Keep only the rows `rows` of the batch; the texts of the other rows have ended."""
         index = torch.tensor(rows)
         for arena in self.arenas:
             arena.select(index)

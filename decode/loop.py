@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """The tokens that one step wrote, by the rows' indices in the session."""
+    """The tokens that one decoding step wrote, by the index of each row (text) in the session."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     """The tokens written, cut at EOS, stop string or length; only rows that took part."""
@@ -75,7 +75,7 @@ class Stepper(Protocol):
         ...
 
     def close(self) -> None:
-        """Free memory after decoding has ended or was interrupted."""
+        """Free the memory of the decoding run after it has ended or was interrupted."""
         ...
 
 
@@ -83,10 +83,10 @@ class Timer:
     """A timer that measures nothing; `decode.bench.benchmark.StageTimer` measures the stages of a step."""
 
     def start(self) -> None:
-        """Note the start of a step."""
+        """Note the time at which a decoding step starts."""
 
     def lap(self, stage: str) -> None:
-        """Note the end of a stage of the step."""
+        """Note the time at which a stage of the decoding step ends."""
 
 
 @torch.inference_mode()
@@ -181,7 +181,7 @@ class TreeStepper:
 
 
 class Acceptor(AcceptanceRule):
-    """An acceptance rule, ready to be applied to drafts."""
+    """An acceptance rule with the methods that apply it to drafts."""
 
     @property
     def passes(self) -> Passes | None:
@@ -258,7 +258,7 @@ def unpack(packed: Sequence[list[int]]) -> StepOutcome:
 
 
 def on_host(draft: Draft, accepted: Acceptance) -> StepOutcome:
-    """Bring what a step decided to the host: the one moment at which a step waits for the device."""
+    """Copy the decisions of a step to the host: the one moment at which a step waits for the device."""
     return unpack(pack(draft, accepted).tolist())
 
 

@@ -2,7 +2,7 @@
 
 In each round, every method decodes all prompts. The methods alternate after every batch of prompts, so a machine that
 slows down during the run slows all methods. Each method first decodes one batch as a warm-up, which does not count.
-Figures are medians over the rounds, and a speedup is a ratio of two rates of the same run. Tokens per second count all
+Metrics are medians over the rounds, and a speedup is a ratio of two rates of the same run. Tokens per second count all
 new tokens and the whole time, including the prefill.
 
 Shapes: P positions of a text, K heads.
@@ -30,7 +30,7 @@ STAGES = ("propose", "verify", "accept", "compact", "other")
 
 
 class StageTimer(Timer):
-    """Timer of a decoding loop: adds up the seconds that its steps spend in each of `STAGES`."""
+    """Timer of a decoding loop: adds up the seconds that its steps spend in each stage (`STAGES`)."""
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         """Make a timer whose stages all have 0 seconds.
@@ -129,7 +129,8 @@ def run_rounds(
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
     """Compute the metrics of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories`: the category of each prompt, or `None`. More than one category adds metrics by category."""
+    `categories`: the category of each prompt, or `None`. If there are several categories, the result also has the
+    metrics of each category."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     groups: dict[str, list[int]] = defaultdict(list)
@@ -188,7 +189,7 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
-    """tau along the text: one tau for each stretch of `POSITIONS` new tokens.
+    """tau (mean tokens per step) along the text: one value for each stretch of `POSITIONS` new tokens.
 
     A step belongs to the stretch in which its root lies."""
     stretches: dict[int, list[int]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Bootstrap intervals of benchmark metrics, and comparisons of two benchmarks on the same prompts.
 
 Rounds and batches of prompts are drawn repeatedly with replacement, and an interval holds 95 % of the resampled
-figures. It shows how far a figure may move with other prompts of the same kind, or at another time on this machine.
+metrics. It shows how far a metric may move with other prompts of the same kind, or at another time on this machine.
 Both sides of a ratio use the same draws, because both methods decoded the same prompts in the same rounds.
 
 Speedups are ratios within a run, so they can be compared between machines; tokens per second cannot. Two runs are
@@ -28,7 +28,7 @@ COVERAGE = 0.95
 
 
 class Resampling(NamedTuple):
-    """Random draws of batches and rounds for a bootstrap. Figures that are compared use the same draws."""
+    """Random draws of batches and rounds for a bootstrap. Metrics that are compared use the same draws."""
 
     batches: Tensor
     """[D, B] number of times that each draw contains each batch."""
@@ -103,7 +103,7 @@ LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau
 
 @dataclass
 class Change:
-    """The change of one figure of one method from an earlier run to a later one."""
+    """The change of one metric of one decoding method from an earlier benchmark run to a later one."""
 
     method: str
     figure: str
@@ -150,7 +150,7 @@ def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, 
     """Compare two benchmarks of the same prompts. `names`: their names in tables and error messages.
 
     Raises:
-        RequestError: a benchmark has no figures of single prompts, or the two benchmarks decoded different prompts.
+        RequestError: a benchmark has no metrics of single prompts, or the two benchmarks decoded different prompts.
     """
     for result, name in zip((earlier, later), names, strict=True):
         result.require_prompts(name)

@@ -71,7 +71,7 @@ class FixedCache(Cache):
         super().__init__(layers=list(self.tree_layers))
 
     def load(self, other: AnyCache) -> None:
-        """Copy the keys and values of `other`; if that is a `TreeCache`, its memory is freed."""
+        """Copy the keys and values of the cache `other`; if `other` is a `TreeCache`, its memory is freed."""
         count = other.longest if isinstance(other, TreeCache) else other.capacity
         sources: Sequence[TreeLayer | FixedLayer] = other.tree_layers
         for layer, source in zip(self.tree_layers, sources, strict=True):
@@ -84,7 +84,7 @@ class FixedCache(Cache):
             other.release()
 
     def append_next(self, count: int) -> Tensor:
-        """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""
+        """Reserve the `count` cache slots after each text for the next forward; returns their positions [B, count]."""
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
         self.slots = positions.clamp_max(self.capacity - 1)
         return positions
@@ -118,14 +118,14 @@ class FixedHeadsCache:
     """KV caches of fixed shape for heads that attend to the text, as `HeadsCache` in eager decoding."""
 
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
-        """Make empty caches for the heads of `like`; `max_depth` is the depth of the tree that the heads draft."""
+        """Make empty caches for the heads of the cache `like`; `max_depth` is the depth of the heads' draft tree."""
         self.heads: MedusaHeads = like.heads
         self.backbone: Backbone = like.backbone
         self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
         self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in _caches(like))
 
     def load(self, other: AnyHeadsCache) -> None:
-        """Copy the keys and values that `other` holds for the same heads."""
+        """Copy the keys and values that the cache `other` holds for the same heads."""
         for cache, source in zip((self.prefix, self.pairs), _caches(other), strict=True):
             if cache is not None and source is not None:
                 cache.load(source)
@@ -151,7 +151,7 @@ class FixedHeadsCache:
         return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
 
     def context_kv(self) -> ContextKV | None:
-        """The keys and values of the text for the next draft; `None` for heads that do not attend to it."""
+        """The keys and values of the text for the next draft; `None` if the heads do not attend to the text."""
         if self.pairs is None:
             return None
         layer, lengths = self.pairs.tree_layers[0], self.pairs.lengths[:, None]
@@ -160,7 +160,7 @@ class FixedHeadsCache:
 
 
 def _caches(like: AnyHeadsCache) -> list[TreeCache | FixedCache | None]:
-    """The KV caches of the heads' prefix layers and of their context attention; `None` where there is none."""
+    """The KV caches of the heads' prefix layers and of their context attention; `None` for an unused cache."""
     parts = (like.prefix, like.pairs)
     return [part if part is None or isinstance(part, FixedCache) else part.cache for part in parts]
 

@@ -1,4 +1,4 @@
-"""Regions: compiled decoding steps with their caches. A model keeps some of its regions for reuse.
+"""Compiled regions: each is a compiled decoding step with its caches. A model keeps some of its regions for reuse.
 
 Shapes: B rows, N nodes of a draft, D its depth, H hidden size.
 """
@@ -44,7 +44,7 @@ class Region:
         sampler: FixedSampler,
         hidden: Tensor,
     ) -> None:
-        """Make a region; `hidden` [B, H] gives the shape and dtype of the hidden states that the drafter reads."""
+        """Make a compiled region; `hidden` [B, H] shows the shape and dtype of the drafter's hidden states."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
@@ -57,7 +57,7 @@ class Region:
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run one step; returns its packed outcome, which `decode.loop.unpack` reads.
+        """Run one decoding step; returns its packed outcome, which `decode.loop.unpack` reads.
 
         `u` [B, D + 1] are uniform random numbers, one for each token that sampling may decide."""
         with grouped(self.config), self.backbone.watched():
@@ -65,7 +65,7 @@ class Region:
         return packed.tolist()
 
     def frontier(self) -> Frontier:
-        """The roots and hidden states from which the next step drafts."""
+        """The roots, and the hidden states before them, from which the next decoding step drafts."""
         context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
         return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
 
@@ -89,7 +89,7 @@ class Region:
         return packed
 
     def _heads_read(self, draft: Draft, hidden: Tensor, accepted: Acceptance, counts: Tensor) -> Tensor:
-        """The hidden states [B, H] that the heads read in the next step, from those of all nodes [B, N, H]."""
+        """Select the hidden states [B, H] that the heads read in the next step from those of all nodes [B, N, H]."""
         if self.heads_cache is None:
             return at_end(hidden, accepted)
         path = accepted.path.clamp_min(0)
@@ -132,7 +132,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 
 
 class Regions(list[tuple[Key, Region]]):
-    """The compiled regions of a model that no session uses now, the latest last. A copy of the model has none."""
+    """The compiled regions of a model that no session uses now, the last used one last. Copies of a model have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,14 +140,14 @@ class Regions(list[tuple[Key, Region]]):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
-        """The regions that are stored on `model`; the first call stores an empty list."""
+        """The compiled regions that are stored on `model`; the first call stores an empty list."""
         return vars(model).setdefault("_medusa_regions", cls())
 
     def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
         return Regions, ()
 
     def take(self, key: Key, make: Callable[[], Region]) -> Region:
-        """Remove and return a region with this key, or make one."""
+        """Remove a stored compiled region with this key and return it, or make a new one."""
         with self.lock:
             for place, (held, region) in enumerate(self):
                 if held == key:
@@ -156,14 +156,14 @@ class Regions(list[tuple[Key, Region]]):
         return make()
 
     def put_back(self, key: Key, region: Region) -> None:
-        """Store a region after use, and drop the oldest regions if there are more than `KEPT`."""
+        """Store a compiled region after use; if there are more than `KEPT`, the oldest ones are dropped."""
         with self.lock:
             self.append((key, region))
             del self[:-KEPT]
 
 
 def surroundings_key(backbone: Backbone) -> Key:
-    """The part of a region's key outside the modules: attention implementation, autocast dtype, number of threads."""
+    """The settings in a compiled region's key: attention implementation, autocast dtype, number of threads."""
     kind = backbone.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return backbone.config._attn_implementation, precision, torch.get_num_threads()
@@ -187,7 +187,7 @@ def modules_key(module: nn.Module) -> Key:
 
 
 def _plain(value: object) -> object:
-    """Convert an attribute of a module for a key: numbers, strings, functions and containers stay; else `None`."""
+    """Convert a module's attribute for a region's key: numbers, strings, functions and containers stay; else `None`."""
     if isinstance(value, PLAIN):
         return value
     if type(value) is dict:

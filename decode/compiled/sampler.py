@@ -29,7 +29,7 @@ class FixedSampler:
 
     @staticmethod
     def key(target: Target, acceptor: Acceptor) -> tuple[object, ...]:
-        """The part of a region's key that determines acceptance and sampling.
+        """The part of a compiled region's key that determines acceptance and sampling.
 
         Raises:
             RequestError: a processor reads the text, rows differ in options, or scores or sampled drafts are wanted."""
@@ -49,9 +49,10 @@ class FixedSampler:
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Decide which nodes to accept, from the backbone's logits [B, N, V] after each node.
+        """Decide which nodes of the draft to accept, from the backbone's logits [B, N, V] after each node.
 
-        `u` [B, D + 1] are uniform random numbers, and `depth_limit` [B] the greatest depth that may be accepted."""
+        `u` [B, D + 1] are uniform random numbers for sampling, and `depth_limit` [B] the greatest depth that may be
+        accepted."""
         if not self.do_sample and not self.processors:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         if self.acceptor.rule == "typical":
@@ -67,7 +68,7 @@ class FixedSampler:
         return scores
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Accept as `decode.accept.accept_walk`, in a fixed number of steps; finished walks stay at their last node."""
+        """Accept nodes as `decode.accept.accept_walk` does, in a fixed number of steps; ended walks do not move."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
@@ -84,7 +85,7 @@ class FixedSampler:
         return ended_at(draft, end, root)
 
     def _typical(self, draft: Draft, logits: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Accept as `decode.accept.accept_longest` with typical acceptance, computed for all nodes at once."""
+        """Accept nodes as `decode.accept.accept_longest` with typical acceptance, computed for all nodes at once."""
         topology, ids = draft.topology, draft.ids
         rows, nodes = ids.shape
         p = self._scores(logits.flatten(0, 1)).softmax(-1).unflatten(0, (rows, nodes))

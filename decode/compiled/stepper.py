@@ -103,7 +103,7 @@ class CompiledStepper:
         self.region.end_rows(self._alive())
 
     def close(self) -> None:
-        """Give all regions back to the model."""
+        """Give all compiled regions of this session back to the model, which keeps them for reuse."""
         for key, region in self.taken:
             self.regions.put_back(key, region)
         self.taken.clear()
@@ -112,7 +112,7 @@ class CompiledStepper:
         return [row in self.rows for row in range(len(self.lengths))]
 
     def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
-        """Take or make a region of at least `capacity` slots, and load the other arguments into it (`Region.load`)."""
+        """Take or make a compiled region of at least `capacity` cache slots, and load the other arguments into it."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
 
         def make() -> Region:
@@ -152,6 +152,6 @@ def _has_compiler() -> bool:
 
 
 def _tree_key(tree: Layout) -> Key:
-    """The part of a region's key for a tree: everything that affects its drafts."""
+    """The part of a compiled region's key for the tree: everything about the tree that affects drafts."""
     nodes = (*tree.candidates.parent.tolist(), *tree.candidates.rank.tolist())
     return (tree.num_nodes, tree.temperatures, *nodes) if isinstance(tree, DynamicTree) else nodes

@@ -20,7 +20,7 @@ DRAFTERS = {
 
 
 def parse(spec: str) -> DrafterConfig:
-    """Parse the description of a drafter, such as `ngram:n=3,tokens=8`, and return its config.
+    """Parse a user's description of a drafter, such as `ngram:n=3,tokens=8`, and return its config.
 
     Raises:
         RequestError: there is no such drafter or option, or a value is invalid."""

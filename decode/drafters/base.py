@@ -1,4 +1,4 @@
-"""The three forms of a drafter: a config holds its options, a factory its loaded models, and a drafter proposes drafts.
+"""The three forms of a drafter: a config holds options, a factory holds loaded models, and a drafter proposes drafts.
 
 DrafterConfig  --factory(context)-->  DrafterFactory  --start(session)-->  Drafter (decode.draft)
 NAME:options                          models, tables                       one batch of texts

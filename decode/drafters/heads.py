@@ -1,6 +1,6 @@
 """A drafter with independent Medusa heads, whose guesses fill a tree (Medusa paper, section 2.1.2).
 
-Shapes: B rows, K heads, k of them (the depth of the tree) in use, N nodes, V vocabulary, C distributions per depth.
+Shapes: B rows, K heads, of which a tree of depth k uses the first k, N nodes, V vocabulary, C distributions per depth.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from medusa.vocabulary import lm_head_for, over_all, token_ids
 class HeadsDrafter:
     """Drafts a tree with independent heads, which all read the hidden state of the token before the root.
 
-    A node at depth d holds one of head d's best guesses, whatever its ancestors hold. A dynamic tree drafts the most
-    probable of its candidates. With a `target` the draft is sampled: the children of a node are draws, in order and
-    without replacement, from their head's distribution. A sampled tree is static, because choosing nodes by the tokens
-    that were drawn would change their distribution.
+    A node at depth d holds one of head d's best guesses, whatever tokens its ancestors hold. A dynamic tree drafts the
+    most probable of its candidates. With a `target` the draft is sampled: the children of a node are draws, in order
+    and without replacement, from their head's distribution. A sampled tree is static, because choosing nodes by the
+    tokens that were drawn would change their distribution.
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:

@@ -7,7 +7,7 @@ confidence is a softmax probability at the head's temperature. The temperatures 
 wrote (`decode.bench.calibration`), because many heads are overconfident or underconfident.
 
 Shapes: B rows, K heads, k of them in use, R guesses of a head, V vocabulary, S candidates with the root, N drafted
-nodes with the root, M nodes of any set, D depth of the candidates.
+nodes with the root, M nodes of any set, D depth of the candidate tree.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class DynamicTree:
         return self.candidates.max_depth
 
     def to_json(self) -> dict[str, object]:
-        """The settings of this tree as JSON, for results files; the candidates follow from them."""
+        """The settings of this dynamic tree as JSON, for results files; the candidates follow from the settings."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
     def to(self, device: torch.device | str) -> DynamicTree:
-        """The same tree with its tensors on `device`."""
+        """Return this dynamic tree with its tensors on `device`."""
         if self.candidates.depth.device == torch.device(device):
             return self  # with its cached tables
         return replace(self, candidates=self.candidates.to(device))
@@ -126,7 +126,7 @@ class DynamicTree:
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """Number of nodes with a path probability of at least `min_probability`, in the row that has most of them.
+        """Number of nodes with a path probability of at least `min_probability`, in the row that has most such nodes.
 
         `log_probs` [B, M] are path log probabilities. Every row drafts this many nodes, even if some are less probable.
         """
@@ -227,7 +227,7 @@ def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, dr
 
 
 def require_drawable(tree: Layout) -> None:
-    """Raise a `RequestError` if `tree` is dynamic: guesses choose its nodes, so `--draft sample` would be biased."""
+    """Raise a `RequestError` if `tree` is dynamic: it depends on the guesses, so `--draft sample` would be biased."""
     if tree.is_dynamic:
         raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 

@@ -66,7 +66,7 @@ def window_topology(window: int, levels: int, device: torch.device) -> Topology:
 
 
 class Pool:
-    """A store of the latest n-grams for each first token."""
+    """A store of n-grams, which keeps the latest n-grams that start with each token."""
 
     def __init__(self, most: int) -> None:
         """Make an empty pool, which keeps up to `most` n-grams for each first token."""
@@ -74,7 +74,7 @@ class Pool:
         self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Make an n-gram the latest of those with its first token; beyond `most` of them, the oldest one is dropped."""
+        """Add an n-gram as the latest one with its first token; beyond `most` of these, the oldest one is dropped."""
         held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None
@@ -87,7 +87,7 @@ class Pool:
 
 
 class Window:
-    """The window of one row, and the pool of its n-grams."""
+    """The window of guessed tokens for one row of the batch, and the pool of the n-grams that it produced."""
 
     def __init__(self, config: LookaheadConfig, text: list[int]) -> None:
         """Make a window whose columns are passages of the prompt, `text`: better first guesses than random tokens."""
@@ -103,7 +103,7 @@ class Window:
         return [token for level in self.levels for token in level][1:]
 
     def learn(self, answers: list[int]) -> None:
-        """Add an n-gram per column to the pool, drop the first level, and append `answers` as the last level.
+        """Add an n-gram per column to the pool, drop the window's first level, and append `answers` as the last level.
 
         `answers` are the backbone's predictions after the columns. Columns move by one position per step. Moving them
         by the number of accepted tokens did not improve acceptance (docs/log.md)."""

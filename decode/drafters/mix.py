@@ -67,13 +67,13 @@ class MixConfig(DrafterConfig):
 
 
 class Mix(DrafterFactory):
-    """Makes drafters that join the drafts of several drafters."""
+    """A factory of drafters, each of which joins the drafts of several drafters."""
 
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
-        """Make a mix of `parts`, whose union has at most `nodes` nodes, root included; 0: no limit.
+        """Make a mix of the drafter factories `parts`. A draft has at most `nodes` nodes, root included; 0: no limit.
 
         Raises:
-            RequestError: the parts hold different heads; a session has KV caches for one set of heads only."""
+            RequestError: two drafters use different heads; a session has KV caches for one set of heads only."""
         self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
         if len(several) > 1:
@@ -85,7 +85,7 @@ class Mix(DrafterFactory):
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """Start the drafter of every part, and join them.
+        """Make every drafter of the mix for the texts of `session`, and join them into one drafter.
 
         Raises:
             RequestError: `drawn` is set; a mix cannot sample its drafts."""

@@ -91,7 +91,7 @@ class DraftModelConfig(DrafterConfig):
 
 
 class DraftModel(DrafterFactory):
-    """Makes drafters from a loaded draft model and the tree of its drafts."""
+    """A factory of drafters that share a loaded draft model and the tree of its drafts."""
 
     can_draw = True
 

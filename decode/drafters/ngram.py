@@ -63,7 +63,9 @@ class NgramIndex:
         self.indexed = max(self.indexed, len(self.text) - 1)
 
     def matches(self, most: int) -> Iterator[int]:
-        """Yield up to `most` positions after earlier occurrences of the text's end: longer ones first, then later."""
+        """Yield up to `most` positions that follow earlier occurrences of the text's end.
+
+        Longer matches come first; of equally long ones, later positions."""
         found: set[int] = set()
         for size in self.sizes:
             if size > len(self.text):
@@ -76,7 +78,7 @@ class NgramIndex:
                     yield end
 
     def after(self, position: int, count: int) -> list[int]:
-        """Return `count` tokens of the text from `position` on; at the end of the text, they repeat from `position`."""
+        """Return `count` tokens of the text from `position` on; after the text's end, they repeat from `position`."""
         period = self.text[position:]
         return (period * (count // len(period) + 1))[:count] if len(period) < count else period[:count]
 

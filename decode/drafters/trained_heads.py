@@ -67,7 +67,7 @@ class BlockwiseConfig(HeadsDrafterConfig):
 
 
 class TrainedHeads(DrafterFactory):
-    """Makes drafters from trained heads and the tree that their guesses fill."""
+    """A factory of drafters that share trained heads and the tree that the heads' guesses fill."""
 
     can_draw = True
     heads: MedusaHeads
@@ -86,7 +86,7 @@ class TrainedHeads(DrafterFactory):
 def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
-    """Make the drafter for heads of any kind; with a `target`, it samples its drafts.
+    """Make the drafter for independent or sequential heads; with a `target`, it samples its drafts.
 
     Raises:
         RequestError: the heads do not fit the backbone, or cannot fill the tree."""

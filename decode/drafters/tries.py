@@ -74,7 +74,7 @@ def chain(count: int, device: torch.device) -> Topology:
 
 @dataclass(eq=False)
 class TextDrafter(ABC):
-    """Base of drafters that make one trie of continuations per row, from the texts alone and on the CPU."""
+    """Base class of drafters that make one trie of continuations per row, from the texts alone and on the CPU."""
 
     sequences: Sequences
 
@@ -87,5 +87,5 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for a row of the session."""
 
     def depth(self, row: int, most: int) -> int:
-        """Number of tokens to draft: `most`, or fewer near a row's length limit, as a step adds one more token."""
+        """Number of tokens to draft: `most`, or fewer near the row's length limit, as a step writes one token more."""
         return min(most, self.sequences.tokens_left(row) - 1)

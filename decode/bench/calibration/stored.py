@@ -71,7 +71,7 @@ class Calibration:
 
     @property
     def tree(self) -> Layout:
-        """The best tree, as drafters take it."""
+        """The best tree, in the form that drafters accept: static or dynamic."""
         if self.best.dynamic:
             return DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
         return Tree.from_paths(self.best.paths)

@@ -65,7 +65,9 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
 
 
 def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Compute Pearson's statistic and its degrees of freedom. Cells below MIN_EXPECTED are pooled into one."""
+    """Compute Pearson's statistic and its degrees of freedom.
+
+    Outcomes expected fewer than MIN_EXPECTED times are pooled."""
     large = expected >= MIN_EXPECTED
     seen = torch.cat([observed[large], observed[~large].sum()[None]])
     wanted = torch.cat([expected[large], expected[~large].sum()[None]])
@@ -111,7 +113,7 @@ CAUTION = 4.0  # p-values as small as the threshold are at most this many times 
 
 
 class Rule(NamedTuple):
-    """A kind of draft and an acceptance rule that are tested together."""
+    """An acceptance rule and the way that drafts are made for it (`topk` or `sample`), which are tested together."""
 
     acceptance: str
     draft: str
@@ -120,7 +122,7 @@ class Rule(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether samples must follow the distribution `against`, so that a failed test is an error."""
+        """Whether samples must follow the distribution named in `against`, so that a failed test is an error."""
         return self.acceptance == "rejection" or self.against == "truncated target"
 
 
@@ -140,7 +142,7 @@ def rules_for(source: DrafterFactory) -> list[Rule]:
 
 @dataclass
 class Case:
-    """The tests of one rule on one prompt, at one temperature and top-p: of the first and the second drafted token."""
+    """Chi-square tests of the first and second drafted token: one rule on one prompt, at one temperature and top-p."""
 
     prompt: int
     temperature: float

@@ -207,7 +207,7 @@ def calibration_plot(calibration: Calibration) -> Figure:
 
 
 def changes(axes: Axes, comparison: Comparison) -> None:
-    """Draw the ratios of later metrics to earlier ones, with intervals. Ratios above 1 lie to the right of the line."""
+    """Draw the ratios of later metrics to earlier ones, with intervals and a line at the ratio 1."""
     names = [change.label for change in comparison.changes]
     for place, change in enumerate(comparison.changes):
         if change.ratio_interval:
