@@ -1,4 +1,4 @@
-"""What a drafter hands to verification: candidate tokens, how they are connected, and what they were drawn from.
+"""What a drafter hands to verification: candidate tokens, their tree, and the distributions they were drawn from.
 
 Shapes: B rows, N nodes of a draft (node 0 is the root), M nodes of a side branch, H hidden size, V vocabulary.
 """
@@ -34,7 +34,7 @@ class Frontier(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The distributions q from which a draft was sampled: siblings in order, without replacement."""
+    """The distributions q from which a draft's tokens were sampled: siblings in order, without replacement."""
 
     q: Tensor
     """[Q, V] draft probabilities; rows, and nodes with the same past, may share one of the Q distributions."""

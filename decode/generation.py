@@ -37,7 +37,7 @@ from medusa.tree import Tree
 
 
 class Decoding(NamedTuple):
-    """A decoding run: iterating over `steps` decodes, and the session holds the texts."""
+    """A decoding run: iterating over `steps` decodes the texts, and the session holds them."""
 
     session: Session
     steps: Iterator[Step]
@@ -138,7 +138,7 @@ def _compiled(session: Session, factory: DrafterFactory, acceptor: Acceptor) -> 
 
 
 def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
-    """The ids of each row of a batch [B, T] without padding, by its attention mask; no mask means no padding."""
+    """Remove the padding from each row of a batch [B, T] by the attention mask; no mask means no padding."""
     if attention_mask is None:
         return input_ids.tolist()
     return [row[keep.bool()].tolist() for row, keep in zip(input_ids, attention_mask, strict=True)]
@@ -160,7 +160,7 @@ def steps(
 ) -> Iterator[Step]:
     """Decode `input_ids` [B, T] and yield one `Step` per step; rows of different length need an `attention_mask`.
 
-    `kwargs` are those of `model.generate`; see `generate` for the others.
+    `kwargs` are those of `model.generate`; for the other arguments see `generate`.
     """
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
     return _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps

@@ -1,7 +1,7 @@
 """Caches of heads that look back at the text while decoding; they grow by the accepted tokens only.
 
-Prefix layers read every hidden state (`medusa.heads.prefix`). Kinds that use context keep keys and values of pairs: a
-hidden state with the token after it, at all positions except the last, whose next token is the root
+Prefix layers read every hidden state (`medusa.heads.prefix`). Heads that attend to the text keep keys and values of
+pairs: a hidden state with the token after it, at all positions except the last, whose next token is the root
 (`medusa.heads.context_kv`).
 
 Shapes: B rows, T tokens of a piece of the prompts, C columns of a path, H hidden size.
@@ -42,7 +42,7 @@ class HeadsCache:
         return cls(heads, backbone, batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """Append a piece of all prompts to the caches; returns the hidden states that the heads read [B, T, H].
+        """Append a piece of each prompt to the caches; returns the hidden states that the heads read [B, T, H].
 
         Args:
             hidden: [B, T, H] the backbone's hidden states of right-padded prompts.
@@ -73,7 +73,7 @@ class HeadsCache:
         return hidden[torch.arange(len(hidden), device=self.device), end]
 
     def cut(self, lengths: list[int]) -> None:
-        """Shorten each row to its first `lengths` tokens; the rest was padding."""
+        """Shorten each row of the caches to its first `lengths` tokens, because the tokens after them were padding."""
         if self.prefix is not None:
             self.prefix.cache.cut(lengths)
         if self.pairs is not None:
@@ -86,7 +86,7 @@ class HeadsCache:
                 part.cache.select(rows)
 
     def context_kv(self) -> ContextKV | None:
-        """The keys and values of the text, to which the heads attend; `None` for kinds that do not attend to it."""
+        """The keys and values of the text, to which the heads attend; `None` for heads that do not attend to it."""
         return None if self.pairs is None else self.pairs.context_kv()
 
 

@@ -49,7 +49,7 @@ class Step:
 
 
 class StepOutcome(NamedTuple):
-    """The decisions of one step for each unfinished row, on the host."""
+    """The decisions of one step for each unfinished row, copied from the device to the host."""
 
     lengths: list[int]
     """1 + accepted tokens of each row."""
@@ -63,7 +63,7 @@ class Stepper(Protocol):
     """One way to decode the rows of a batch step by step: eager, plain or compiled."""
 
     def start(self) -> tuple[list[int], list[int]]:
-        """Read the prompts; returns the rows and their first roots."""
+        """Read the prompts into the caches; returns the indices of the rows and their first roots."""
         ...
 
     def step(self, timer: Timer) -> StepOutcome:
@@ -71,7 +71,7 @@ class Stepper(Protocol):
         ...
 
     def keep(self, left: list[int]) -> None:
-        """Keep the rows at the indices `left` of the batch; the other rows have ended."""
+        """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
         ...
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Iterator[Step]:
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """The indices in the batch of all unfinished rows; finished rows leave the batch and cost no forward."""
+    """Remove finished rows from the batch, so that they cost no forward; returns the indices of unfinished rows."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)
@@ -126,7 +126,7 @@ def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list
 
 
 class TreeStepper:
-    """One step of tree decoding: propose, verify, accept, compact."""
+    """Eager tree decoding; a step proposes a draft, verifies it, accepts nodes and compacts the cache."""
 
     def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor) -> None:
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
@@ -185,7 +185,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def passes(self) -> Passes | None:
-        """The test for single tokens of the rules that accept the longest path; `None` for all other rules."""
+        """The function that tests single tokens, for rules that accept the longest path; `None` for other rules."""
         if self.rule == "typical":
             return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
         if self.limit is None:
@@ -230,7 +230,8 @@ def scores_after(
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A function that computes the target's scores after nodes of a draft, for `accept_walk` and the other rules.
 
-    Processors see the text and the path before each node. `rows` has the index in the session of each row of the batch.
+    Logits processors see the text and the path to each node. `rows` has the index in the session of each row of the
+    batch.
     """
 
     def scores(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""Attention masks of drafts: which slots of the KV cache each node sees, for every kind of attention layer.
+"""Attention masks of drafts: which slots of the KV cache each draft node sees, in each kind of attention layer.
 
 A node sees the text before it, its ancestors and itself. Masks are additive and of the model's dtype (0, or the least
 finite number), because eager attention would silently add a boolean mask as 0 and 1. A model with several kinds of
-layers gets one mask per kind. Windows and chunks count positions, not slots: two nodes of one depth share a position
-but lie in two slots.
+attention layers gets one mask per kind. Windows and chunks count positions, not slots: two nodes of one depth share a
+position but lie in two slots.
 
-Shapes: B rows, N nodes, S slots, W nodes of one forward.
+Shapes: B rows, N nodes of a draft, S cache slots, W nodes of one forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerKind(NamedTuple):
     """A query sees only keys of its own chunk of positions."""
 
     def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Remove the keys outside the window or chunk from the mask `allowed`; `query` and `key` are positions."""
+        """Hide keys outside the layer's window or chunk in the mask `allowed`; `query` and `key` are positions."""
         if self.window is not None:
             allowed = allowed & (query - key < self.window)
         if self.chunk is not None:
@@ -61,11 +61,11 @@ class LayerKinds:
 
     @property
     def is_full(self) -> bool:
-        """Whether every layer sees the whole text."""
+        """Whether every attention layer of the model sees the whole text."""
         return [kind.name for kind in self.kinds] == [FULL]
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """Make a mask for each kind of layer by `of_kind`; returns one mask or a dict, as the model takes it."""
+        """Make a mask for each kind of attention layer with `of_kind`; returns one mask or a dict of masks."""
         masks = {kind.name: of_kind(kind) for kind in self.kinds}
         return masks if self.is_dict else next(iter(masks.values()))
 
@@ -79,9 +79,10 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 class TreeMasks:
     """Attention masks of drafts, for rows of any length.
 
-    Whether a node sees a slot depends only on the slot's distance from the text's end. So a static topology, which all
-    rows and steps share, needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes,
-    and S columns that no node sees. It is built once, and a text of L tokens uses its columns from S - L on.
+    Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static
+    topology, which all rows and steps share, needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns
+    of text, N of nodes, and S columns that no node sees. It is built once, and a text of L tokens uses its columns from
+    S - L on.
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class TreeMasks:
         self.wide_of: Topology | None = None
 
     def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
-        """Masks [B, 1, N, max(lengths) + N] for rows with `lengths` committed tokens."""
+        """Make masks [B, 1, N, max(lengths) + N] for N draft nodes after `lengths` tokens in the KV cache."""
         return self.layers.masks(lambda kind: self._of_kind(kind, lengths, topology)[:, None])
 
     def _of_kind(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
@@ -120,13 +121,13 @@ class TreeMasks:
 
 
 def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Which slots each node sees [B, N, max(lengths) + N], by the definition: the slow and obvious version."""
+    """Which cache slots each draft node sees [B, N, max(lengths) + N], by definition: the slow, obvious version."""
     prefix = torch.tensor(lengths, device=topology.depth.device)
     return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, kind)
 
 
 def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Which of the first `slots` slots each node sees [B, N, slots], for texts of `lengths` [B] on the device."""
+    """Which of the first `slots` cache slots each node sees [B, N, slots]; `lengths` [B] are those of the texts."""
     nodes, prefix = topology.num_nodes, lengths[:, None]  # [B, 1]
     slot = torch.arange(slots, device=lengths.device)[None]  # [1, S]
     node = slot - prefix  # [B, S] the node in each slot; below 0: the text
@@ -146,7 +147,7 @@ def grown_masks(
 
     Args:
         starts: [B] where the text ends; every node sees all of the text.
-        seen: [B, W, A] the slots that each node sees after the text: those of its A - 1 ancestors and its own.
+        seen: [B, W, A] the cache slots that each node sees after the text: those of its A - 1 ancestors and its own.
         depth: [B, W] positions of the W nodes, counted from the text's end.
         slot_depths: [S - text] positions of the nodes in all slots after the text; windows and chunks need them.
     """

@@ -2,7 +2,7 @@
 
 Source: Leviathan et al. 2023 for one draft token; SpecInfer and RRSw for siblings drawn without replacement.
 
-Shapes: R rows still walking, X some of them, M distributions that rows share, N nodes, V vocabulary.
+Shapes: R rows whose walk has not ended, X some of these rows, M distributions that rows share, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from decode.ops.draws import Draws
 def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept nodes of a drawn tree by rejection sampling; the text has exactly the target's distribution.
 
-    At each node on the way, its children are tried in the order in which they were drawn. A child x is accepted with
-    probability min(1, p(x) / q(x)). After a rejection, p becomes its residual max(0, p - q), normalised, and q loses x,
-    because the next sibling was drawn without x. If no child is left, the next root is drawn from the current p.
+    The rule walks down the draft tree from the root. At each node, the children are tried in the order in which they
+    were drawn. A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes its residual
+    max(0, p - q), normalised, and q loses x, because the next sibling was drawn without x. If no child is left, the
+    next root is drawn from the current p.
 
     The draft must have a `proposal`: for chosen tokens, p / q is wrong for every q.
     """
@@ -58,8 +59,8 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
 class Residuals(NamedTuple):
     """The distributions of rejection sampling: p of the next token, and q from which the next sibling was drawn.
 
-    Rows with the same past share distributions. After a rejection, p does not depend on the rejected token, but q does.
-    So there are far fewer different p than q.
+    Rows with the same path and the same rejected tokens share distributions. After a rejection, p does not depend on
+    the rejected token, but q does. So there are far fewer different p than q.
     """
 
     p: Tensor
@@ -104,7 +105,7 @@ class Residuals(NamedTuple):
 
 
 def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Whether u < p / q, for u in [0, 1): true with probability min(1, p / q)."""
+    """Whether u < p / q, for u in [0, 1): true with probability min(1, p / q), if u is uniform."""
     return u * q < p
 
 
@@ -123,7 +124,7 @@ def without(q: Tensor, token: Tensor) -> Tensor:
 
 
 def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    """The distinct keys of `key` [R], and its index for each key [R]; without `shared`, all keys count as distinct."""
+    """Find the distinct values in `key` [R], and each key's index in them; without `shared`, all keys are distinct."""
     if shared:
         return key.unique(return_inverse=True)
     return key, torch.arange(len(key), device=key.device)

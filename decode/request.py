@@ -151,7 +151,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Raise a `RequestError` if one of several rows outgrows the length at which longrope changes all rotations."""
+    """Raise a `RequestError` if one of several texts outgrows the length at which longrope changes all rotations."""
     boundary = Backbone(model).rope_boundary
     if boundary is None or len(requests) == 1:
         return
@@ -162,7 +162,7 @@ def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) 
 
 
 def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn `stop_strings` and `tokenizer` into a stopping criterion; `generate` does not pass the tokenizer on.
+    """Turn `stop_strings` and `tokenizer` into a stopping criterion; transformers' `generate` does not pass it on.
 
     Raises:
         RequestError: stop strings without a tokenizer."""

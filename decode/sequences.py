@@ -35,7 +35,7 @@ class Sequences:
     """
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
-        """Start with the prompts; `slack` is the number of draft nodes that `prefix` may append to a text."""
+        """Start with the prompts of `requests`; `prefix` can append up to `slack` draft tokens to a text."""
         self.prompts = [list(request.prompt) for request in requests]
         self.new_ids: list[list[int]] = [[] for _ in requests]
         self.finish_reason: list[str | None] = [None] * len(requests)
@@ -76,7 +76,7 @@ class Sequences:
         return self.buffer[row : row + 1, :length]
 
     def tail(self, row: int, start: int) -> list[int]:
-        """The ids of a row from position `start` on, for drafters that follow the text."""
+        """The token ids of a row's text from position `start` on, for drafters that follow the text."""
         prompt = self.prompts[row]
         if start >= len(prompt):
             return self.new_ids[row][start - len(prompt) :]

@@ -44,7 +44,7 @@ class Session:
         Args:
             slack: the most nodes of a draft, which caches and prefixes hold beyond the text.
             truncation: the constants of sampled typical acceptance; `None` for other rules.
-            keep_hidden: record the hidden states of all tokens in `kept_hidden`.
+            keep_hidden: whether to record the hidden states of all tokens, in `kept_hidden`.
             heads: the heads that draft; `None` for other drafters.
             verifiers: makes what verifies drafts; by default the backbone alone verifies.
         """
@@ -92,14 +92,14 @@ class Session:
             self.heads_cache.select(left)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
-        """Record the hidden states [B, C, H] of a prefill's piece; returns the hidden states that the heads read."""
+        """Record the hidden states [B, C, H] of C prompt tokens; returns the hidden states that the heads read."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
         return hidden if self.heads_cache is None else self.heads_cache.piece(hidden, next_ids)
 
     def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
-        """Record the hidden states [B, N, H] at the first `lengths` nodes of each path [B, D], if `keep_hidden`."""
+        """If `keep_hidden`, record those of the hidden states [B, N, H] at the first `lengths` nodes of each path."""
         if self.kept_hidden is None:
             return
         for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):

@@ -33,7 +33,7 @@ ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the
 
 
 class AcceptanceRule(NamedTuple):
-    """An acceptance rule with its constants, and the kind of draft that it judges."""
+    """An acceptance rule with its constants, and the way in which its drafts are made."""
 
     rule: str
     epsilon: float = EPSILON
@@ -218,7 +218,7 @@ def is_lossy(acceptance: str) -> bool:
 
 
 def require_uncontrasted(compile: bool, amateur: object) -> None:
-    """Raise a `RequestError` if contrastive decoding is to be compiled."""
+    """Raise a `RequestError` if contrastive decoding is requested with compiled steps."""
     if compile and amateur is not None:
         raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
 

@@ -1,9 +1,10 @@
 """The target: what a text must follow, computed from the backbone's logits by transformers' own processors.
 
-Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows them one row:
-the prompt, everything written so far, and the path down to a node. Plain decoding would show them exactly the same.
+Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows the
+processors one row: the prompt, everything written so far, and the path down to a node. Plain decoding would show the
+processors exactly the same tokens.
 
-Shapes: B rows, R of them that decide, M distributions that they share, V vocabulary.
+Shapes: B rows, R of them that decide a token, M distributions that these rows share, V vocabulary.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Target:
         return self.decide(self.draws.of(rows), everyone, scores, everyone)
 
     def draft_probabilities(self, rows: Sequence[int], logits: Tensor) -> Tensor:
-        """Apply the target's temperature, top-k and top-p to a drafter's logits [B, Q, V]; returns q [B, Q, V].
+        """Apply the target's temperature, top-k and top-p to a drafter's logits; returns q. Both are [B, nodes, V].
 
         Drafts are drawn from q. Every q gives the right text; the closer q is to the target, the more is accepted.
         Penalties depend on a path that is not drawn yet, so q is computed without them.
@@ -106,7 +107,9 @@ class Target:
     def by_position(
         self, kept: Sequence[Sequence[Tensor]], new_ids: Sequence[Sequence[int]], width: int
     ) -> tuple[Tensor, ...]:
-        """Recorded scores as `model.generate` returns them: `width` tensors [B, V]; a row's last scores pad it."""
+        """Recorded scores as `model.generate` returns them: `width` tensors [B, V].
+
+        Short rows repeat their last scores."""
         return tuple(
             torch.cat([kept[row][min(at, len(ids) - 1)].clone() for row, ids in enumerate(new_ids)])
             for at in range(width)

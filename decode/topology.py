@@ -98,9 +98,9 @@ class Topology:
 
     @property
     def non_ancestors(self) -> Tensor:
-        """[R, N, N] True where the token of the column's node cannot affect whether the row's node is accepted.
+        """[R, N, N] mask: True at [_, i, j] where the token of node j cannot affect whether node i is accepted.
 
-        These are the nodes that are not ancestors of the row's node, and the root, which is already decided."""
+        These nodes j are the ones that are not ancestors of node i, and the root, which is already decided."""
         return self._non_ancestors if self.is_static else self._find_non_ancestors()
 
     @cached_property
@@ -113,22 +113,22 @@ class Topology:
 
     @cached_property
     def place(self) -> Tensor:
-        """[R, N] the index of each node among its siblings; 0 for the root."""
+        """[R, N] the index of each of N nodes among its siblings; 0 for the root."""
         return self.find_place()
 
     @cached_property
     def children(self) -> Tensor:
-        """[R, N, C] the children of each node in the order of their numbers, padded with -1."""
+        """[R, N, C] the children of each node, at most C, as ascending node indices padded with -1."""
         return self.find_children(self.place)
 
     def find_place(self) -> Tensor:
-        """Compute `place`; torch.compile cannot trace the cached property."""
+        """Compute the cached property `place`, which torch.compile cannot trace."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
         place = siblings.tril(-1).sum(-1)
         return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)
 
     def find_children(self, place: Tensor) -> Tensor:
-        """Compute `children` from the places [R, N]; torch.compile cannot trace the cached property."""
+        """Compute the cached property `children`, which torch.compile cannot trace, from the places [R, N]."""
         rows, device = len(self.parent), self.parent.device
         table = torch.full((rows, self.num_nodes * self.max_children), -1, device=device)
         slot = self.parent * self.max_children + place
@@ -137,7 +137,7 @@ class Topology:
 
 
 def chosen_part(tree: Tree, chosen: Tensor) -> Topology:
-    """The topology of the nodes `chosen` [B, N] of `tree`: ascending, with node 0 and the parent of every node."""
+    """Make the topology of the nodes `chosen` [B, N] of `tree`, in ascending order, with the root and all parents."""
     place = torch.zeros(len(chosen), tree.num_nodes + 1, dtype=torch.long, device=chosen.device)
     place[:, -1] = -1  # so that the padding of paths stays -1
     place.scatter_(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen))

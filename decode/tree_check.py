@@ -1,11 +1,11 @@
-"""Self-test: checks once per model that a tree forward gives the logits of plain forwards.
+"""Self-test: checks once per model that a forward over a tree gives the same logits as forwards without a tree.
 
 `medusa.backbone.require_tree_support` refuses models by their configuration alone, and no such list is ever complete.
 So the self-test compares logits. It reads two trees with the cache, masks and positions of decoding; the second tree
 follows an accepted path of the first. Every node must get the logits that a plain forward, without cache or mask,
 gives at the end of the node's path.
 
-Shapes: R trees, N nodes of each, V vocabulary.
+Shapes: R trees, N nodes of each tree, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHARE = 0.2
 
 @dataclass(frozen=True)
 class TreeCheck:
-    """What the self-test found. An error is the greatest difference of a logit, divided by the greatest logit."""
+    """The result of the self-test. An error is the greatest difference of a logit, divided by the greatest logit."""
 
     error: float
     """The error of the tree forwards; nan if there are no logits to compare."""
@@ -69,7 +69,7 @@ class TreeCheck:
 
 
 def require_tree_forward(model: PreTrainedModel) -> None:
-    """Check a model's structure, and run the self-test unless its result for this model is known.
+    """Check a model's structure, and run the self-test unless a result for this model is stored.
 
     Raises:
         RequestError: the model cannot verify a tree.
@@ -150,7 +150,7 @@ def _reason(check: TreeCheck, training: bool) -> str:
 
 
 def _lines(prefix: list[int], ids: list[int]) -> list[tuple[list[int], list[int]]]:
-    """One pair per leaf: the prefix with the ids on the leaf's path, and the nodes of that path."""
+    """Make one pair per leaf of a tree: the prefix with the ids on the leaf's path, and the nodes of that path."""
     lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in LEAVES]
     return [(prefix + [ids[node] for node in line], line) for line in lines]
 
@@ -175,7 +175,7 @@ def _plain(backbone: Backbone, rows: list[list[tuple[list[int], list[int]]]]) ->
 
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
-    """Logits [R, N, V] as decoding computes them: a first tree per prompt, then a second tree after the kept nodes."""
+    """Logits [R, N, V] as decoding computes them: first one tree per prompt, then another after the kept nodes."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)

@@ -27,7 +27,7 @@ class Verifier:
 
     @classmethod
     def with_cache(cls, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
-        """Make a verifier of these texts with an empty cache of `capacity` slots per row."""
+        """Make a verifier for the texts in `sequences`, with an empty KV cache of `capacity` slots per row."""
         return cls(backbone, TreeCache(backbone.model.config, len(sequences), capacity), sequences)
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
@@ -35,9 +35,11 @@ class Verifier:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
 
     def __call__(self, draft: Draft) -> Readout:
-        """Read a draft; returns hidden states [B, N, H] and logits [B, N, V]. The cache holds the nodes, uncommitted.
+        """Read a draft; returns hidden states [B, N, H] and logits [B, N, V].
 
-        Side branches are read in the same forward, and receive their logits."""
+        The KV cache then holds the nodes, uncommitted.
+
+        The same forward reads the draft's side branches, and passes them the logits after their nodes."""
         if not draft.side_branches:
             return self.read(draft)
         readout = self.read(draft.whole)
@@ -96,10 +98,10 @@ class Verifier:
 
 
 class VerifierFactory(Protocol):
-    """Makes the verifier of a session, for methods in which more models than the backbone verify drafts."""
+    """Protocol of a factory of verifiers, for methods in which other models verify drafts with the backbone."""
 
     def context(self, backbone: Backbone) -> int | None:
-        """The number of positions that all verifying models have; `None` if unlimited."""
+        """The context length that all verifying models can read; `None` if it is unlimited."""
         ...
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
@@ -108,7 +110,7 @@ class VerifierFactory(Protocol):
 
 
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
-    """Read the whole text again when it outgrows longrope's boundary, as Phi-3's own `generate` does.
+    """Read a text again when it outgrows longrope's original context, as Phi-3's own `generate` does.
 
     Until then, the keys were rotated by longrope's short factors. Phi-3 drops these keys and reads the text with the
     long factors; other models with longrope keep the keys. Such a text is alone in its batch.

@@ -4,10 +4,10 @@ Rounds and batches of prompts are drawn repeatedly with replacement, and an inte
 metrics. It shows how far a metric may move with other prompts of the same kind, or at another time on this machine.
 Both sides of a ratio use the same draws, because both methods decoded the same prompts in the same rounds.
 
-Speedups are ratios within a run, so they can be compared between machines; tokens per second cannot. Two runs are
-compared on the same draws of prompts, so differences between prompts do not count as noise.
+Speedups are ratios of rates within one run, so they can be compared between machines; tokens per second cannot. Two
+runs are compared on the same draws of prompts, so differences between prompts do not count as noise.
 
-Shapes: R rounds, B batches, D draws.
+Shapes: R rounds, B batches, D bootstrap draws.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sample:
 
     @property
     def can_vary(self) -> bool:
-        """Whether there is more than one batch or round. A single measurement has no spread to resample."""
+        """Whether the sample has more than one batch or round. A single measurement has no spread to resample."""
         return self.seconds.numel() > 1
 
     def resampling(self, seed: int = 0) -> Resampling:
@@ -72,22 +72,22 @@ class Sample:
         return Resampling(times, torch.randint(rounds, (NUM_DRAWS, rounds), generator=generator))
 
     def tau(self, drawn: Resampling) -> Tensor:
-        """Compute tau in each draw, [D]."""
+        """Compute tau (mean tokens per step) in each bootstrap draw, [D]."""
         return (drawn.batches @ self.uncut_tokens) / (drawn.batches @ self.steps).clamp_min(1)
 
     def rates(self, drawn: Resampling) -> Tensor:
-        """Compute tokens per second in each draw and round, [D, R]."""
+        """Compute tokens per second in each bootstrap draw and round, [D, R]."""
         seconds = drawn.batches @ self.seconds.T
         return ((drawn.batches @ self.new_tokens)[:, None] / seconds.clamp_min(1e-9)).gather(1, drawn.rounds)
 
     def speedup(self, other: Sample, drawn: Resampling) -> Tensor:
-        """Compute the speedup over `other` in each draw, [D]: the median over rounds of the ratio of rates."""
+        """Compute the speedup over `other` in each bootstrap draw, [D]: the median over rounds of the rates' ratio."""
         ratio = self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)
         return ratio.quantile(0.5, dim=1)
 
 
 def interval(values: Tensor) -> Interval:
-    """Bounds of the middle 95 % of resampled metrics [D]."""
+    """Bounds of the middle 95 % of a metric's values [D] in D bootstrap draws."""
     tail = (1 - COVERAGE) / 2
     low, high = values.quantile(torch.tensor([tail, 1 - tail])).tolist()
     return low, high
@@ -120,7 +120,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """Direction of the change in words, or a statement that the interval shows none."""
+        """Direction of the change in words, or a statement that the interval shows no clear change."""
         if self.ratio_interval is None:
             return "unknown: a single measurement"
         low, high = self.ratio_interval
@@ -147,7 +147,7 @@ class Comparison:
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
-    """Compare two benchmarks of the same prompts. `names`: their names in tables and error messages.
+    """Compare two benchmarks of the same prompts. `names`: the benchmarks' names in tables and error messages.
 
     Raises:
         RequestError: a benchmark has no metrics of single prompts, or the two benchmarks decoded different prompts.

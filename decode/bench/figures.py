@@ -43,7 +43,7 @@ class PromptFigures:
 
 @dataclass
 class PositionFigures:
-    """tau of the steps whose roots lie in one stretch of the generated text."""
+    """tau (mean tokens per step) of the steps whose roots lie in one stretch of the generated text."""
 
     start: int
     """Number of new tokens before the stretch."""

@@ -54,7 +54,7 @@ class BenchmarkJob(Job):
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
     def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
-        """Decode the job's prompts with all contenders, `rounds` times. `title`: of the progress bar."""
+        """Decode the job's prompts with all contenders, `rounds` times. `title`: the title of the progress bar."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
         run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
@@ -167,7 +167,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add two entries to `figures` that only a report shows: acceptance by node, and the stored calibration.
+    """Add two metrics to `figures` that only a report shows: acceptance by node, and the stored calibration.
 
     `calibrations`: paths of the files in which the stored calibration is looked up."""
     heads, model = job.source.heads, job.loaded.model

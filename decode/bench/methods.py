@@ -75,7 +75,7 @@ def medusa_method(
     keep_hidden: bool = False,
     drafter: DrafterLike = None,
 ) -> Method:
-    """Make a method that decodes with `drafter`, by default with `heads` on `tree`. The drafter is loaded here."""
+    """Make a method that decodes with `drafter`, by default with `heads` on `tree`. This call loads the drafter."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
     return DrafterMethod(model, source, settings, tokenizer, clock, keep_hidden)

@@ -88,7 +88,7 @@ class DynamicTree:
         return replace(self, candidates=self.candidates.to(device))
 
     def clip(self, max_depth: int) -> DynamicTree:
-        """The same tree without candidates deeper than `max_depth`; `num_nodes` shrinks if fewer candidates remain."""
+        """Copy the tree without candidates deeper than `max_depth`; `num_nodes` shrinks if fewer candidates remain."""
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
@@ -98,14 +98,14 @@ class DynamicTree:
 
     @cached_property
     def _on_path(self) -> Tensor:
-        """[S, D] the guesses on each candidate's path: indices into flattened guesses [D, R], padded with D * R."""
+        """[S, D] the guesses on the path to each candidate: indices into guesses [D * R], padded with D * R."""
         tree, top = self.candidates, self.candidates.max_rank + 1
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
     @cached_property
     def _scale(self) -> Tensor:
-        """[K, 1, 1] the temperatures as a tensor; cached, because a copy to the device would delay every step."""
+        """[K, 1, 1] the heads' temperatures, cached on the device, because a copy would delay every step."""
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
@@ -219,7 +219,7 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or tree, or if `drawn` is set for a dynamic tree."""
+    """Raise a `RequestError` if heads do not fit the backbone or tree, or if a dynamic tree is to be sampled."""
     require_sizes(config, backbone.hidden_size, backbone.vocab_size)
     tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
     if drawn:

@@ -85,7 +85,7 @@ class LevelwiseDrafter(ABC):
 
     @abstractmethod
     def begin(self, frontier: Frontier) -> State:
-        """Make the state at the root of each row, tensors [B, 1, S], from which `step` continues."""
+        """Make the drafter's state at the root of each row's tree: tensors [B, 1, S], which `step` reads."""
 
     @abstractmethod
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
@@ -121,7 +121,7 @@ class LevelwiseDrafter(ABC):
         return Draft(torch.cat(ids, dim=1), self.topology)
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
-        """Draft a dynamic tree: expand the most probable nodes of each level, then keep the most probable of all."""
+        """Draft a dynamic tree: expand the most probable nodes of each level, then keep the most probable nodes."""
         root = frontier.root[:, None]
         zero, log_p_above = torch.zeros_like(root), torch.zeros(root.shape, device=root.device)
         # Per level [B, M]: ids, parents among all nodes, log probabilities, depths.

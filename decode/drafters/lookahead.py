@@ -90,7 +90,7 @@ class Window:
     """The window of guessed tokens for one row of the batch, and the pool of the n-grams that it produced."""
 
     def __init__(self, config: LookaheadConfig, text: list[int]) -> None:
-        """Make a window whose columns are passages of the prompt, `text`: better first guesses than random tokens."""
+        """Make a window whose columns are passages of the prompt `text`: better first guesses than random tokens."""
         starts = [column * len(text) // config.window for column in range(config.window)]
         self.levels = [[text[(start + level) % len(text)] for start in starts] for level in range(config.n - 1)]
         self.pool = Pool(config.guesses)
@@ -145,7 +145,7 @@ class LookaheadDrafter(TextDrafter):
         return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]
 
     def _receive(self, rows: list[int], logits: Tensor) -> None:
-        """Keep the backbone's predictions after the last level, from its logits [B, M, V] after all window tokens."""
+        """Keep the backbone's predictions after the window's last level, from logits [B, M, V] after all M tokens."""
         self.answers = rows, argmax(logits[:, -self.config.window :])
 
     def _learn(self) -> None:

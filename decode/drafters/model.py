@@ -136,7 +136,7 @@ class ModelDrafter(LevelwiseDrafter):
         """For each level of the last draft: tokens [B, W], and the slots of their parents [B, W] (-1: the root)."""
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft a chain or a tree, or the root alone if text and draft do not fit into the draft model's context."""
+        """Draft a chain or a tree, or only the root if the text and a draft exceed the draft model's context."""
         longest = max(self.sequences.lengths[row] for row in frontier.rows)
         if self.backbone.context is not None and longest + self.tree.max_depth > self.backbone.context:
             return Draft(frontier.root[:, None], chain(1, frontier.root.device))
@@ -244,7 +244,7 @@ class ModelDrafter(LevelwiseDrafter):
         return logits.masked_fill(logits < limit, -torch.inf)
 
     def _masks(self, seen: Tensor) -> Mask | None:
-        """Masks [B, 1, W, S] by which nodes attend to the text and the slots `seen` [B, W, A + 1]; `None`: causal."""
+        """Masks [B, 1, W, S]: W nodes see the text and the cache slots `seen` [B, W, A + 1]. `None`: causal."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
         starts = torch.tensor(self.text_lengths, device=self.device)

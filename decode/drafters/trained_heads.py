@@ -1,4 +1,4 @@
-"""Drafters with trained heads of any kind: on a tree (`--drafter heads`) or on a chain (`--drafter blockwise`)."""
+"""Drafters with trained heads of all types: on a tree (`--drafter heads`) or on a chain (`--drafter blockwise`)."""
 
 from __future__ import annotations
 

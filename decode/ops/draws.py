@@ -1,6 +1,6 @@
 """Random draws of tokens: from one generator per row or one for all rows, with and without replacement.
 
-Shapes: B rows, R of them that draw, M distributions that rows can share, V vocabulary, C draws per row.
+Shapes: B rows, R of them that draw a token, M distributions that rows can share, V vocabulary, C draws per row.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def argmax(values: Tensor) -> Tensor:
 
 
 class TopK(NamedTuple):
-    """The k largest values of each row, largest first; equal values come in any order."""
+    """The k largest values of each row and their indices, largest first; equal values come in any order."""
 
     values: Tensor
     """[..., k] the values."""

@@ -35,7 +35,7 @@ class ApiAnswer:
     """The answer to one API request: collects its texts from the worker, and sends them as JSON or as a stream."""
 
     def __init__(self, model: str, is_chat: bool, prompt_tokens: int) -> None:
-        """Make an answer without rows; they are added later. `prompt_tokens`: number of tokens in all prompts."""
+        """Make an answer without rows; rows are added later. `prompt_tokens`: number of tokens in all prompts."""
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.head = {"id": number, "created": int(time.time()), "model": model}
@@ -122,7 +122,7 @@ class ApiAnswer:
             yield index, event
 
     def _leave(self) -> None:
-        """Tell the worker to stop decoding the rows that are not finished."""
+        """Tell the worker to stop decoding those rows of this answer that are not finished yet."""
         for row in self.rows:
             row.left.set()
 

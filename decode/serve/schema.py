@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 class StrictModel(BaseModel):
-    """Base of all parts of a request. Types are not converted: a number given as a string is an error."""
+    """Base class of all objects in a request. Types are not converted: a number given as a string is an error."""
 
     model_config = ConfigDict(strict=True)
 
@@ -198,7 +198,7 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and check the body of a request. `kind`: the class of the returned request.
+    """Parse and check the body of a request. `kind`: the request class to return.
 
     Raises:
         ApiError: the body is not a JSON object, a parameter is unknown or unsupported, or a value has a wrong type."""

@@ -78,9 +78,10 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        """Make an empty stream.
+        """Make a stream of text pieces that is still empty.
 
-        `before`: ids of the text before the new ids. They decide whether the new text begins with a space."""
+        `before`: token ids of the text before the new ids. These ids decide whether the new text begins with a space.
+        """
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
@@ -98,13 +99,13 @@ class TextStream:
         return self._release(self._possible_stop())
 
     def end(self) -> list[TextPiece]:
-        """End the text, and return the pieces that were still waiting."""
+        """End the text, and return the pieces of text that were held back."""
         if text := self._new_text():
             self._take(text, drafted=False)
         return self._release(0)
 
     def _new_text(self) -> str:
-        """Return the text of the ids after `done`. Earlier ids are decoded as context, and their text is removed."""
+        """Return the text of the token ids from index `done` on. Earlier ids are decoded only as context."""
         known = self._decode(self.ids[self.start : self.done])
         return self._decode(self.ids[self.start :])[len(known) :]
 
@@ -122,7 +123,7 @@ class TextStream:
             self.waiting, _ = _split(self.waiting, min(cuts))
 
     def _possible_stop(self) -> int:
-        """Count the characters at the end of the waiting text that may be the beginning of a stop string."""
+        """Count the characters at the end of the held-back text that may begin a stop string."""
         if self.ended or not self.stop:
             return 0
         waiting, longest = joined(self.waiting), max(map(len, self.stop)) - 1
@@ -130,7 +131,7 @@ class TextStream:
         return next((n for n in lengths if any(string.startswith(waiting[-n:]) for string in self.stop)), 0)
 
     def _release(self, kept: int) -> list[TextPiece]:
-        """Return the waiting pieces without their last `kept` characters, which go on waiting."""
+        """Return the pieces held back so far, except their last `kept` characters, which are still held back."""
         given, self.waiting = _split(self.waiting, len(joined(self.waiting)) - kept)
         return given
 

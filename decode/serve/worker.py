@@ -132,7 +132,7 @@ class BatchWorker:
             self.thread.join(timeout=10)
 
     def next_batch(self) -> list[BatchRow] | None:
-        """Choose the row that has waited longest, and rows with the same settings and prompts of similar length.
+        """Choose the row that has waited longest, and other rows with the same settings and prompts of similar length.
 
         If no row is waiting, the call blocks until one arrives. `None` means that the worker was stopped."""
         arrived = [] if self.waiting else [self.arrivals.get()]

@@ -1,9 +1,10 @@
 """Best-first beam search (Meister, Vieira, Cotterell 2020, arXiv 2007.03909): beam search in fewer model calls.
 
 Beam search expands the k best hypotheses of each length. Best-first beam search takes the best hypothesis of any length
-from a priority queue, and expands at most k of each length. Scores only fall as a text grows. So hypotheses of one
-length leave the queue in the order of their scores, and the first k are the beam. The first finished text that leaves
-the queue is the best one, because no other hypothesis can exceed its score. All hypotheses share a KV cache, as a tree.
+from a priority queue, and expands at most k hypotheses of each length. Scores only fall as a text grows. So hypotheses
+of one length leave the queue in the order of their scores, and the first k are the beam. The first finished text that
+leaves the queue is the best one, because no other hypothesis can exceed its score. All hypotheses share a KV cache, as
+a tree.
 
 Shapes: W hypotheses that one forward reads, V vocabulary.
 """
@@ -58,7 +59,7 @@ class Search:
     """Number of hypotheses dropped by `max_queued`; if 0, the texts are those of beam search."""
 
     def beam_calls(self, num_beams: int) -> int:
-        """Minimum number of `calls` in beam search: 1 for the prompt, and `num_beams` for each further token."""
+        """Minimum number of model calls in beam search: 1 for the prompt, and `num_beams` for each further token."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 
@@ -161,7 +162,7 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """Find the next tokens of W hypotheses that can enter the beam, with log-probabilities, from logits [W, V].
+    """From logits [W, V], find the next tokens of W hypotheses that can enter the beam, with log-probabilities.
 
     The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text."""
     log_p = logits.float().log_softmax(-1)
@@ -170,7 +171,7 @@ def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[
 
 
 class _Queue:
-    """A priority queue of hypotheses by `bound`, which gives out at most `num_beams` of each length to expand."""
+    """A priority queue of hypotheses, sorted by `bound`; at most `num_beams` of each length leave it to be expanded."""
 
     def __init__(self, num_beams: int, longest: int, length_penalty: float, max_queued: int | None) -> None:
         self.num_beams, self.longest, self.length_penalty = num_beams, longest, length_penalty
@@ -184,7 +185,7 @@ class _Queue:
         self.dropped = 0
 
     def bound(self, partial: _Partial) -> float:
-        """The score of a finished hypothesis, or an upper bound on the scores of an unfinished one's continuations.
+        """The score of a finished hypothesis, or an upper bound for all continuations of an unfinished one.
 
         Continuations have a lower log-probability, which is negative. If `length_penalty` is above 0, the bound assumes
         the greatest length allowed; otherwise it uses the hypothesis' own length.
@@ -232,7 +233,7 @@ def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
 
 
 class WholeTexts:
-    """A scorer that reads every text from its start, without a KV cache: for any causal model, and to test `OnTree`."""
+    """A scorer that reads every text from its start, without a KV cache: for any causal model and for tests."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int]) -> None:
         self.model, self.start = model, prompt

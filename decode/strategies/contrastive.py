@@ -55,7 +55,7 @@ class Contrast(ContrastOptions):
         return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
 
     def margin(self, expert: Tensor) -> Tensor:
-        """Log-probability of each token less the plausibility threshold [..., V], from the expert's logits [..., V]."""
+        """Log-probability of each token minus the plausibility threshold, from the expert's logits; both [..., V]."""
         limit = math.log(self.alpha) if self.alpha else -math.inf
         return expert - expert.amax(-1, keepdim=True) - limit
 
@@ -92,7 +92,7 @@ class Amateur:
         return min((context for context in contexts if context is not None), default=None)
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> ContrastVerifier:
-        """Make a verifier that runs both models, with an empty KV cache of `capacity` slots each."""
+        """Make a verifier that runs both models, each with an empty KV cache of `capacity` slots per row."""
         expert, amateur = (Verifier.with_cache(each, sequences, capacity) for each in (backbone, Backbone(self.model)))
         return ContrastVerifier(expert, amateur, self.contrast)
 

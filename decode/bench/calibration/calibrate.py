@@ -53,7 +53,7 @@ def calibrate(
     Args:
         texts: prompts with their continuations, decoded by the backbone with `settings`.
         sizes: numbers of nodes of the trees to try; by default those that `sizes_for` returns.
-        rounds: number of times that each tree is timed.
+        rounds: number of rounds, in each of which every tree is timed once.
         on_progress: callback that receives the name of each stage when it begins.
 
     Raises:
@@ -125,7 +125,9 @@ def _trees(
 def _expected_tau(
     tree: Layout, recording: Recording, heads: MedusaHeads, method: Callable[..., Method], prompts: list[list[int]]
 ) -> float:
-    """Predict tau of a tree on new texts of the same kind. `method`: makes the decoding method for a given tree."""
+    """Predict tau (mean tokens per step) of a tree on new texts like the recorded ones.
+
+    `method`: makes the decoding method for a given tree."""
     if isinstance(tree, Tree):
         return predicted_tau_held_out(tree.num_nodes, recording)
     if not heads.follows_path:

@@ -98,7 +98,7 @@ class Recording:
         return any(len(ranks) > ranks.shape[1] for ranks in self.ranks)
 
     def part(self, texts: Sequence[int]) -> Recording:
-        """Select the recording of the texts with these indices."""
+        """Return the part of the recording that belongs to the texts with these indices."""
         columns = (self.ranks, self.best, self.log_z, self.right)
         return Recording(*([column[text] for text in texts] if column else [] for column in columns))
 
@@ -163,7 +163,7 @@ MAX_ROUNDS = 8  # repetitions of counting and growing in `grow`; three are usual
 
 
 def starts(lengths: Tensor, num_heads: int) -> list[int]:
-    """List the positions where steps start when a text is decoded, without steps that might pass the end of the text.
+    """List the positions where steps start when a text is decoded, except steps that might pass the text's end.
 
     `lengths` [P]: number of drafted tokens that a step accepts at each position."""
     numbers, at, found = lengths.tolist(), 0, []
@@ -174,7 +174,7 @@ def starts(lengths: Tensor, num_heads: int) -> list[int]:
 
 
 def predicted_tau(tree: Layout, recording: Recording) -> float:
-    """Predict tau, the mean number of tokens per step with the root, if the recorded texts are decoded with `tree`."""
+    """Predict tau, the mean number of tokens per step, root included, if the recorded texts are decoded with `tree`."""
     steps = tokens = 0
     for text, ranks in enumerate(recording.ranks):
         lengths = recording.accepted(tree, text)
@@ -204,9 +204,9 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
     The value of a node is the number of positions where all tokens on its path are correct. A path is never correct
     more often than its beginning, so the paths with the highest values form a tree. Positions count only if a step
-    starts there, which depends on the tree. So counting and growing are repeated until a tree recurs; the first count
-    uses all positions. The best tree of all repetitions is returned. It is smaller than `nodes` if too few paths are
-    ever correct.
+    starts there, which depends on the tree. So counting and growing are repeated until the same tree is grown again;
+    the first count uses all positions. The best tree of all repetitions is returned. It is smaller than `nodes` if too
+    few paths are ever correct.
     """
     best, best_tau, seen, tree = Tree.chain(0), 0.0, set(), None
     for _ in range(MAX_ROUNDS):
@@ -225,7 +225,7 @@ def grow(recording: Recording, nodes: int) -> Tree:
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
     """Count for each path, given as ranks of guesses, at how many positions all its tokens are correct.
 
-    `tree`: only positions where steps with this tree start are counted; with `None`, all positions."""
+    `tree`: only positions where decoding steps with this tree start are counted; `None`: all positions."""
     counts: Counter[RankPath] = Counter()
     for ranks in recording.ranks:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]

@@ -77,7 +77,7 @@ class Calibration:
         return Tree.from_paths(self.best.paths)
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry of the calibration in a JSON file."""
+        """Return the JSON entry with which a file stores this calibration."""
         return asdict(self)
 
     @classmethod
@@ -110,12 +110,12 @@ def files_for(heads_folder: Path | None) -> list[Path]:
 
 
 def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
-    """Load the calibration for the situation `wanted` from the first file that has it; `None` if none has."""
+    """Load the calibration for the situation `wanted` from the first file that has one; `None` if no file has one."""
     return next((Calibration.from_json(entry) for entry in _entries(places) if entry["holds_for"] == wanted), None)
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """Load the temperatures that any stored calibration of these heads has fitted; `None` if there is none."""
+    """Load the temperatures that any stored calibration of these heads has fitted; `None` if none was."""
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)

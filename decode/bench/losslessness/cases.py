@@ -81,7 +81,7 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
 
 
 def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
-    """Combine independent tests: add their statistics, and average their distances weighted by the number of draws."""
+    """Combine independent chi-square tests: add the statistics, and average the distances, weighted by draws."""
     draws = sum(part.draws for part in parts)
     statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
     impossible = sum(part.impossible for part in parts)
@@ -136,7 +136,7 @@ RULES = (
 
 
 def rules_for(source: DrafterFactory) -> list[Rule]:
-    """List the rules that can be tested with this drafter. Some need a drafter that can draw its guesses."""
+    """List the rules that can be tested with this drafter. Some rules need a drafter that can sample its guesses."""
     return [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
 
 
@@ -188,7 +188,7 @@ class Case:
 
 
 def passes(cases: Sequence[Case]) -> bool:
-    """Whether every judged test (`Rule.is_judged`) has at least the p-value `threshold(cases)`."""
+    """Whether the p-value of every judged test (`Rule.is_judged`) is at least `threshold(cases)`."""
     return all(value >= threshold(cases) for value in p_values(cases))
 
 

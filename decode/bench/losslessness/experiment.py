@@ -2,8 +2,9 @@
 
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
 root is fixed, and the experiment samples the tokens after it. They must follow the target, which is the backbone's
-distribution after temperature, top-k, top-p and penalties. Prefill, drafter, verification of the tree, processors and
-acceptance are the production code. Only the decoding loop is replaced, because R draws share one forward.
+distribution after temperature, top-k, top-p and penalties. Prefill, drafter, verification of the tree, logits
+processors and acceptance are the production code. Only the decoding loop is replaced, because R draws share one
+forward.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
@@ -93,7 +94,7 @@ class FixedContext:
         self.text = self.session.sequences.tail(0, 0)
 
     def _warm_up(self, steps: int) -> None:
-        """Take at least `steps` greedy steps, and more until the drafter drafts. No guesses are accepted."""
+        """Take at least `steps` greedy decoding steps, and more until the drafter drafts. No guesses are accepted."""
         session, sequences = self.session, self.session.sequences
         stepper = TreeStepper(session, self.drafter, Acceptor("greedy"))
         room = (session.backbone.context or 1 << 30) - 2
@@ -258,7 +259,8 @@ class Experiment:
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
         """Return the target's scores [F, V] after each of the F most probable tokens that can follow the root.
 
-        For tokens in the draft, they are taken from `scores` [N, V], which the forward over the draft returned."""
+        For tokens in the draft, the target's scores are taken from `scores` [N, V], which the forward over the draft
+        returned."""
         found = self.after_firsts.clone()
         for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])

@@ -66,7 +66,7 @@ class Divergence:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains the difference."""
+        """Whether rounding explains that the two texts differ."""
         return self.gap is not None and abs(self.gap) <= self.bound and self.top2_gap <= self.bound
 
 
@@ -91,7 +91,7 @@ class GreedyOutcome:
 
     @property
     def ties(self) -> int:
-        """Number of divergences that rounding explains."""
+        """Number of divergences between greedy texts that rounding explains."""
         return sum(divergence.is_rounding for divergence in self.divergences)
 
     @property
@@ -104,7 +104,9 @@ class GreedyOutcome:
         return {"prompts": self.prompts, "equal": self.equal, "rounding_ties": self.ties, "divergences": listed}
 
     def in_words(self, dtype: str) -> str:
-        """Describe the outcome in one to three sentences. `dtype`: the name of the backbone's dtype."""
+        """Describe the comparison of greedy texts in one to three sentences.
+
+        `dtype`: the name of the backbone's dtype."""
         line = f"{self.equal} of {self.prompts} texts are equal, token by token."
         if self.ties:
             line += f" {self.ties} diverge where the two best logits are so close that {dtype} rounding decides."

@@ -28,7 +28,7 @@ CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
 def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figure:
-    """Make a figure that contains one plot, drawn by `draw(axes, *data)`. `height`: of the figure, in inches."""
+    """Make a figure that contains one plot, drawn by `draw(axes, *data)`. `height`: the figure's height in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.subplots(), *data)
     return figure

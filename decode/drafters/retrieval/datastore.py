@@ -42,7 +42,7 @@ Facts = dict[str, Any]
 
 
 class Piece(NamedTuple):
-    """A part of a document that is tokenised at once."""
+    """A passage of a document that is tokenised at once."""
 
     where: str
     """File and line of the piece, for error messages."""
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     """Whether the document ends with this piece."""
 
     def to_bytes(self) -> bytes:
-        """The piece as bytes for a digest, by which a continued build checks that the text is the same."""
+        """Return the piece of text as bytes, for a hash by which a continued build checks that the text is the same."""
         return json.dumps([self.content, self.ends]).encode()
 
 
@@ -93,7 +93,7 @@ class Datastore:
             )
 
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
-        """Check that the datastore was built with `tokenizer`, which belongs to the backbone `name`; `None` passes.
+        """Check that the datastore was built with `tokenizer`, that of the backbone `name`; `None` skips the check.
 
         Raises:
             RequestError: the datastore was built with another tokenizer."""
@@ -130,8 +130,8 @@ class Datastore:
     def after(self, match: Match, count: int, most: int) -> list[list[int]]:
         """Return the `count` tokens after each occurrence of `match`, or fewer where a document ends.
 
-        If there are more than `most` occurrences, every k-th one is taken. As occurrences are sorted by what follows,
-        the frequencies of continuations stay about the same."""
+        If there are more than `most` occurrences, every k-th occurrence is taken. As occurrences are sorted by the
+        tokens after them, the frequencies of continuations stay about the same."""
         step = -(-(match.last - match.first) // most)
         places = self.order[match.first : match.last : step].astype(np.int64) + match.size
         following = np.minimum(places[:, None] + np.arange(count), len(self.tokens) - 1)
@@ -151,7 +151,7 @@ def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | None:
-    """The vocabulary size and SHA-256 of a tokenizer, to tell tokenizers apart; `None` for no tokenizer."""
+    """The vocabulary size and SHA-256 that identify a tokenizer; `None` if there is no tokenizer."""
     if tokenizer is None:
         return None
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])))
@@ -159,7 +159,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | 
 
 
 def require_output(folder: Path, overwrite: bool) -> None:
-    """Raise a `RequestError` if `folder` holds other files, or a finished datastore without `overwrite`."""
+    """Raise a `RequestError` if `folder` holds foreign files, or, unless `overwrite`, a finished datastore."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names -= {path.name for path in _temporary_files(folder)}
     if names and not names & {DONE, BUILDING}:
@@ -226,7 +226,7 @@ class _Builder:
         write_json(folder / BUILDING, self.state)
 
     def read(self, pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], tell: Callable[[str], None]) -> None:
-        """Tokenise the pieces that no earlier run has read, and append their ids to tokens.bin."""
+        """Tokenise the pieces of text that no earlier run has read, and append their ids to tokens.bin."""
         digest, remaining, size = hashlib.sha256(), iter(pieces), self.dtype.itemsize
         for piece in islice(remaining, self.state["pieces"]):
             digest.update(piece.to_bytes())

@@ -70,7 +70,7 @@ class RestConfig(DrafterConfig):
 
 @dataclass(eq=False)
 class RestDrafter(TextDrafter):
-    """Drafts by looking up the end of each row's text in the datastore, again in every step."""
+    """A drafter that, in every step, looks up the end of each row's text in the datastore."""
 
     config: RestConfig
 
@@ -83,7 +83,7 @@ class RestDrafter(TextDrafter):
 
 
 def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
-    """Look up the longest suffix of `text` in the datastore; returns a trie of its continuations of `count` tokens."""
+    """Look up the longest suffix of `text` in the datastore; returns a trie of the `count` tokens after it."""
     match = config.opened.longest(text[-config.n :], config.min_n)
     return most_frequent(config.opened.after(match, count, config.matches) if match else (), config.nodes)
 
@@ -91,8 +91,8 @@ def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
 def most_frequent(continuations: Iterable[list[int]], num_nodes: int) -> Trie:
     """Make a trie of `num_nodes` nodes, root included, from the most frequent prefixes of `continuations`.
 
-    Ties go to the shorter prefix, then to the first. A prefix is at least as frequent as each of its extensions, so the
-    parents of the chosen nodes are chosen too.
+    Of equally frequent prefixes, the shorter one is chosen, then the first. A prefix is at least as frequent as each of
+    its extensions, so the parents of the chosen nodes are chosen too.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for line, times in Counter(map(tuple, continuations)).items():

@@ -21,15 +21,16 @@ BLOCK = 2**22
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
-    """Split the token ids into ranges [low, high), each of one id or with at most `size` positions (default: GROUP).
+    """Split the ids into ranges [low, high), each of one id or with at most `size` positions (default: GROUP).
 
-    `tokens` [n + DEPTH] holds ids below `end`. The id `end` follows each document, and DEPTH more follow the last.
+    `tokens` [n + DEPTH] are the text's n ids, at most `end`. The id `end` follows each document, and DEPTH more of it
+    follow the last document.
     """
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """Yield, in parts, the positions (uint32) of ids in [low, high), sorted by the DEPTH tokens from each one on."""
+    """Yield, in several arrays, the positions of ids in [low, high), sorted by the DEPTH tokens from each position."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:
@@ -81,7 +82,7 @@ def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
 
 
 def _sorted(tokens: NDArray, places: NDArray, depth: int, bits: int) -> NDArray:
-    """Sort positions by the tokens at offsets from `depth` to DEPTH; a token takes `bits` bits of a sort key."""
+    """Sort positions by the tokens at offsets from `depth` to DEPTH; a token takes `bits` bits of a 64-bit sort key."""
     at, keys = places.astype(np.int64), []
     for start in range(depth, DEPTH, 64 // bits):
         key = np.zeros(len(places), np.uint64)
