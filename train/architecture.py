@@ -35,7 +35,7 @@ class BackboneSizes(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """The shape of heads: their blocks and LM heads. The fields have the names that they have in `MedusaConfig`."""
+    """The shape of heads: their blocks and LM heads. The fields are named as in `MedusaConfig`."""
 
     block: str
     num_layers: int
@@ -44,15 +44,15 @@ class HeadShape(NamedTuple):
 
 
 def learning_rate(hidden_size: int) -> float:
-    """The default peak learning rate of heads for a backbone of this hidden size H.
+    """The default peak learning rate for training heads on a backbone of hidden size H.
 
-    5e-3 was best at H = 64 and 3e-3 at H = 256. A power law through these two points gives 1e-3 at H = 4096.
+    In experiments, 5e-3 was best at H = 64 and 3e-3 at H = 256. The power law through both gives 1e-3 at H = 4096.
     """
     return 5e-3 * (64 / hidden_size) ** 0.37
 
 
 def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
-    """Choose the shape of heads for a backbone of these sizes. Keys that the recipe sets in `asked` are kept."""
+    """Choose the shape of heads for a backbone of these sizes. Keys set in `asked`, part of the recipe, are kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
@@ -66,9 +66,9 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
-    """The inner width of the MLP heads with the highest expected speed, and whether they have their own LM heads.
+    """The inner width of the MLP heads with the highest expected speed, and whether each has an LM head of its own.
 
-    The inner width is the sum over the blocks of a head. If several widths are nearly as fast, the narrowest wins.
+    The inner width is summed over the blocks of a head. If several widths are nearly as fast, the narrowest wins.
     """
     kinds = [(inner, own) for inner in WIDTHS for own in (False, True)]
     speeds = {kind: expected_speed(sizes, num_heads, *kind) for kind in kinds}
@@ -78,9 +78,10 @@ def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:
     """The expected decoding speed with MLP heads, tau / (T(n) + T(heads)), up to a constant factor.
 
+    tau is the mean number of tokens per step; T(n) and T(heads) are the times of a step's backbone and heads.
     Args:
         inner: inner width of a head, summed over its blocks.
-        own: whether each head has its own LM head.
+        own: whether each head has its own LM head; otherwise all heads share the backbone's.
     """
     lm_heads = (num_heads if own else 1) * sizes.hidden_size * sizes.vocab_size
     heads = num_heads * 2 * inner * sizes.hidden_size + lm_heads

@@ -101,16 +101,16 @@ class MedusaTrainingArguments(TrainingArguments):
 
     @property
     def weighting(self) -> Weighting:
-        """The rule for the heads' loss weights, from the fields head_weighting, head_decay and dpace_smoothing."""
+        """The rule for the loss weights of the heads, made from head_weighting, head_decay and dpace_smoothing."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
 
 
 @cache
 def training_section() -> type[Section]:
-    """Make the class of a recipe's section `training` from the fields of `MedusaTrainingArguments`.
+    """Make the pydantic class of a recipe's section `training` from the fields of `MedusaTrainingArguments`.
 
-    Values are checked where a field's type is a plain one, such as `int` or `str | None`.
+    It checks the values of fields with a plain type, such as `int` or `str | None`.
     """
     hints = get_type_hints(MedusaTrainingArguments, include_extras=True)
     kinds: dict[str, tuple[object, None]] = {
@@ -120,7 +120,7 @@ def training_section() -> type[Section]:
 
 
 def _yaml_type(hint: object) -> object:
-    """The type that YAML values of a field must have, from the field's type `hint`.
+    """The type that a field's values must have in YAML, derived from the field's type annotation `hint`.
 
     Enumerations are removed, because YAML gives them as strings. A type that is not plain becomes `object`, which
     accepts any value. Limits such as `Ge(0)` are kept.

@@ -31,7 +31,7 @@ Rows = PackedDataset | StreamedDataset | Features
 
 
 class LoadedRun(NamedTuple):
-    """Everything that a training run needs, except its trainer."""
+    """A training run's recipe, arguments, backbone, data and heads: all that its trainer is made from."""
 
     config: TrainConfig
     arguments: MedusaTrainingArguments
@@ -51,7 +51,8 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         quiet: print no information about the heads, and show no progress bar.
 
     Raises:
-        RequestError: the recipe has an error, something cannot be loaded, or the heads differ from the checkpoint's.
+        RequestError: the recipe has an error, the backbone or the data cannot be loaded, or the recipe's heads differ
+            from the checkpoint's.
     """
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
@@ -88,10 +89,10 @@ def _heads(config: TrainConfig, loaded: Loaded, dataset: Rows, quiet: bool) -> M
 
 
 def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
-    """Check that the recipe's adapter, if it has one, can be trained together with these heads.
+    """Check that the recipe's LoRA adapter, if any, can be trained together with these heads.
 
     Raises:
-        RequestError: the adapter needs other heads.
+        RequestError: the adapter's options do not allow a reduced vocabulary, or a shared LM head, of the heads.
     """
     if config.adapter is not None and config.adapter.teacher_tilt and heads.vocabulary is not None:
         raise RequestError(
@@ -103,7 +104,7 @@ def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:
-    """Make the trainer of a loaded run. If the recipe says so, first shard the backbone or add an adapter to it."""
+    """Make the trainer of a loaded run. If the recipe asks for it, first shard the backbone or add a LoRA adapter."""
     config, arguments, model, heads = run.config, run.arguments, run.loaded.model, run.heads
     if config.shard_backbone:
         shard_backbone(model.requires_grad_(False), arguments.device)

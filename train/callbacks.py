@@ -1,4 +1,4 @@
-"""Callbacks of a training run: a progress bar, and a line of the log at each checkpoint."""
+"""Trainer callbacks: one shows a progress bar, and one writes a line of the training log at each checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.time_budget import TimeBudget
 
 
 def say(message: str) -> None:
-    """Print a message on standard error, from the first of several processes only."""
+    """Print a message on standard error. If several processes train, only the first one prints it."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)
 
@@ -22,8 +22,8 @@ def say(message: str) -> None:
 class LogBeforeSaving(TrainerCallback):
     """Callback that writes a line of the log at every checkpoint, so that resumed and uninterrupted runs log the same.
 
-    A line of the log shows means over the steps since the last line, and a checkpoint does not hold their sums. After
-    resuming between two lines, these means would lack the steps before the checkpoint.
+    A line of the log shows means of losses and accuracies over the steps since the line before, and a checkpoint does
+    not store their sums. If a run resumed between two lines, the next means would lack the steps before the checkpoint.
     """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -33,14 +33,14 @@ class LogBeforeSaving(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Callback with a progress bar that counts training steps or, with a time budget, seconds."""
+    """Callback that shows a progress bar, which counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
         """Make a progress bar; it appears when training begins.
 
         Args:
-            lines: print every line of the log above the bar; otherwise only the bar shows the latest figures.
-            budget: returns the time budget of the run, or `None` if there is none.
+            lines: print every line of the log above the bar; otherwise only the bar shows the latest metrics.
+            budget: function that returns the time budget of the run, or `None` if there is none.
         """
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
@@ -85,9 +85,9 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Top-1 accuracy of each head in a line of the log: the share of labels that are the head's best guess.
+    """Top-1 accuracy of each head in a line of the log: the share of its labels that equal its most probable token.
 
-    `prefix` is "eval_" for a line about an evaluation.
+    The metrics' names start with `prefix`, which is "eval_" for an evaluation.
     """
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
@@ -98,7 +98,7 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 def summarize(logs: Mapping[str, float]) -> str:
     """Summarize a line of the log in one line of text: the weighted loss in nats and each head's top-1 accuracy.
 
-    For an evaluation it also has the expected tau, and for Medusa-2 the LM loss.
+    The text of an evaluation also has the expected tau (tokens per decoding step), and that of Medusa-2 the LM loss.
     """
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]

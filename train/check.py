@@ -19,7 +19,7 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the se
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
-    """Check a recipe before any weights are loaded. Return its training arguments and the backbone's configuration.
+    """Check a recipe before any weights are loaded, and return its training arguments and its backbone's configuration.
 
     Raises:
         RequestError: the data or the backbone does not exist, or two keys exclude each other.

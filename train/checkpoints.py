@@ -33,7 +33,7 @@ def all_checkpoints(output: Path) -> list[Path]:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is complete: `trainer_state.json`, which is written last, is readable, and weights exist."""
+    """Whether a checkpoint is complete: its `trainer_state.json`, written last, is readable, and the weights exist."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def require_room(output: Path, weights: int, arguments: TrainingArguments) -> No
 
 
 def way_out_of_full_disk(output: Path) -> str:
-    """The advice to a user after the disk has filled up during training."""
+    """The advice in the error message after the disk has filled up during training."""
     if found := whole_checkpoints(output):
         return f"{found[-1].name} is whole: make room and continue with --resume"
     return "nothing was saved yet: make room and start again"

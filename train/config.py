@@ -19,7 +19,7 @@ TEACHER_TILT = 0.06  # with lambda_0 = 0.1, the perplexity rises by less than 2 
 
 
 class HeadsConfig(Section):
-    """The section `heads`: the shape of the heads. Keys that are left out are chosen for the backbone."""
+    """The section `heads` of a recipe: the shape of the heads. Keys left out get values that suit the backbone."""
 
     num: int | None = Field(default=None, ge=1)
     """Number of heads, by default 4; a decoding step gives at most one token more."""
@@ -57,7 +57,7 @@ class HeadsConfig(Section):
 
 
 class DataConfig(Section):
-    """The sections `data` and `eval_data`: texts and how to pack them. A plain string sets only the key `path`."""
+    """The sections `data` and `eval_data` of a recipe: texts and how to pack them. A plain string sets only `path`."""
 
     path: str = Field(min_length=1)
     """Texts or conversations: a file, a folder or a Hub dataset id."""
@@ -93,7 +93,7 @@ class DataConfig(Section):
 
 
 class AdapterConfig(Section):
-    """The section `adapter`, with which the backbone is trained too, through a LoRA adapter (Medusa-2)."""
+    """The section `adapter` of a recipe, which trains the backbone too, through a LoRA adapter (Medusa-2)."""
 
     rank: int = Field(default=32, ge=1)
     """Rank of the LoRA matrices (paper: 32)."""
@@ -203,5 +203,5 @@ class TrainConfig(Section):
 
     @property
     def load_options(self) -> LoadOptions:
-        """The keys of the recipe that say how to load the backbone."""
+        """The options for loading the backbone, from the recipe's keys of the same names."""
         return LoadOptions(**{field.name: getattr(self, field.name) for field in fields(LoadOptions)})

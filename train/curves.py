@@ -1,4 +1,4 @@
-"""A picture of a training run: the loss and the heads' accuracies by step."""
+"""A plot of a training run: the loss and the heads' accuracies by training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PICTURE = "training.png"
 
 
 def draw_curves(log: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw the loss and each head's top-1 accuracy by step into a PNG file, from the lines of a run's log."""
+    """Plot the loss and each head's top-1 accuracy by training step from a run's log, as a PNG file."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, guesses = figure.subplots(1, 2)
     for prefix, style in (("", "-"), ("eval_", "--")):

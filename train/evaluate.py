@@ -34,7 +34,7 @@ class OwnText(NamedTuple):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy of each head, measured at `tokens` positions."""
+    """The accuracy of each head, and the number of positions at which it was measured (`tokens`)."""
 
     heads: list[HeadAccuracy]
     tokens: int
@@ -46,10 +46,10 @@ class Accuracy:
 
 @torch.no_grad()
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> Accuracy:
-    """Measure the accuracy of all heads on texts that the backbone wrote greedily.
+    """Measure the accuracy of all heads on texts that the backbone continued greedily.
 
-    The first position is the prompt's last token, where decoding starts. The last one is the last position at which
-    every head has a label, so all heads are measured at the same positions.
+    In each text, positions run from the prompt's last token, where decoding starts, to the last position at which
+    every head has a label. All heads are therefore measured at the same positions.
     """
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
@@ -60,14 +60,14 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """Rank the tokens of a text among the guesses of each head, at all positions from the prompt's last token on.
+    """For each head, find the rank of the right token among the guesses of the head, from the prompt's end on.
 
     Args:
-        ids: [1, T] token ids of the prompt and its continuation.
+        ids: [1, T] the T token ids of the prompt and its continuation.
         prompt_tokens: number of tokens in the prompt.
 
     Returns:
-        The ranks [K, P], from 0; `MISSED` for a token that is not among the head's best ten guesses.
+        The ranks [K, P] for K heads at P positions, from 0; `MISSED` for a token outside the head's ten best guesses.
     """
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
@@ -78,7 +78,7 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Rank the labels [K, P] among the guesses of their heads.
+    """Find the rank of each label among its head's guesses, for K heads at P positions.
 
     Args:
         inputs: inputs of the heads at the P positions.

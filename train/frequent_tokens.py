@@ -57,9 +57,9 @@ def _first(counts: Tensor, size: int) -> Tensor:
 
 
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
-    """Yield the labels of the first head in pieces [B, T] of a dataset, B rows of T tokens.
+    """Yield the labels of the first head, [B, T] for B rows of T tokens at a time, to count their frequencies.
 
-    Labels of later heads are the same tokens without the first tokens of each document, so these suffice.
+    Later heads learn the same tokens, except the first ones of each document, so they are not counted separately.
     """
     if isinstance(dataset, PackedDataset):
         whole = {name: getattr(dataset, name) for name in PER_TOKEN}

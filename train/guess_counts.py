@@ -1,4 +1,4 @@
-"""Counts of the heads' right guesses, and the accuracies that follow from them.
+"""Counts of the heads' right guesses, and the accuracies computed from these counts.
 
 Shapes: K heads, P positions.
 """
@@ -31,12 +31,12 @@ class HeadAccuracy:
 
 
 class GuessCounts:
-    """Counts of right guesses, added up over batches and processes.
+    """Counts of the heads' right guesses, added up over batches and processes.
 
-    They give the accuracy of each head and the expected tau of a tree: one plus the mean number of accepted guesses,
-    over all positions. The expected tau takes every position as equally likely to start a step. In decoding, a step
-    starts where the last one ended; `medusa benchmark` measures that tau. The expected tau needs no decoding, and it
-    changes in the same direction.
+    The counts give the accuracy of each head and the expected tau (tokens per decoding step) of a tree: one plus the
+    mean number of accepted guesses, over all positions. The expected tau takes every position as equally likely to
+    start a step. In decoding, a step starts where the step before ended; `medusa benchmark` measures that tau. The
+    expected tau needs no decoding, and usually rises and falls with the measured one.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
@@ -48,12 +48,12 @@ class GuessCounts:
         self.walks = torch.zeros(2, dtype=torch.float64)  # numbers of accepted guesses and of positions
 
     def add(self, ranks: Tensor, labelled: Tensor) -> None:
-        """Add the guesses at P positions to the counts.
+        """Count the right guesses of K heads at P positions.
 
-        Conditional accuracies and tau count only positions where all heads have a label.
+        Only positions where all heads have a label count for the conditional accuracies and the expected tau.
 
         Args:
-            ranks: [K, P] rank of each label among its head's guesses (`label_ranks`).
+            ranks: [K, P] rank of each label among its head's guesses, from 0 (`label_ranks`).
             labelled: [K, P] True where the head has a label.
         """
         ranks, labelled = ranks.cpu(), labelled.cpu()
@@ -68,7 +68,7 @@ class GuessCounts:
             self.walks += torch.tensor([accepted(self.tree, whole.T).sum(), whole.shape[1]])
 
     def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Replace each count by its sum over all processes, which `over_processes` computes."""
+        """Replace each count by its sum over all processes; `over_processes` is the function that sums a tensor."""
         for name in ("hits", "labels", "given", "chained", "walks"):
             setattr(self, name, over_processes(getattr(self, name)))
 
@@ -83,5 +83,5 @@ class GuessCounts:
 
     @property
     def expected_tau(self) -> float:
-        """Expected tau of `tree`: tokens per decoding step, including the root."""
+        """Expected tau of the tree: the mean number of tokens per decoding step, including the root."""
         return float(1 + self.walks[0] / self.walks[1].clamp_min(1))

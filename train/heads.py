@@ -53,7 +53,7 @@ def new_heads(
 def new_config(
     asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None, vocabulary_size: int | None
 ) -> MedusaConfig:
-    """The configuration of new heads: the keys that `asked` sets; other keys are chosen for the sizes of `model`."""
+    """The configuration of new heads: the keys set in `asked`, the recipe's section, and values that suit `model`."""
     backbone = Backbone(model)
     if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
@@ -115,7 +115,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """Describe heads before training in one line: their size, and warnings about their LM heads and about servers."""
+    """Describe heads before training in one line: their size, and warnings if servers cannot load them, for example."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

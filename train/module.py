@@ -23,7 +23,7 @@ from train.regularization import with_noise, with_own_guesses
 
 
 class LabelledPositions(NamedTuple):
-    """The inputs and targets of the heads at the R positions of a batch at which they have labels."""
+    """The inputs and targets of K heads at the R positions of a batch at which head 0 has a label."""
 
     inputs: HeadInputs
     labels: Tensor
@@ -33,13 +33,13 @@ class LabelledPositions(NamedTuple):
 
 
 class HeadsOnBackbone(nn.Module):
-    """Heads with the frozen backbone whose hidden states they read. Parameters and state dict are the heads' only."""
+    """Heads with the frozen backbone whose hidden states they read. Parameters and state dict cover only the heads."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
         """Freeze the backbone `model`, and set the heads' dropout to the rate in `args`.
 
         Raises:
-            RequestError: these heads or this backbone cannot be trained with `args`.
+            RequestError: `args` has an objective or scheduled sampling that these models do not support.
         """
         super().__init__()
         self.heads, self.args, self.weighting = heads, args, args.weighting
@@ -74,10 +74,10 @@ class HeadsOnBackbone(nn.Module):
         loss_mask: Tensor,
         hidden: Tensor | None = None,
     ) -> LabelledPositions:
-        """Collect the inputs and labels of the heads at the R positions of a batch at which head 0 has a label.
+        """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
         Args:
-            input_ids: [B, T] token ids.
+            input_ids: [B, T] token ids of B rows of T tokens.
             position_ids: [B, T] positions within each document.
             document_ids: [B, T] document of each token.
             loss_mask: [B, T] True for tokens that count in the loss.
@@ -110,9 +110,9 @@ class HeadsOnBackbone(nn.Module):
         return LabelledPositions(inputs, labels[:, places], teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states [B, T, H] from token ids and positions [B, T].
+        """Compute the backbone's hidden states [B, T, H] from the token ids and positions [B, T] of B rows of T tokens.
 
-        Autocast is off, because in decoding, too, the heads read hidden states in the backbone's dtype.
+        Autocast is off, so that the heads read hidden states in the backbone's dtype, as in decoding.
         """
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)

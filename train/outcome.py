@@ -14,7 +14,7 @@ from train.trainer import MedusaTrainer
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The measured numbers of a finished training run: loss, accuracy, time and memory."""
+    """The metrics of a finished training run: loss, accuracies, time, memory and file sizes."""
 
     steps: int
     seconds: float | None
@@ -52,7 +52,7 @@ class RunFigures:
 
     @property
     def top1(self) -> list[float]:
-        """Top-1 accuracy of each head in the last line of the log, the share of labels that are its best guess."""
+        """Top-1 accuracy of each head in the log's last line: the share of labels that equal the head's best guess."""
         return top1_shares(self.heads)
 
     def to_dict(self) -> dict[str, object]:

@@ -36,7 +36,7 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
-    """Check the content of a recipe and turn it into a `TrainConfig`.
+    """Check the content of a recipe, read from the file `source`, and turn it into a `TrainConfig`.
 
     Raises:
         RequestError: a key is unknown or missing, or a value is not allowed. The message starts with `source`.
@@ -54,7 +54,7 @@ def apply_override(content: Json, override: str) -> None:
     """Apply one override `section.key=value` to the content of a recipe, in place. The value is read as YAML.
 
     Raises:
-        RequestError: the override names no key, or a key inside a plain value; or its value is not YAML.
+        RequestError: the override has no key or no valid YAML value, or sets a key in something that is no section.
     """
     name, separator, text = override.partition("=")
     if not separator or not name:

@@ -16,10 +16,10 @@ from train.loss.chunks import chunk_rows
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """Add uniform noise to hidden states [..., H].
+    """Add uniform noise to hidden states [..., H] of size H.
 
     The noise in every component lies between -a r and a r, where a is `amplitude` and r the root mean square of the
-    hidden state. (EAGLE, arXiv 2401.15077, adds noise between -0.1 and 0.1 to hidden states of any scale.)
+    hidden state. (EAGLE, arXiv 2401.15077, adds noise between -0.1 and 0.1, whatever the scale of the hidden states.)
     """
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
@@ -29,14 +29,14 @@ def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
 def with_own_guesses(
     heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, ids: Tensor, probability: float
 ) -> Tensor:
-    """Replace some of the tokens that the heads read as their path by the heads' own guesses: scheduled sampling.
+    """Scheduled sampling: replace some tokens of the path that a head reads by the guesses of earlier heads.
 
     With the given probability, head k reads the guess of head k - 1 instead of the text's token. All guesses come from
     one pass over the text's tokens (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
 
     Args:
-        inputs: inputs of the heads at R positions, with the text's tokens as the path.
-        ids: [R, K] the text's tokens on the path. The first one, the root, is never replaced.
+        inputs: inputs of K heads at R positions, with the text's tokens as the path.
+        ids: [R, K] the text's tokens on the path. The first token, the root, is never replaced.
         probability: probability that a token is replaced.
 
     Returns:

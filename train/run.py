@@ -48,7 +48,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         quiet: show no progress bar and print only warnings.
 
     Raises:
-        RequestError: the recipe cannot be carried out; raised before anything long starts.
+        RequestError: the recipe cannot be carried out; raised before training starts.
         RunError: the disk has filled up during training.
     """
     output = Path(config.output_dir)
@@ -85,12 +85,12 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
-    """Estimate the disk space that `cache_features` needs and the time that it saves, without writing anything.
+    """Estimate the disk space and the saved training time of the recipe's `cache_features`, without writing anything.
 
     The time is estimated from a few training steps.
 
     Raises:
-        RequestError: the data are features already, or a stream.
+        RequestError: the training data are a folder of features already, or a stream.
     """
     run = load(config, None, quiet)
     trainer = build_trainer(run)
@@ -108,7 +108,7 @@ def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
 
 
 def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
-    """Write the missing hidden states of the training data to disk, and make the trainer read them from there."""
+    """Write the training data's hidden states that are missing on disk, and make the trainer read them from disk."""
     args = trainer.args
     with args.main_process_first(desc="comparing features"):
         cache.require_belonging(replace=overwrite and args.process_index == 0)
@@ -125,7 +125,7 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
 
 
 def _perplexities(run: LoadedRun) -> Perplexities | None:
-    """Measure and print the backbone's perplexity without and with its adapter. Return `None` if it has no adapter."""
+    """Measure and print the backbone's perplexity without and with its adapter; `None` if it has no adapter."""
     adapter, rows = run.config.adapter, run.quality_rows
     if adapter is None:
         return None
@@ -145,7 +145,7 @@ def _merge(run: LoadedRun) -> None:
 
 
 def provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
-    """The provenance of trained heads: command, recipe, data, backbone and versions of packages."""
+    """The provenance of trained heads, to save with them: command, recipe, data, backbone and versions of packages."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": run.config.model_dump(),

@@ -36,8 +36,8 @@ class OneOf:
 class Section(BaseModel):
     """Base class of a recipe's sections. Unknown keys and values of a wrong type are errors.
 
-    Values that YAML reads as another type than was meant are converted first. The docstring after a field is its
-    description.
+    Values that YAML reads as another type than the field has are converted first (`as_meant`). The docstring after a
+    field is the field's description.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -89,7 +89,7 @@ def validated(section: type[AnySection], content: object, source: str = "", pref
 
 
 def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> str:
-    """Describe the first error of a validation in one line: the key with its path, its value, and what is allowed.
+    """Describe the first validation error of a section in one line: key with its path, value, and what is allowed.
 
     Unknown keys are reported before missing keys, because a misspelled required key is both, and a suggestion for the
     unknown key helps more.
@@ -120,7 +120,7 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
 
 
 def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
-    """Locate the key that an error is about: its path, the section that holds it, and its field.
+    """Find the key that a validation error is about. Return its path, its section's class and its field.
 
     The field is `None` if the section has no such key.
     """

@@ -21,9 +21,10 @@ from medusa.options import LoadOptions
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """The options with which this process loads the backbone: under a launcher, each process has its own GPU.
+    """The options with which this process loads the backbone: device and dtype.
 
-    With `shard`, the backbone is first loaded into main memory, by default in the dtype of `config`.
+    If a launcher such as torchrun started several processes, each has its own GPU. With `shard`, the backbone is first
+    loaded into main memory, by default in the dtype of `config`.
     """
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
@@ -44,7 +45,7 @@ def launched_alone() -> bool:
 
 
 def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
-    """Shard a frozen `model` over all processes, in place. Embedding and LM head are moved to `device` unsharded.
+    """Shard a frozen `model` over all processes, in place, except embedding and LM head: `device` holds these whole.
 
     Raises:
         RequestError: there is only one process, or the model does not name its decoder blocks.
@@ -66,6 +67,6 @@ def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder blocks of a model: the modules that transformers never splits over devices."""
+    """The decoder blocks of a model, found by their class names, which transformers lists in `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

@@ -11,16 +11,16 @@ from transformers.trainer_callback import ExportableState
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Callback that ends training after `seconds`, and computes a learning rate that falls with the time spent.
+    """Callback that ends training after `seconds`, and computes a learning rate factor that falls with the time spent.
 
     Checkpoints store the time spent, so a resumed run continues with the rest of the budget.
     """
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
-        """Make a budget whose clock starts when training begins.
+        """Make a time budget whose clock starts when training begins.
 
         Args:
-            seconds: length of the training.
+            seconds: time for the whole training.
             elapsed: seconds that an interrupted run has already spent.
             cpu: count the CPU time of this process instead of wall-clock time.
         """
@@ -30,15 +30,15 @@ class TimeBudget(TrainerCallback, ExportableState):
         self._agreed: float | None = None
 
     def state(self) -> dict[str, Any]:
-        """The state of the budget to store in a checkpoint, in the form that `ExportableState` restores."""
+        """The state to store in a checkpoint, in the form from which transformers restores a callback."""
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:
-        """Seconds of training so far, including those before an interruption."""
+        """Seconds of training so far in this process, including the time before an interruption."""
         return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
 
     def agreed(self) -> float:
-        """Seconds of training so far. All processes return the value of the first process."""
+        """Seconds of training so far as the first process measures them, so that all processes use the same clock."""
         return self.spent() if self._agreed is None else self._agreed
 
     def progress(self) -> float:
@@ -48,7 +48,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     def learning_rate_factor(self, warmup: float) -> float:
         """The current learning rate as a share of its peak.
 
-        It rises linearly over the first part of the budget, whose share is `warmup`, and then falls linearly to 0.
+        This factor rises linearly over the first share `warmup` of the budget, and then falls linearly to 0.
         """
         progress = self.agreed() / self.seconds
         if not progress:

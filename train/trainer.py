@@ -36,7 +36,7 @@ MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends 
 
 
 class MedusaTrainer(Trainer):
-    """Trains heads on a frozen backbone (Medusa-1) with a weighted loss. Its checkpoints are folders of heads."""
+    """Trains heads on a frozen backbone (Medusa-1) with a weighted loss. Its checkpoints contain only the heads."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class MedusaTrainer(Trainer):
 
     @property
     def budget(self) -> TimeBudget | None:
-        """The time budget of the run, or `None`.
+        """The callback with the time budget of the run, or `None` if the run has no time budget.
 
-        It is looked up, because the Trainer replaces the callback object when a run resumes.
+        It is looked up at each call, because the Trainer replaces the callback object when a run resumes.
         """
         found = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
         if found is not None and self.minutes is not None:  # a resumed run may ask for a longer budget
@@ -103,7 +103,7 @@ class MedusaTrainer(Trainer):
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as `Trainer.train` does, and write at least one line of the log."""
+        """Train as `Trainer.train` does, and write at least one line of the log, even in a very short run."""
         if self.args.max_steps < 0:  # a recipe's max_steps also holds with a budget
             self.fit_budget()
         outcome = super().train(*args, **kwargs)
@@ -113,9 +113,9 @@ class MedusaTrainer(Trainer):
         return outcome
 
     def fit_budget(self) -> None:
-        """With a time budget, set `max_steps` higher than the number of steps that fit into it.
+        """If there is a time budget, set `max_steps` well above the number of steps that fit into the budget.
 
-        That number is estimated from a few training steps, which are undone.
+        That number is estimated from a few training steps, which are then undone.
         """
         if self.budget is not None:
             seconds = broadcast_object_list([self.seconds_per_step()])[0]
@@ -124,7 +124,7 @@ class MedusaTrainer(Trainer):
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
         """Measure the seconds that a training step takes, without changing the heads.
 
-        `prepare` is applied to every batch before the loss; its time is not counted.
+        The function `prepare` is applied to every batch before the loss; its time is not included.
         """
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
@@ -160,13 +160,13 @@ class MedusaTrainer(Trainer):
     # --- the loss of a step ------------------------------------------------------------------------------------------
 
     def begin_step(self, progress: float) -> None:
-        """Update the settings that change over the run. `progress` is the share of the run that is done."""
+        """Update the settings that change over the run, such as scheduled sampling, when a share `progress` is done."""
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor | int | None]:
-        """Return the batches of one optimiser step, and each head's number of labels [K] in them on all processes."""
+        """Return the batches of one optimiser step, and the number of labels of each head [K], over all processes."""
         self.begin_step(self.progress())
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -175,7 +175,7 @@ class MedusaTrainer(Trainer):
         return batches, self.accelerator.reduce(counts, "sum")
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels of each head [K] in a batch."""
+        """Count the labels of each of the K heads in a batch, as a tensor [K]."""
         ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
         return (head_labels(ids, mask, documents, self.heads.config.num_heads) != IGNORE).sum((1, 2))
 
@@ -193,13 +193,13 @@ class MedusaTrainer(Trainer):
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def sums(self, losses: HeadLosses) -> Tensor:
-        """Sums [3, K] for each head over a batch: the loss in nats, the right guesses and the labels."""
+        """Sums [3, K] over a batch for each of K heads: the loss in nats, the number of right guesses and of labels."""
         return torch.stack([losses.loss * losses.total, losses.correct, losses.total])
 
     def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
         """The loss to minimise: the sum of the heads' weighted losses.
 
-        `of_step` [K] is the number of each head's labels in the whole optimiser step, or `None` in an evaluation.
+        `of_step` [K] is the number of labels of each of K heads in the whole optimiser step; `None` in an evaluation.
         """
         return (losses.objective * self.share(losses.total, of_step)).sum()
 
@@ -235,7 +235,7 @@ class MedusaTrainer(Trainer):
         return self.compute_loss(model, batch).detach(), None, None
 
     def _guess_figures(self) -> dict[str, float]:
-        """Accuracies and expected tau of the evaluation that has just ended, by their names in the log."""
+        """Accuracies and expected tau of the evaluation that has just ended, as metrics by their names in the log."""
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)
         guesses.reduce(lambda sums: self.accelerator.reduce(sums.to(self.args.device), "sum").cpu())
         figures = {"eval_tau": round(guesses.expected_tau, 4)}
@@ -248,7 +248,8 @@ class MedusaTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a line of the log, with each head's mean loss in nats and top-1 accuracy since the last line.
 
-        The line of an evaluation also has more accuracies of each head and the expected tau of `eval_tree`.
+        The line of an evaluation also has each head's top-5, top-10 and conditional accuracy, and the expected tau of
+        `eval_tree`.
         """
         split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
         if split in self._seen and f"{prefix}loss" in logs:
@@ -261,7 +262,7 @@ class MedusaTrainer(Trainer):
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
         """Mean loss and top-1 accuracy of each head, by their names in the log.
 
-        `sums` [3, K] are the results of the method `sums`, added up over batches and processes.
+        For K heads, `sums` [3, K] are the results of the method `sums`, added up over batches and processes.
         """
         figures = {}
         for head, (loss, correct, count) in enumerate(sums.T.tolist(), 1):

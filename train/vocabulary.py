@@ -24,7 +24,8 @@ def vocabulary_gain(
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
         time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
-    K is the number of heads and H the hidden size. q is the share of right guesses where all earlier guesses are right.
+    K is the number of heads, H the hidden size, and `backbone` the number of the backbone's parameters. q is the share
+    of right guesses where all earlier guesses are right. TREE and OVERHEAD are constants (`train.architecture`).
 
     Args:
         blocks: number of parameters of the heads without their LM heads.

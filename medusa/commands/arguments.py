@@ -36,12 +36,12 @@ class Group(NamedTuple):
 def group(
     kind: type[Options], title: str, *, only: Collection[str] = (), without: Collection[str] = (), **defaults: object
 ) -> Any:
-    """Make a dataclass field that holds options of `kind`; they form an argument group called `title`.
+    """Make a field for the options of another dataclass, `kind`; these options form an argument group called `title`.
 
     Args:
         only: names of the options that become arguments; by default all.
         without: names of options that do not become arguments and keep their defaults.
-        defaults: defaults that replace those of `kind`; REQUIRED for an option that the user must give.
+        defaults: by option name, defaults that replace those in `kind`; REQUIRED if the user must give the option.
     """
     own_first = sorted(fields(kind), key=lambda known: known.name not in kind.__annotations__)  # then inherited fields
     options = {known.name: known for known in own_first if "help" in known.metadata and known.name not in without}
@@ -51,7 +51,7 @@ def group(
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
-    """Add an argument to `parser` for each option of `kind`, in the order of the fields."""
+    """Add an argument to `parser` for each option in the dataclass `kind`, in the order of its fields."""
     for known in fields(kind):
         about = known.metadata.get("group")
         if about is not None:
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
 
 
 def _add(container: argparse._ActionsContainer, option: Field[object], default: object) -> None:
-    """Add one option as an argument: a flag for a bool, repeatable for a tuple, else an argument with one value."""
+    """Add the argument of one option: a flag if the option is a bool, repeatable for a tuple, else with one value."""
     about, name = option.metadata, option.metadata["name"] or option.name
     keywords: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"] or None} | about["argparse"]
     if keywords.pop("hidden", False):
@@ -88,13 +88,13 @@ def _add(container: argparse._ActionsContainer, option: Field[object], default: 
 
 
 def parse(kind: type[O], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> O:
-    """Parse a command line whose only arguments are the options of `kind`, and return these options."""
+    """Parse a command line whose only arguments are the options in the dataclass `kind`, and return these options."""
     add_arguments(parser, kind)
     return read(kind, parser.parse_args(argv))
 
 
 def read(kind: type[O], args: argparse.Namespace) -> O:
-    """Make the options of `kind` from parsed arguments.
+    """Make the options, an instance of the dataclass `kind`, from parsed arguments.
 
     Raises:
         RequestError: a value is invalid, or two options cannot be combined."""
@@ -111,7 +111,7 @@ def read(kind: type[O], args: argparse.Namespace) -> O:
 
 
 def _checked(kind: type[O], values: dict[str, object]) -> O:
-    """Make the options of `kind` from `values`; an error names the argument as the user types it."""
+    """Make an instance of the options dataclass `kind`; an error names the invalid argument as the user types it."""
     try:
         return cast(O, kind(**values))
     except OptionError as error:

@@ -87,11 +87,11 @@ class BenchmarkOptions(CommandOptions):
 
     @property
     def drafters(self) -> tuple[str | None, ...]:
-        """The drafters to measure, as in --drafter; `None` means the heads."""
+        """The drafters to measure, as the user wrote them in --drafter; `None` means the Medusa heads."""
         return self.drafter or (None,)
 
     def require_measurable(self) -> None:
-        """Check the options that a measurement needs, and that a comparison of two files does not need.
+        """Check the options of a run that measures; a run that only compares two result files does not need them.
 
         Raises:
             RequestError: an option is missing, or two options cannot be combined."""
@@ -221,7 +221,7 @@ def measure(
 
 
 def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, DrafterFactory]) -> BenchmarkResult:
-    """Take all measurements that the options ask for; `others` holds all drafters but the first, by name."""
+    """Take all measurements that the options ask for; `others` holds every drafter except the first, by name."""
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for

@@ -217,7 +217,7 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Yield a list that is empty until the first Ctrl-C. A second Ctrl-C raises `KeyboardInterrupt`."""
+    """Yield a list to which the first Ctrl-C adds an item, to stop an answer. A second raises `KeyboardInterrupt`."""
     seen: list[int] = []
 
     def note(number: int, frame: object) -> None:

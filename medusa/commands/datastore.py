@@ -85,7 +85,7 @@ def run(options: DatastoreOptions) -> None:
 
 
 def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
-    """Yield the records of --data as pieces: texts, or the ids of prompts and conversations."""
+    """Yield the records of --data for the datastore: pieces of text, or the token ids of prompts and conversations."""
     from decode.drafters.retrieval.datastore import Piece
     from train.data.reader import to_example
 
@@ -97,7 +97,7 @@ def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> It
 
 
 def _files(options: DatastoreOptions) -> Iterator[Piece]:
-    """Yield the texts of the files in --data that end in --suffix, by name. Files that are not UTF-8 are skipped.
+    """Yield the texts of the --data files whose names end in --suffix, sorted by name. Files not in UTF-8 are skipped.
 
     Raises:
         RequestError: there is no such file."""
@@ -123,7 +123,7 @@ def _files(options: DatastoreOptions) -> Iterator[Piece]:
 
 
 def _cut(where: str, text: str) -> Iterator[Piece]:
-    """Cut a text into pieces of at most PIECE characters."""
+    """Cut a text into pieces of at most PIECE characters, which are tokenised one by one."""
     from decode.drafters.retrieval.datastore import Piece
 
     start = 0
@@ -135,7 +135,7 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the ids of a piece as in training (`train.data.reader`), but without BOS."""
+    """Return the token ids of a piece of text, tokenised as in training (`train.data.reader`), but without BOS."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:

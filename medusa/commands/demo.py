@@ -186,7 +186,7 @@ class Story:
         self.title = f"{title}: {speed:.0f} tokens/s, {len(self.steps)} steps"
 
     def until(self, seconds: float) -> Text:
-        """Return the text as it was after so many seconds, with accepted drafted tokens in green."""
+        """Return the text generated in the first `seconds` seconds, with accepted drafted tokens in green."""
         text, ids, known = Text(), list[int](), ""
         for _, step in (step for step in self.steps if step[0] <= seconds):
             for index, token in enumerate(step):
@@ -198,7 +198,7 @@ class Story:
 
 
 def play(console: Console, plain: Story, fast: Story) -> None:
-    """Show how both stories grow. If the output is not a terminal, show only the finished stories."""
+    """Replay how the stories with and without heads grew. If the output is no terminal, show only the whole stories."""
     width, end = max(30, console.width // 2 - 2), max(plain.steps[-1][0], fast.steps[-1][0])
     height = 2 + max(6, 1300 // width)
 
@@ -219,7 +219,7 @@ def play(console: Console, plain: Story, fast: Story) -> None:
 
 
 def measure(options: DemoOptions) -> BenchmarkResult:
-    """Stage 4: measure the speedup on the prompts."""
+    """Stage 4: measure the speedup of decoding with heads on the prompts."""
     prompts, models = options.benchmark_prompts, Models(backbone="demo", heads=str(options.heads))
     command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}"
     print_stage(options, "4/4 The speedup is measured", command)

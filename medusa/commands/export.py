@@ -114,7 +114,7 @@ def _facts(options: ExportOptions) -> Facts:
 
 
 def _calibrations(source: Path) -> list[Json]:
-    """Return the calibrations in a folder of heads that were made with exactly these heads."""
+    """Return the tree calibrations stored in a folder of heads, without those of heads with other weights."""
     from decode.bench.calibration.stored import FILE
     from medusa.fingerprint import heads_fingerprint
     from medusa.heads.independent import MedusaHeads
@@ -128,7 +128,7 @@ def _calibrations(source: Path) -> list[Json]:
 
 
 def _require_replaceable(output: Path, keep: list[Path]) -> None:
-    """Raise a `RequestError` if replacing the output folder would delete an input, or files that are no export."""
+    """Raise a `RequestError` if the output folder contains an input, or is not empty and holds no earlier export."""
     place = output.resolve()
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):

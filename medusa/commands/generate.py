@@ -85,7 +85,7 @@ def _generate(
     recorder: Recorder | None,
     results: list[Result],
 ) -> float:
-    """Decode all prompts, print and record the texts, append to `results`, and return the seconds of decoding."""
+    """Decode all prompts, print the texts, record them if asked, fill `results`, and return the seconds of decoding."""
     from transformers import TextStreamer
 
     from decode.bench.methods import DrafterMethod
@@ -113,7 +113,7 @@ def _generate(
 
 
 def _stream(streamer: TextStreamer, row: int, ids: list[int]) -> None:
-    """Stream the tokens of a step one by one, because `TextStreamer` takes one token per call."""
+    """Pass the tokens of a decoding step to a `TextStreamer` one by one, because it takes one token per call."""
     import torch
 
     for token in ids:
@@ -125,7 +125,7 @@ def _recording(options: GenerateOptions, opened: Opened) -> Iterator[Recorder | 
     """Yield the recorder of --record, if given, and write its texts to disk at the end, even after an error or Ctrl-C.
 
     Raises:
-        RequestError: the folder holds other files or states of another backbone, or its disk is too small."""
+        RequestError: the folder holds other files or another backbone's hidden states, or its disk is too small."""
     if options.record is None:
         yield None
         return

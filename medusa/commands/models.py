@@ -47,7 +47,7 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     """Check that the models and the tree fit the backbone, before the weights of the backbone are loaded.
 
     Args:
-        drafters: configurations of the drafters; by default the heads.
+        drafters: configurations of the drafters; by default only the Medusa heads.
 
     Raises:
         RequestError: a model is missing, or a model or the tree does not fit the backbone."""
@@ -90,8 +90,8 @@ def open_models(
     """Check the models of a command, load them, and encode the prompts.
 
     Args:
-        drafters: drafters as in --drafter; `None` means the heads.
-        calibrates: whether to calibrate a tree for heads that have no tree.
+        drafters: drafters as the user writes them in --drafter; `None` means the Medusa heads.
+        calibrates: whether to calibrate a tree on this machine for heads without a tree.
 
     Raises:
         RequestError: a model is missing, a model does not fit the backbone, or a prompt is too long."""
@@ -116,7 +116,7 @@ def open_models(
 
 
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
-    """Parse a drafter as in --drafter, by default the heads, and check it against the options of the command.
+    """Parse a drafter written as in --drafter, by default the heads, and check it against the command's options.
 
     Args:
         alone: whether this is the command's only drafter; --tree is then an error if this drafter takes no tree.
@@ -137,7 +137,7 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 
 
 def text_generator(opened: Opened, use: str) -> TextGenerator:
-    """Make a text generator with the first drafter, if there is a drafter; for `use` see `require_tokenizer`."""
+    """Make a text generator that decodes with the first drafter, if any. `use` names what needs it in an error."""
     tokenizer = require_tokenizer(opened.loaded, use)
     return TextGenerator(opened.loaded.model, tokenizer, next(iter(opened.drafters), None))
 
@@ -173,10 +173,10 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
 def open_drafter(
     command: CommandOptions, loaded: Loaded, config: DrafterConfig, settings: Settings | None = None
 ) -> DrafterFactory:
-    """Load the heads and models of a drafter, and return the factory of the drafter.
+    """Load the heads or small model that a drafter needs, and return a factory that makes the drafter.
 
     Args:
-        settings: generation settings to calibrate a tree for, if the heads have none; `None`: do not calibrate.
+        settings: generation settings for which heads without a tree are calibrated; `None` means no calibration.
 
     Raises:
         RequestError: the drafter does not fit the backbone."""
@@ -197,7 +197,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     If `auto` finds no stored calibration, it calibrates on texts that the backbone generates, never on the prompts.
 
     Raises:
-        RequestError: there is no such tree, or the heads have too few guesses for the tree."""
+        RequestError: the tree does not exist, or needs more heads or more guesses of a head than there are."""
     asked: DynamicTree | None = None
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
         tree = resolve_tree(command.models.tree, heads)
@@ -225,18 +225,18 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
 
 
 def heads_folder(name: str | None) -> Path | None:
-    """Return the folder of the user's own heads, or `None` for shipped heads and heads from the Hub."""
+    """Return the local folder of the heads `name`, or `None` for shipped heads and heads from the Hub."""
     return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
 
 
 def tree_json(source: DrafterFactory | None) -> object:
-    """Return the tree of a drafter in the form of `--json` results, or `None` for a drafter without a tree."""
+    """Return the tree of a drafter as JSON for the results of --json, or `None` for a drafter without a tree."""
     tree = getattr(source, "tree", None)
     return None if tree is None else tree.to_json()
 
 
 def settings_json(command: CommandOptions, settings: Settings, source: DrafterFactory | None) -> dict[str, object]:
-    """Describe the generation settings, the models and the drafter, for `--json` results."""
+    """Return the generation settings, the models and the drafter as JSON for the results of --json."""
     return settings.to_dict() | {
         "backbone": command.models.backbone,
         "heads": command.models.heads,

@@ -23,7 +23,7 @@ class Network(Options):
     )
 
     def require_free(self) -> None:
-        """Check that a server can listen on the address, before models are loaded.
+        """Check that a server can listen on its host and port, before models are loaded.
 
         Raises:
             RequestError: this machine does not have the address, or another program uses the port."""
@@ -48,7 +48,7 @@ class Network(Options):
 
     @property
     def allowed_hosts(self) -> list[str]:
-        """The Host headers that the server accepts; `*` accepts all.
+        """The values of the HTTP header Host that the server accepts; `*` accepts all.
 
         On a loopback address, the server accepts only the loopback names. Otherwise a web page could reach the server
         through a domain that resolves to this machine (DNS rebinding)."""

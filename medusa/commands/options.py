@@ -73,7 +73,7 @@ class Prompts(Options):
 
 
 def read_prompts(place: str, split: str, most: int | None = None, separator: str | None = None) -> list[Record]:
-    """Read the records of a file, a folder or a Hub dataset; at most the first `most`."""
+    """Read the records of a file, a folder or a Hub dataset: all of them, or the first `most`."""
     return list(islice(read_records(place, split=split, separator=separator), most))
 
 
@@ -130,7 +130,7 @@ class Output(Options):
 
     @contextlib.contextmanager
     def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-        """Show progress bars. The yielded function starts a bar and returns a function that advances this bar."""
+        """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar."""
         from rich.progress import Progress
 
         with Progress(console=self.progress, disable=self.quiet, transient=True) as progress:
@@ -176,7 +176,7 @@ NO_CONTRAST = Contrasting()
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions(Options):
-    """Options of the commands that decode. Each command derives a class that adds, replaces or leaves out options."""
+    """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
@@ -228,6 +228,6 @@ def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
 
 
 def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
-    """Warn if the backbone accepted hardly any guess of the heads. Texts of up to 64 tokens are too short to tell."""
+    """Warn if the backbone accepted hardly any guess of the heads. Nothing is checked below 65 generated tokens."""
     if tokens > 64 and tokens_per_step < 1.15:
         warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")

@@ -37,10 +37,10 @@ class Strategy(SearchOptions):
         return self.strategy in SEARCHES
 
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
-        """Check the strategy against the other options of the command.
+        """Check that the strategy can be combined with the command's other options.
 
         Args:
-            others: values of further options that cannot be combined with a search, by name.
+            others: by name, the values of the command's own options that cannot be combined with a search.
 
         Raises:
             RequestError: two options cannot be combined."""
@@ -103,7 +103,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
 
 
 def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
-    """Yield the text of each prompt, found by the beam search of transformers until no better text is possible."""
+    """Yield the best text after each prompt, found by beam search of transformers with `early_stopping="never"`."""
     from decode.bench.methods import transformers_method
 
     beams, penalty, loaded = strategy.num_beams, strategy.length_penalty, opened.loaded
@@ -114,7 +114,7 @@ def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple
 
 
 def _best_first(strategy: Strategy, opened: Opened) -> Iterator[tuple[Result, Cost]]:
-    """Yield the text of each prompt, found by best-first beam search, and the cost of the search."""
+    """Yield the best text after each prompt, found by best-first beam search, and the number of hypotheses scored."""
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
 

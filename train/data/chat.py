@@ -1,6 +1,7 @@
-"""Ids of a conversation, and which of them count in the loss: the assistant's turns with their end-of-turn tokens.
+"""Token ids of a conversation, of which the assistant's turns and their end-of-turn tokens count in the loss.
 
-`train.data.turns` finds the turns in the text that the chat template writes. This module carries them over to tokens:
+`train.data.turns` finds these turns in the text that the chat template writes. This module marks the tokens of the
+turns:
 
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
                                                           |--in the loss--|
@@ -24,7 +25,7 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     """Tokenise a conversation as the tokenizer's chat template writes it.
 
     Returns:
-        T token ids, and T flags that are True for tokens that count in the loss: those of the assistant's turns.
+        The token ids, and for each token whether it counts in the loss: True in the assistant's turns.
 
     Raises:
         RequestError: there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
@@ -50,10 +51,10 @@ def _to_tokens(
     Args:
         text: the conversation, as the chat template writes it.
         spans: places of the assistant's turns in the text.
-        where: file and line of the conversation, for errors.
+        where: file and line of the conversation, for error messages.
 
     Returns:
-        T token ids, and T flags that are True for tokens that overlap a turn, up to its end-of-turn token.
+        The token ids, and for each token whether it overlaps an assistant's turn, up to its end-of-turn token.
     """
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
@@ -68,19 +69,19 @@ def _to_tokens(
 
 
 def _first_after(offsets: Offsets, first: int, at: int) -> int:
-    """Index of the first token, from token `first` on, that lies after the character position `at`.
+    """Index of the first token, from token index `first` on, that starts at or after the character position `at`.
 
-    Byte-level tokenizers leave leading spaces out of a token's offsets. The offsets of a token of spaces alone are
-    therefore empty and lie after the spaces; such a token belongs to the text before it.
+    Tokens with empty offsets are skipped: byte-level tokenizers leave leading spaces out of a token's offsets, so the
+    offsets of a token of spaces alone are empty and lie after the spaces.
     """
     return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 
 
 def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Offsets:
-    """Compute the offsets of tokens in a text by decoding them, for tokenizers without offsets (some with remote code).
+    """Compute the character offsets of tokens by decoding them, for tokenizers that report no offsets.
 
     Raises:
-        RequestError: the decoded tokens do not give the text.
+        RequestError: the decoded tokens differ from the text.
     """
     offsets: Offsets = []
     for at in range(len(ids)):
@@ -96,9 +97,9 @@ def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, wher
 def _end_of_turn(
     ids: list[int], first: int, answer_end: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Find the index of the token after a turn's end-of-turn token, where the tokens that count in the loss end.
+    """Find the index after a turn's end-of-turn token, which is the turn's last token that counts in the loss.
 
-    The backbone never generates what the template writes after the end-of-turn token, such as a newline in ChatML.
+    A template may write more after the end-of-turn token, such as a newline in ChatML. The backbone never generates it.
 
     Args:
         ids: token ids of the conversation.
@@ -119,9 +120,9 @@ def _end_of_turn(
 
 
 def _cut_off(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Cut an unfinished conversation off after its last answer.
+    """Remove all tokens after the last answer of an unfinished conversation, also its end-of-turn token.
 
-    The template ends the last turn, but the model that gave the answer has not generated that end.
+    The template writes that token, but the model that gave the answer was stopped before it generated the token.
     """
     end = len(mask) - mask[::-1].index(True)
     if _is_special(ids[end - 1], tokenizer):

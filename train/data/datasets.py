@@ -1,4 +1,4 @@
-"""Datasets of packed rows: a dataset held in memory, and loading of either kind from a recipe."""
+"""Datasets of packed rows: a dataset held in memory, and a function that loads any dataset a recipe describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedDataset(Dataset[Batch]):
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
     ) -> None:
-        """Pack `examples` into rows, and count them in `counts`. With `whole`, each document stays in one row."""
+        """Pack `examples` into rows of one length, and add them to `counts`. With `whole`, no document is split."""
         self.counts = counts or DataCounts()
         rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -76,7 +76,7 @@ def row_length(config: DataConfig, context: int | None) -> int:
 
 
 def require_data(config: DataConfig) -> None:
-    """Check that the data and the excluded data of `config` can be opened, by reading one record of each.
+    """Check that the data of `config`, and the texts to exclude from the data, can be read: read one record of each.
 
     Raises:
         RequestError: the data do not exist or cannot be read.

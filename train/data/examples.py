@@ -1,4 +1,4 @@
-"""Training examples, which are documents as tokens with a loss mask, and counts of them."""
+"""Training examples, which are documents as tokens with a loss mask, and counts of documents, tokens and rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Example(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Whether any head has a label in this document. The first two tokens are no head's label."""
+        """Whether any token is a head's label: a token that counts in the loss, except the document's first two."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
@@ -41,13 +41,13 @@ class DataCounts:
     """For each reason, file and line of the first record that was dropped."""
 
     def add(self, example: Example) -> None:
-        """Add a document that is used for training to the counts."""
+        """Count a document that is used for training, and its tokens."""
         self.documents += 1
         self.tokens += len(example.input_ids)
         self.taught += sum(example.loss_mask)
 
     def drop(self, reason: str, where: str) -> None:
-        """Add a dropped record to the counts."""
+        """Count a record that is dropped, under its reason."""
         self.dropped[reason] += 1
         self.first.setdefault(reason, where)
 

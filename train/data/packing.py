@@ -20,12 +20,12 @@ Batch = dict[str, Tensor]
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
-    """Pack examples into rows of at most `length` tokens, and count examples and rows in `counts`.
+    """Pack examples into rows of at most `length` tokens, and add the numbers of examples and rows to `counts`.
 
     With `whole`, each document stays in one row; otherwise documents are cut at the end of a row.
 
     Yields:
-        Rows [3, T] of int32 with T <= length: token ids; 1 for tokens that count in the loss; document numbers.
+        Rows of T <= length tokens as int32 [3, T]: token ids, loss mask (1 if a token counts), document numbers.
     """
 
     def documents() -> Iterator[Tensor]:
@@ -49,9 +49,10 @@ def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Pack whole documents [3, T] with T <= length into rows: each goes into the first open row that has room for it.
+    """Pack whole documents into rows: each document goes into the first open row that has room for it.
 
-    When more than `OPEN_ROWS` rows are open, the fullest one is finished.
+    Documents and rows are tensors [3, T] of T <= length tokens. Of more than `OPEN_ROWS` open rows, the fullest is
+    yielded.
     """
     rows: list[Tensor] = []
     for document in documents:
@@ -66,14 +67,14 @@ def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def padded(row: Tensor, length: int) -> Tensor:
-    """Pad a row [3, T] of `pack` to [3, length]. Padding belongs to no document and does not count in the loss."""
+    """Pad a packed row of T tokens [3, T] to [3, length]. Padding has no document and does not count in the loss."""
     whole = F.pad(row, (0, length - row.shape[1]))
     whole[2, row.shape[1] :] = PADDING
     return whole
 
 
 def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
-    """Make an item of a dataset from the columns of one row, each [T]."""
+    """Make a dataset item from a row of T tokens: token ids, loss mask and document numbers, each [T]."""
     documents = document_ids.long()
     return {
         "input_ids": input_ids.long(),
@@ -84,7 +85,7 @@ def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch
 
 
 def positions_of(document_ids: Tensor) -> Tensor:
-    """Position [T] of each token in a row, counted from the start of its document in this row.
+    """Position of each of the T tokens in a row [T], counted from the start of the token's document in this row.
 
     `document_ids` [T] are the document numbers of the tokens.
     """

@@ -1,4 +1,4 @@
-"""A preview of the training data: a few examples with the tokens that count in the loss marked, and all counts."""
+"""A preview of the training data: a few examples, with their tokens that count in the loss marked, and statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BRACKETS = "⟦", "⟧"  # around tokens that count in the loss, on a console wi
 
 @dataclass
 class Preview:
-    """The first examples of the training data, and the counts of all data or, for a stream, of these examples."""
+    """The first examples of the training data, and statistics of all data or, for a stream, of these examples."""
 
     examples: list[Example]
     counts: DataCounts
@@ -45,7 +45,7 @@ class Preview:
 
 
 def preview(config: TrainConfig, count: int) -> Preview:
-    """Read all data as a training run would, and return the first `count` examples with the counts of all data.
+    """Read all data as a training run would, and return the first `count` examples with statistics of all data.
 
     Of a stream, only the first `count` examples are read. The backbone's weights are not loaded.
 

@@ -69,7 +69,7 @@ class ExampleReader:
 
 
 def records_of(config: DataConfig, source: str) -> Iterator[Record]:
-    """Read the records of the file, folder or dataset `source`, with the reading options in `config`."""
+    """Read the records of the file, folder or Hub dataset `source`, with the reading options in `config`."""
     return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
 
 

@@ -23,7 +23,7 @@ class StreamedDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """Make a dataset of the examples that `reader` reads.
+        """Make a stream of rows packed from the examples that `reader` reads.
 
         Args:
             length: number of tokens in a row.

@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 class ConversationText:
-    """The text of a conversation, as the chat template of its tokenizer writes it."""
+    """The text of a conversation, as the tokenizer's chat template writes it."""
 
     def __init__(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
         self.record, self.tokenizer, self.messages = record, tokenizer, record.messages or []
@@ -85,9 +85,9 @@ class ConversationText:
         )
 
     def _marked(self, turns: int) -> list[Span] | None:
-        """Find the assistant's turns by the marks of the template; `None` unless it marks all of them.
+        """Find the assistant's turns by the template's {% generation %} marks, or return `None` if marks are missing.
 
-        `turns` is the number of the assistant's turns.
+        `turns` is the number of the assistant's turns in the conversation.
         """
         if not GENERATION.search(self.template):
             return None
@@ -103,9 +103,9 @@ class ConversationText:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of a turn as the difference between the texts without and with this turn.
+        """Find start and end of a turn by writing the conversation twice: up to the turn's start, and up to its end.
 
-        `None` if the template writes the shorter conversation differently.
+        Return `None` if one of these texts is not the beginning of the next longer one.
         """
         try:
             before = self._write(self.messages[:turn], prompt=True)
@@ -116,9 +116,9 @@ class ConversationText:
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of an answer as the part of the text that changes with another answer.
+        """Find start and end of an answer as the part of the text that changes if another answer replaces it.
 
-        `None` if other parts of the text change, too.
+        Return `None` if other parts of the text change, too.
         """
         other = next(character for character in PRIVATE if character not in self.text)
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]

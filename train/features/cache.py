@@ -1,4 +1,4 @@
-"""A cache of one dataset's features on disk: an estimate of its cost, writing what is missing, and reading it."""
+"""A cache of a dataset's features (hidden states) on disk: estimating its cost, writing missing shards, reading it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from train.trainer import MedusaTrainer
 
 
 class FeatureCache:
-    """The folder of features of one dataset: the hidden states of all its rows, of which some may be missing."""
+    """A folder that stores the backbone's hidden states for all rows of one dataset; some may not be written yet."""
 
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None
     ) -> None:
         """Make a cache in `folder` for the hidden states that `backbone` computes for the dataset `rows`.
 
-        Nothing is read or written yet.
+        The constructor reads and writes no files.
 
         Args:
             fingerprint: fingerprint of the backbone (`medusa.fingerprint`).
@@ -54,9 +54,9 @@ class FeatureCache:
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
     def require_belonging(self, replace: bool = False) -> None:
-        """Check that the folder is empty or holds features of this dataset and this backbone, all of them or some.
+        """Check that the folder is empty or holds all or some features of this dataset, from this backbone.
 
-        With `replace`, features of other data or another backbone are deleted instead.
+        With `replace`, features of other data or another backbone are deleted instead of raising an error.
 
         Raises:
             RequestError: the features are damaged, or belong to another backbone or other data.
@@ -92,11 +92,11 @@ class FeatureCache:
 
     @property
     def missing_rows(self) -> int:
-        """Number of rows in the shards that are not written yet."""
+        """Number of dataset rows whose shards are not written yet."""
         return sum(len(range(len(self.rows))[rows]) for path, rows in self.shard_rows() if not path.is_file())
 
     def plan(self, trainer: MedusaTrainer) -> FeaturePlan:
-        """Estimate the disk space and the saved time from a few timed training steps, without writing anything."""
+        """Estimate the cache's disk space and the training time it saves, from a few timed steps. Write nothing."""
         args, forwards = trainer.args, []
 
         def timed(batch: Batch) -> Batch:
@@ -150,10 +150,10 @@ class FeatureCache:
             files.write_shard(path, torch.cat(hidden), **self._tokens(rows))
 
     def read(self) -> Features:
-        """Open the dataset with its hidden states, after all shards are written.
+        """Open the cached dataset with its hidden states. All shards must be written.
 
         Raises:
-            RequestError: rows are missing on disk.
+            RequestError: shards are missing on disk.
         """
         features = Features(self.folder, self.row_length)
         if len(features) != len(self.rows):

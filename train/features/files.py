@@ -33,7 +33,7 @@ PER_TOKEN = ("input_ids", "document_ids", "loss_mask")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a folder of features: which backbone computed them, and in which form they are stored."""
+    """The manifest of a folder of features: which backbone computed the hidden states, and how they are stored."""
 
     backbone: Fingerprint
     """Fingerprint of the backbone that computed the hidden states (`medusa.fingerprint`)."""
@@ -59,7 +59,7 @@ class Manifest:
         write_json(folder / MANIFEST, {name: value for name, value in content.items() if value is not None})
 
     def same_states(self, other: Manifest) -> bool:
-        """Whether two manifests describe hidden states in the same dtype from the same backbone, whatever its name."""
+        """Whether two manifests have the same dtype and the same backbone; the backbone's name may differ."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         same_backbone = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
         return same_backbone and all(
@@ -74,7 +74,7 @@ def is_features(path: str | Path) -> bool:
 
 
 def token_bytes(hidden_size: int, dtype: torch.dtype) -> int:
-    """Number of bytes that a token takes on disk: its hidden state, its id, its document and its loss mask."""
+    """Number of bytes that a token takes on disk: hidden state, token id, document index and loss mask."""
     return hidden_size * dtype.itemsize + 4 + 4 + 1
 
 
@@ -84,7 +84,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
-    """Read some tensors of a shard, by name.
+    """Read the tensors called `names` from a shard, and return them by name.
 
     Raises:
         RequestError: the file is damaged or is not a shard of features.
@@ -99,7 +99,7 @@ def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
-    """Write a shard atomically. `hidden` are the N hidden states, and `per_token` the other tensors by name."""
+    """Write a shard of N tokens atomically: `hidden` [N, H], and by name the tensors in `PER_TOKEN`, each [N]."""
     tensors = {"hidden": hidden, **{name: per_token[name] for name in PER_TOKEN}}
     with replacing(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)

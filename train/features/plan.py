@@ -11,7 +11,7 @@ from medusa.files import readable
 
 @dataclass(frozen=True)
 class FeaturePlan:
-    """The disk space that a cache of features needs and the training time that it saves, as estimates."""
+    """Estimates for a cache of features: the disk space that it needs, and the training time that it saves."""
 
     tokens: int
     missing_bytes: int
@@ -25,12 +25,12 @@ class FeaturePlan:
 
     @property
     def saved_per_epoch(self) -> float:
-        """Share of an epoch's time that features save, in every epoch after the first."""
+        """Share of the time of an epoch that cached features save, in every epoch after the first."""
         return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
 
     @property
     def saved(self) -> float:
-        """Share of the run's time that features save. The first epoch saves none, because the backbone still runs."""
+        """Share of the run's time that cached features save. The first epoch saves no time, as it computes them."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ class Recorder:
     """Writer that adds texts with their hidden states to a folder of features, on which heads can then be trained."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
-        """Make a recorder that writes to `folder`, a new folder or one with recorded features.
+        """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
         Args:
             fingerprint: fingerprint of the backbone (`medusa.fingerprint`).
@@ -44,11 +44,11 @@ class Recorder:
             raise RequestError(f"{folder} holds files that are not features; give another folder")
 
     def size(self, tokens: int) -> int:
-        """Number of bytes that `tokens` tokens take on disk."""
+        """Number of bytes that the features of `tokens` tokens take on disk."""
         return tokens * token_bytes(self.manifest.hidden_size, self.dtype)
 
     def require_space(self, tokens: int) -> None:
-        """Check that the disk has space for `tokens` more tokens.
+        """Check that the disk has space for the features of `tokens` more tokens.
 
         Raises:
             RequestError: the disk is too small.
@@ -61,11 +61,11 @@ class Recorder:
             )
 
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
-        """Add a text of T tokens, T >= 1, with its hidden states.
+        """Add a text of T >= 1 tokens with its hidden states of size H.
 
         Args:
             input_ids: the T token ids.
-            hidden: [T, H] hidden states of the backbone, or fewer if it has not read the last tokens.
+            hidden: [T, H] hidden states of the backbone, or fewer rows if the backbone has not read the last tokens.
             prompt_tokens: number of tokens at the start of the text that do not count in the loss.
         """
         ids = torch.tensor(input_ids, dtype=torch.int32)

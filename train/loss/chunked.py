@@ -19,11 +19,11 @@ from train.loss.weighting import Weighting
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Autograd function that computes the fields of `train.loss.heads.HeadLosses` from the features of the heads.
+    """Autograd function that computes the losses of K heads (`train.loss.heads.HeadLosses`) from the heads' features.
 
-    Its inputs are the features [K, R, H], LM head weights, bias, labels [K, R], weighting and teacher. The forward
-    applies the loss weights, because the gradient of an own LM head is a sum over positions, which cannot be weighted
-    later.
+    Its inputs are the features [K, R, H] at R positions, LM head weights, bias, labels [K, R], weighting and teacher.
+    The forward already applies the loss weights: it sums the gradient of a head's own LM head over the positions, and
+    a sum cannot be weighted by position later.
     """
 
     @staticmethod
@@ -87,7 +87,9 @@ def _chunk(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """Compute the objective, loss and right guesses [3, K] of one chunk, and its part of the gradients.
+    """Compute the weighted loss, plain loss and right guesses [3, K] of one chunk, and its share of the gradients.
+
+    K heads, C positions in the chunk, H hidden size, V vocabulary; capitals at the end of a name are its shape.
 
     Args:
         x_KCH: features of the heads.
@@ -96,8 +98,8 @@ def _chunk(
         target_KC: labels as indices into the logits, or `IGNORE`.
         soft: the distributions to learn, if the objective is distill.
         mean_KC: weight of each label in the mean over its head's labels.
-        grad_x: [K, C, H] receives the gradient of the features, unless it is `None`.
-        grad_weight: [K, H, V] receives the sum of itself and the gradient of the own LM heads, unless it is `None`.
+        grad_x: [K, C, H] the tensor to which the gradient of the features is written, if any.
+        grad_weight: [K, H, V] the tensor to which the gradient of the heads' own LM heads is added, if any.
     """
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
@@ -131,7 +133,7 @@ def _chunk(
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply x [K, C, A] by one matrix [A, B], or by one matrix for each head [K, A, B]. The result is [K, C, B]."""
+    """Multiply x [K, C, A] of K heads by one matrix [A, B], or by one per head [K, A, B]. The result is [K, C, B]."""
     if matrix.dim() == 3:
         return torch.bmm(x_KCA, matrix)
     # In two dimensions, because otherwise `matmul` may copy the matrix for each head.
@@ -139,7 +141,7 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
-    """Add the product of each head's transposed x [H, C] and its gradient [C, V] to `total_KHV`, in place."""
+    """For each of K heads, add its x [C, H], transposed, times its gradient [C, V] to `total_KHV`, in place."""
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
         if total.dtype == x.dtype:
             total.addmm_(x.T, gradient)

@@ -12,7 +12,7 @@ MIN_ROWS_OWN = 40  # with own LM heads, every chunk also reads and writes the gr
 
 
 def chunk_rows(num_heads: int, vocab_size: int, device: str, minimum: int = MIN_ROWS) -> int:
-    """Number of positions in a chunk, if `num_heads` heads each compute V logits at every position.
+    """Number of positions whose logits are computed at once, if `num_heads` heads each compute V logits per position.
 
     Args:
         device: type of the device, such as "cpu" or "cuda".

@@ -51,11 +51,11 @@ def head_losses(
     teacher: BackboneTeacher | None = None,
     backend: str = "auto",
 ) -> HeadLosses:
-    """Compute the losses and accuracies of all heads on a batch.
+    """Compute the losses and accuracies of all K heads on a batch.
 
     Args:
-        inputs: inputs of the heads at the R positions.
-        labels: [K, R] token ids, `IGNORE` where a head has no label. With a `teacher`, other values are not read.
+        inputs: inputs of the heads at the R positions with labels.
+        labels: [K, R] token ids, `IGNORE` where a head has no label. With a `teacher`, the ids themselves are not used.
         lm_head: the backbone's LM head, for heads that share it.
         weighting: rule for the loss weights of the heads.
         teacher: the backbone's distributions, for the objective distill.
@@ -104,11 +104,11 @@ def head_losses_plain(
 
 
 def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:
-    """Convert labels [K, R] from token ids to indices into the heads' logits.
+    """Convert labels [K, R] of K heads at R positions from token ids to indices into the heads' logits.
 
-    The result is `IGNORE` also for labels outside the reduced vocabulary, which the heads never guess. Such a label has
-    no loss, and for dpace the chain of guesses ends before it. With a teacher, the labels are returned unchanged,
-    because its targets hold such indices already.
+    A label outside a reduced vocabulary also becomes `IGNORE`, because the heads never guess it. Such a label has no
+    loss, and in the loss weights of dpace its head is never right. With a teacher, the labels are returned unchanged,
+    because the teacher's targets contain such indices already.
     """
     if heads.vocabulary is None or teacher is not None:
         return labels
@@ -118,7 +118,7 @@ def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None)
 
 
 def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    """The weights [K, H, V] of the heads' own LM heads, or weights [V, H] and bias [V] of the shared LM head."""
+    """The weights [K, H, V] of the K heads' own LM heads, or weights [V, H] and bias [V] of the shared LM head."""
     if heads.lm_heads is not None:
         return heads.lm_heads, None
     assert lm_head is not None

@@ -23,7 +23,7 @@ NEXT = 1  # from a position to the label of the backbone's own LM head
 def head_labels(
     input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int, first: int = FIRST_OFFSET
 ) -> Tensor:
-    """Make the labels [K, B, T] of all heads from token ids; `IGNORE` where a head has no label.
+    """Make the labels [K, B, T] of K heads for B rows of T tokens; `IGNORE` where a head has no label.
 
     Args:
         input_ids: [B, T] token ids.

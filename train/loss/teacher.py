@@ -24,9 +24,9 @@ from train.loss.labels import FIRST_OFFSET, IGNORE
 
 @torch.no_grad()
 def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Replace each token of a text by the one that the backbone finds most probable after the tokens before it.
+    """Replace each token by the one that the backbone finds most probable after the text's tokens before it.
 
-    This is the token that greedy decoding would choose there. The first token of each row is kept.
+    Greedy decoding would choose that token there. The first token of each row is kept.
 
     Args:
         hidden: [B, T, H] hidden states of the backbone.
@@ -68,11 +68,11 @@ class BackboneTeacher:
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
-        """Compute the targets of all heads at a chunk of positions.
+        """Compute the distributions that K heads learn at a chunk of C positions.
 
         Args:
-            rows: the C positions of the chunk, as a slice of the R positions.
-            labels: [K, C] `IGNORE` where a head has no label; other values are not read.
+            rows: the chunk, as a slice of all R positions at which heads have labels.
+            labels: [K, C] `IGNORE` where a head has no label; other values are not used.
         """
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels

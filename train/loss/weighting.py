@@ -36,7 +36,7 @@ class Weighting:
     smoothing: float = 0.5
 
     def __call__(self, probability: Tensor, labelled: Tensor) -> Tensor:
-        """Compute the loss weights [K, C], which carry no gradient.
+        """Compute the loss weights [K, C] of K heads at C positions. They carry no gradient.
 
         Args:
             probability: [K, C] probability that each head gives to its label.

@@ -46,7 +46,7 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 @contextlib.contextmanager
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which `model` computes what it did before `adapt`: adapter and dropout are off."""
+    """Context manager in which `model` computes what it computed before `adapt`: its adapter and dropout are off."""
     training = model.training
     model.eval()
     model.disable_adapters()
@@ -67,9 +67,9 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 def write_merged(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
 ) -> Path:
-    """Merge the adapter that was saved in `output` into the original backbone `base`, and write it to output/merged.
+    """Merge the adapter saved in `output` into the original backbone `base`, and write the result to output/merged.
 
-    The heads are also written there, with the fingerprint of the merged backbone. Returns the folder.
+    Write the heads to the same folder, with the fingerprint of the merged backbone. Return that folder.
     """
     merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
     with replacing_folder(output / "merged") as folder:

@@ -39,7 +39,7 @@ Tilt = Callable[[slice], Tensor]
 def lm_loss(
     head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None, teacher_tilt: Tilt | None = None
 ) -> Tensor:
-    """Compute the LM loss: the mean over M positions of KL(original || adapted), or of the cross-entropy, in nats.
+    """Compute the LM loss in nats: the mean over M positions of KL(original || adapted), or of the cross-entropy.
 
     Only one chunk of logits is in memory at a time; the backward computes the logits again.
 
@@ -48,7 +48,7 @@ def lm_loss(
         hidden: [M, H] hidden states of the adapted backbone.
         labels: [M] next tokens, for the cross-entropy.
         teacher: [M, H] hidden states of the original backbone, for the divergence; `None` for the cross-entropy.
-        teacher_tilt: tilt of the teacher's distributions, if any.
+        teacher_tilt: function that returns what is added to the teacher's log-probabilities at a slice of positions.
     """
     plain_head = without_adapter(head)
 
@@ -78,15 +78,15 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, labelled: Tensor
 ) -> Tilt:
-    """Make the tilt of the teacher towards the first head's predictions.
+    """Make the tilt of the teacher (the original backbone) towards the first head's predictions of the same tokens.
 
-    The first head predicts the next token one position earlier, so the first position of a document has no tilt.
+    The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
 
     Args:
-        exponent: exponent of the prediction (`teacher_tilt`).
+        exponent: exponent of the head's probabilities in the tilted distribution (`teacher_tilt`).
         hidden: [B, T, H] hidden states of the adapted backbone.
-        batch: the rows.
-        labelled: [B, T] True at the M positions.
+        batch: the B rows of T tokens.
+        labelled: [B, T] True at the positions that have a next token, where the LM loss is computed.
     """
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])

@@ -1,8 +1,8 @@
 """The module that the Trainer trains in Medusa-2: the heads, and the adapter in the backbone.
 
-lambda_0 scales the heads' gradient where it enters the backbone, not the heads' loss. Both have the same effect on the
-backbone. Under AdamW a constant factor on the heads' loss does not affect the heads, but a changing factor would slow
-them down while AdamW adjusts.
+lambda_0, the weight of the heads' loss, scales the heads' gradient where it enters the backbone, not the loss itself.
+Both have the same effect on the backbone. Under AdamW a constant factor on the heads' loss does not affect the heads,
+but a changing factor would slow their learning down while AdamW adjusts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class HeadsAndAdapter(HeadsOnBackbone):
     """The module that Medusa-2 trains: its parameters are those of the heads and of the adapter in the backbone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
-        """Freeze the backbone `model` except its adapter, which `adapt` has added. `lm_loss` is kl or text."""
+        """Freeze the backbone `model` except its adapter, which `adapt` has added.
+
+        The LM loss `lm_loss` is "kl" (divergence from the original backbone) or "text" (cross-entropy on the text).
+        """
         super().__init__(heads, model, args)  # freezes the adapter, too
         model.enable_adapters()  # unfreezes the adapter
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
@@ -48,7 +51,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         return self
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing in the backbone. The Trainer calls this method if the recipe asks for it."""
+        """Turn on activation checkpointing in the backbone; the Trainer calls this method if the recipe requests it."""
         self.adapted.activation_checkpointing_enable(**kwargs)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -56,9 +59,9 @@ class HeadsAndAdapter(HeadsOnBackbone):
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
     def forward(self, **batch: Tensor) -> JointLosses:  # type: ignore[override]
-        """Compute the losses of heads and backbone on a batch.
+        """Compute the losses of the heads and of the adapted backbone on a batch.
 
-        The hidden states in the batch, if it has any, are those of the original backbone.
+        If the batch contains hidden states, they are those of the original backbone, and are not computed again.
         """
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]

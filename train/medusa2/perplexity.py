@@ -40,7 +40,7 @@ def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> 
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
     """Measure the perplexity of a backbone on the first `QUALITY_ROWS` rows.
 
-    It is exp of the mean cross-entropy of the tokens that count in the loss.
+    The perplexity is exp of the mean cross-entropy of the tokens that count in the loss.
     """
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):

@@ -1,4 +1,4 @@
-"""The schedule of Medusa-2: how lambda_0 and teacher_tilt change over a run."""
+"""The schedule of Medusa-2: how lambda_0 (weight of the heads' loss) and teacher_tilt change over a training run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from train.config import AdapterConfig
 
 
 def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
-    """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done.
+    """Factor on lambda_0 and teacher_tilt (`train.medusa2.lm_loss`) when a share `progress` of the run is done.
 
-    It is `None` at the start of the run, while only the heads learn.
+    The factor is `None` at the start of the run, while only the heads learn.
     """
     if progress < config.heads_first:
         return None
@@ -19,9 +19,9 @@ def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
 
 
 def lambda_0_at(config: AdapterConfig, progress: float) -> float:
-    """The value of lambda_0 when a share `progress` of the run is done.
+    """The value of lambda_0, the weight of the heads' loss, when a share `progress` of the run is done.
 
-    It is 1 while only the heads learn, because their loss is then the only one.
+    It is 1 at the start of the run, while only the heads learn and no other loss exists.
     """
     share = schedule_factor(config, progress)
     return 1.0 if share is None else config.lambda_0 * share

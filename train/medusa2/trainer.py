@@ -28,7 +28,7 @@ HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (
 class Medusa2Trainer(MedusaTrainer):
     """Trains heads together with a LoRA adapter in the backbone (Medusa-2).
 
-    A checkpoint is a folder of heads that contains a folder of the adapter.
+    A checkpoint is a folder with the heads' files and a subfolder with the adapter.
     """
 
     trained: HeadsAndAdapter
@@ -36,9 +36,9 @@ class Medusa2Trainer(MedusaTrainer):
     def __init__(
         self, model: PreTrainedModel, heads: MedusaHeads, args: MedusaTrainingArguments, adapter: AdapterConfig
     ) -> None:
-        """Make a trainer of `heads` and of the adapter in `model`, which `adapt` has added.
+        """Make a trainer of `heads` and of the LoRA adapter that `model` already contains.
 
-        `adapter` is the recipe's section about the adapter.
+        `adapter` is the recipe's section about this adapter.
         """
         self.adapter = adapter
         if adapter.heads_first > 0:
@@ -56,14 +56,14 @@ class Medusa2Trainer(MedusaTrainer):
         self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (share or 0.0)
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels of each head and of the LM loss [K + 1] in a batch."""
+        """Count the labels in a batch: those of each of the K heads, and then those of the LM loss [K + 1]."""
         next_labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
-        """Sums [3, K + 1] for each head and for the LM loss over a batch: the loss in nats, right guesses and labels.
+        """Sums [3, K + 1] over a batch, for K heads and then the LM loss: loss in nats, right guesses and labels.
 
-        The LM loss counts no right guesses.
+        The LM loss has no right guesses; their number is 0.
         """
         lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
         return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
@@ -73,7 +73,7 @@ class Medusa2Trainer(MedusaTrainer):
         return losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1]) + heads
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Figures of the heads for the log, with the mean LM loss in nats and the current lambda_0."""
+        """Metrics for the log: those of the heads, the mean LM loss in nats, and the current weight lambda_0."""
         loss, _, labels = sums[:, -1].tolist()
         lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}
@@ -81,7 +81,7 @@ class Medusa2Trainer(MedusaTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimiser, with a separate learning rate for the adapter.
 
-        Each parameter group of the Trainer is split into one for the heads and one for the adapter.
+        Each of the optimiser's parameter groups is split into one for the heads and one for the adapter.
         """
         fresh = self.optimizer is None
         optimizer = super().create_optimizer(model)

@@ -120,7 +120,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read the prompts, or the seeds of --self-talk-seeds, repeated up to N. Empty means that texts start with BOS."""
+    """Read the prompts, or the --self-talk-seeds repeated up to N. An empty list means that texts start with BOS."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()
@@ -131,7 +131,7 @@ def _records(options: DistillOptions) -> list[Record]:
 
 
 def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> list[Task]:
-    """Make a task for each record, or the tasks of --self-talk if there are no records."""
+    """Make a task for each record; without records, make the tasks of --self-talk, whose texts start with BOS."""
     if not records:
         return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
     tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)
@@ -167,7 +167,7 @@ def _about(options: DistillOptions, records: list[Record]) -> Json:
 
 
 def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
-    """Raise a `RequestError` if the output exists with other settings, and --overwrite is not given."""
+    """Raise a `RequestError` if the output file was made with other settings, unless --overwrite is given."""
     if path.exists() and not overwrite:
         sidecar = path.with_suffix(SETTINGS)
         if not sidecar.exists() or read_json(sidecar) != about:

@@ -22,7 +22,7 @@ LONGEST_WAIT = 60.0  # in seconds, between two attempts
 
 
 class ServerError(Exception):
-    """A request that the server rejected, or whose attempts all failed."""
+    """Error for a request that the server rejected, or whose attempts all failed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Server:
-    """One model on one server. The key in the variable OPENAI_API_KEY is sent, but never written to a file."""
+    """Client for one model on one server. It sends the API key OPENAI_API_KEY, but never writes the key to a file."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Server:
         return choice
 
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
-        """Send a request and return its JSON reply; after transient failures try again, up to `attempts` times."""
+        """Send a request and return its JSON reply; after transient failures, send it again, up to `attempts` times."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"

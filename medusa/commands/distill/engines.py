@@ -41,7 +41,7 @@ class Engine(ABC):
     """The BOS token of the backbone, if there is one."""
 
     def begin(self) -> list[int]:
-        """Return the prompt of a text that is generated without a prompt: the BOS token.
+        """Return the token ids with which a text without a prompt starts: the BOS token.
 
         Raises:
             RequestError: the backbone has no BOS token."""
@@ -54,15 +54,15 @@ class Engine(ABC):
         """Check the tasks before anything is generated.
 
         Raises:
-            RequestError: the engine cannot do one of the tasks."""
+            RequestError: the engine cannot generate the answers of one of the tasks."""
 
     @abstractmethod
     def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Generate the answers that the journal lacks, and return the time in seconds."""
+        """Generate the answers that the journal lacks, write them to it, and return the seconds that this took."""
 
     @contextlib.contextmanager
     def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], object]]:
-        """Show a progress bar of texts. Call the yielded function with the number of new texts."""
+        """Show a progress bar of texts, and yield a function that advances the bar by a number of new texts."""
         with self.output.progress_bars() as start:
             advance = start("generating", sum(task.turns for task in tasks))
             advance(len(journal.done))
@@ -113,8 +113,9 @@ class LocalEngine(Engine):
     def _batches(self, tasks: list[Task], journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
         """Yield the seed, the turn and the tasks of every batch that lacks an answer.
 
-        Greedy answers do not depend on their batch, so finished answers are left out. Sampled answers do, so a batch
-        with a missing answer is generated again as a whole, and the journal keeps its finished answers.
+        Greedy answers do not depend on the other texts in a batch, so tasks with finished answers are left out. Sampled
+        answers depend on them, so a batch with a missing answer is generated again as a whole. The journal keeps the
+        answers that were finished before.
         """
         for turn in range(max((task.turns for task in tasks), default=0)):
             asked = [task for task in tasks if task.turns > turn]
@@ -125,7 +126,7 @@ class LocalEngine(Engine):
                     yield (self.seed + turn * len(tasks) + number * self.batch_size) % 2**32, turn, batch
 
     def _prompts(self, batch: list[Task], turn: int, journal: Journal) -> dict[int, list[int]]:
-        """Return the prompt ids of each task by its index. Conversations that are too long are recorded as failed."""
+        """Return the prompt's token ids for each task index. Conversations that are too long are recorded as failed."""
         prompts = {}
         for task in batch:
             answers = journal.answers(task.index, turn)
@@ -148,10 +149,10 @@ class LocalEngine(Engine):
 
 @dataclass
 class ServerEngine(Engine):
-    """Sends many requests at a time to an OpenAI-compatible server of the backbone.
+    """Sends many requests at a time to an OpenAI-compatible server that runs the backbone.
 
-    A text is sent as ids, and the tokenizer encodes the text of the reply. A conversation is sent and written as
-    messages, to which training applies the chat template.
+    A text to continue is sent as token ids, and the tokenizer encodes the text of the reply. A conversation is sent
+    and written to the output as messages, to which training later applies the chat template.
     """
 
     concurrency: int
@@ -180,7 +181,7 @@ class ServerEngine(Engine):
         return perf_counter() - start
 
     def _converse(self, task: Task, journal: Journal, advance: Callable[[int], object]) -> None:
-        """Ask for the answers of one task in turn, until one fails or the run ends."""
+        """Request the answers of one task one after another, until a request fails or the run ends."""
         for turn in range(task.turns):
             if self._stop.is_set():
                 return
@@ -210,7 +211,7 @@ class ServerEngine(Engine):
             )
 
     def _ask(self, task: Task, turn: int, answers: list[str]) -> tuple[Json, int]:
-        """Ask for one answer; return its output line and its number of tokens, which is 0 in a conversation."""
+        """Request one answer. Return its line in the output file and its number of tokens, or 0 in a conversation."""
         options = self._options(task, turn)
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
@@ -228,7 +229,7 @@ class ServerEngine(Engine):
         return line | ({"category": task.category} if task.category is not None else {}), 0
 
     def _options(self, task: Task, turn: int) -> Json:
-        """Return the parameters of a request. Parameters that OpenAI lacks, such as top_k, are left out if not set."""
+        """Return a request's parameters. Those that OpenAI's API lacks, such as top_k, are sent only if changed."""
         ours = self.settings
         options: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
         if ours.do_sample:
@@ -241,7 +242,7 @@ class ServerEngine(Engine):
         return options
 
     def _reason(self, answer: Answer) -> str:
-        """Translate the finish reason of a server: its "stop" means EOS, or a stop string if the settings have any."""
+        """Translate a server's finish reason: "stop" becomes "eos" unless a stop string may have ended the text."""
         if answer.finish_reason == "stop":
             return "stop" if answer.stopped_by is not None or self.settings.stop else "eos"
         return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason

@@ -18,7 +18,7 @@ Key = tuple[int, int]
 
 
 class Journal:
-    """The finished texts of a run, one per line, in the order in which they were finished.
+    """The output file: the finished texts of a run, one per line, in the order in which they were finished.
 
     Each line is flushed at once. A killed run loses at most the line that it was writing, and the next run generates
     that text again. A second file lists the texts that failed, with the reasons.
@@ -28,7 +28,7 @@ class Journal:
         """Read the texts that earlier runs wrote to `path`.
 
         Args:
-            keep: indices of prompts whose answers stay in memory, because later turns need them.
+            keep: indices of prompts whose answers stay in memory, because later turns of a conversation need them.
 
         Raises:
             RequestError: the file has a line that `medusa distill` did not write."""
@@ -81,7 +81,7 @@ class Journal:
         return [answer for answer in found if answer is not None] if None not in found else None
 
     def append(self, index: int, turn: int, row: Json, new_tokens: int = 0) -> None:
-        """Write one text, unless the journal already has the text of this index and turn."""
+        """Write the text of one prompt index and turn, unless the journal already has it."""
         assert self._file is not None
         line = json.dumps({"index": index, "turn": turn} | row, ensure_ascii=False) + "\n"
         with self._lock:
@@ -93,7 +93,7 @@ class Journal:
             self.new_tokens += new_tokens
 
     def fail(self, index: int, turn: int, where: str, reason: str) -> None:
-        """Write a text that could not be generated to the list of failures."""
+        """Add a text that could not be generated, with the reason, to the file of failed texts."""
         line = json.dumps({"index": index, "turn": turn, "where": where, "error": reason}, ensure_ascii=False) + "\n"
         with self._lock, self.failed_path.open("a", encoding="utf-8") as file:
             file.write(line)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Task:
-    """The task of one record: `ids` to continue, or the `questions` of a conversation to answer."""
+    """The task of one record: token ids to continue (`ids`), or the `questions` of a conversation to answer."""
 
     index: int
     where: str
@@ -29,11 +29,11 @@ class Task:
 
     @property
     def turns(self) -> int:
-        """The number of answers to generate."""
+        """The number of answers to generate: one per question, or one for a text to continue."""
         return len(self.questions) or 1
 
     def messages(self, answers: list[str]) -> list[Json]:
-        """Return the conversation with the `answers` so far, up to the next question."""
+        """Return the messages of the conversation up to the question after the `answers` generated so far."""
         messages: list[Json] = []
         for turn, question in enumerate(self.questions[: len(answers) + 1]):
             messages += question
@@ -42,7 +42,7 @@ class Task:
         return messages
 
     def prompt(self, answers: list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-        """Return the ids to continue, after the `answers` so far.
+        """Return the token ids of the next prompt: the text to continue, or the conversation with the `answers` so far.
 
         Raises:
             RequestError: the chat template rejects the conversation."""
@@ -51,7 +51,7 @@ class Task:
         return prompt_ids(Record(self.where, messages=self.messages(answers), tools=self.tools), tokenizer)
 
     def line(self, prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:
-        """Make the output line of one answer, with the ids of prompt and answer."""
+        """Make the line of the output file for one answer, with the token ids of prompt and answer."""
         line = {"input_ids": prompt + new_ids, "prompt_tokens": len(prompt), "answer": answer, "finish_reason": reason}
         return line if self.category is None else line | {"category": self.category}
 
@@ -65,11 +65,11 @@ def tasks_of(
     """Make a task of each record.
 
     Args:
-        prefix_tokens: number of tokens of each prompt to continue; conversations then become text.
-        max_turns: number of questions of each conversation to answer.
+        prefix_tokens: if given, keep only so many tokens of each prompt, and continue conversations as plain text.
+        max_turns: maximum number of questions to answer in each conversation; by default all.
 
     Raises:
-        RequestError: a text lacks a tokenizer, the chat template rejects a conversation, or a prompt is empty."""
+        RequestError: a text needs a tokenizer, the chat template rejects a conversation, or a prompt is empty."""
     templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []
     for index, record in enumerate(records):
@@ -83,7 +83,7 @@ def tasks_of(
 
 
 def _questions(record: Record) -> list[list[Json]]:
-    """Return the new messages before each answer; a conversation with tool calls gets one answer, at its end."""
+    """Return the new messages before each answer to generate. With tool calls, only the last answer is generated."""
     messages = record.messages or []
     if record.turns:
         return [[{"role": "user", "content": turn}] for turn in record.turns]
@@ -102,7 +102,7 @@ def _questions(record: Record) -> list[list[Json]]:
 
 
 def digest(records: Iterable[Record]) -> str:
-    """Return a hash of the prompts. A run that continues another must have the same hash."""
+    """Return a hash of the prompts, by which a continued run checks that its prompts are those of the earlier run."""
     found = hashlib.sha256()
     for record in records:
         content = [record.text, record.input_ids, record.messages, record.turns, record.tools]
