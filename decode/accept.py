@@ -20,7 +20,7 @@ from torch import Tensor
 from decode.draft import Draft
 
 Scores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(rows [R], nodes [R]) -> scores [M, V] whose softmax is the target, and which of the M each row takes [R]."""
+"""(rows [R], nodes [R]) -> scores [M, V] whose softmax is the target, and each row's index into scores [R]."""
 Decide = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [R], scores [M, V], index [R]) -> the token that the target decides on in each row [R]."""
 Passes = Callable[[Tensor], Tensor]

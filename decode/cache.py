@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 MIN_GROWTH, MAX_GROWTH = 256, 4096
-"""Slots that are added beyond what is needed: as many again as there are, but never twice the memory of a long text."""
+"""Bounds on the cache slots that a growing cache adds: its size doubles, but it grows by at most MAX_GROWTH slots."""
 
 
 class Arena:

@@ -43,7 +43,7 @@ class Step:
     """The tokens that one decoding step wrote, by the index of each row (text) in the session."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
-    """The tokens written, cut at EOS, stop string or length; only rows that took part."""
+    """The tokens written to each unfinished row, cut at EOS, stop string or maximum length."""
     lengths: dict[int, int] = field(default_factory=dict)
     """1 + accepted tokens, before the cut. A last root that needs no forward counts 1."""
 

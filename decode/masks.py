@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from decode.topology import Topology
 
 Mask = Tensor | dict[str, Tensor]
-"""One mask, or one per kind of layer by the names that transformers gives the kinds."""
+"""One mask, or a dict with one mask per kind of attention layer, by transformers' names of the kinds."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 

@@ -64,13 +64,13 @@ class Residuals(NamedTuple):
     """
 
     p: Tensor
-    """[Mp, V]."""
+    """[Mp, V] the distinct target distributions."""
     q: Tensor
-    """[Mq, V]."""
+    """[Mq, V] the distinct draft distributions."""
     p_of: Tensor
-    """[R] which p each row has."""
+    """[R] the index of each row's distribution in `p`."""
     q_of: Tensor
-    """[R] which q each row has."""
+    """[R] the index of each row's distribution in `q`."""
     shared: bool
     """Whether to look for rows that share a distribution; with few rows, one distribution per row is less work."""
 

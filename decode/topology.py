@@ -28,11 +28,11 @@ class Topology:
     depth: Tensor
     """[R, N] number of drafted tokens from the root to each node."""
     ancestors: Tensor
-    """[R, N, N] True where the column is the row's node itself or an ancestor of it."""
+    """[R, N, N] True at [_, i, j] where node j is node i itself or an ancestor of node i."""
     paths: Tensor
     """[R, N, D + 1] nodes from the root to each node, padded with -1."""
     max_children: int
-    """C, known without asking the device."""
+    """C as a number on the host, so that reading it does not wait for the device."""
     is_static: bool = False
     """Whether all steps share this topology, so that what depends on it can be cached."""
 

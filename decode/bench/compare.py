@@ -110,9 +110,9 @@ class Change:
     earlier: float
     later: float
     ratio: float
-    """The later figure divided by the earlier one."""
+    """The later value of the metric divided by the earlier value."""
     ratio_interval: Interval | None
-    """Interval of 95 % of the resampled ratios; `None` if a run measured the figure only once."""
+    """Interval of 95 % of the resampled ratios; `None` if a run measured the metric only once."""
 
     @property
     def label(self) -> str:

@@ -15,7 +15,7 @@ from decode.bench.machine import Machine
 from medusa.errors import RequestError
 
 Interval = tuple[float, float]
-"""Lower and upper bound of 95 % of the resampled values of a figure (`decode.bench.compare`)."""
+"""Lower and upper bound of 95 % of the resampled values of a metric (`decode.bench.compare`)."""
 
 
 @dataclass
@@ -72,9 +72,9 @@ class MethodFigures:
     accepted_by_depth: list[float]
     """Fraction of steps that accepted a node at depth 1, at depth 2, and so on."""
     speedup: float
-    """Tokens per second, divided by those of plain decoding in our own loop."""
+    """Tokens per second, divided by the tokens per second of plain decoding in our own loop."""
     speedup_vs_generate: float
-    """Tokens per second, divided by those of transformers' `model.generate`."""
+    """Tokens per second, divided by the tokens per second of transformers' `model.generate`."""
     equal_to_plain: float
     """Fraction of prompts whose texts equal those of plain decoding in every round."""
     tau_interval: Interval | None = None

@@ -25,11 +25,11 @@ from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone
 
 KEPT = 8
-"""Maximum number of regions that a model keeps, with their caches; the least recently used one is dropped first."""
+"""Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
 Key = tuple[object, ...]
-"""Everything that a region was compiled for; a session reuses regions with an equal key."""
+"""Everything that a region was compiled for; a session reuses a compiled region with an equal key."""
 
 
 class Region:

@@ -20,7 +20,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.tree import Layout
 
 MIN_CAPACITY = 256
-"""Number of slots of the smallest cache."""
+"""Number of cache slots per row in the smallest cache."""
 
 
 class CompiledStepper:

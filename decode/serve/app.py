@@ -55,7 +55,7 @@ class ApiAnswer:
     async def whole(self, request: HttpRequest) -> dict[str, object]:
         """Wait until all texts are finished, and return the answer as one JSON object.
 
-        `request`: used to notice that the client has disconnected; its body must have been read.
+        `request`: shows whether the client has disconnected; the request's body must have been read.
 
         Raises:
             ApiError: decoding failed, or the client has disconnected."""
@@ -100,7 +100,7 @@ class ApiAnswer:
         return self.head | {"object": kind, "choices": choices} | more
 
     async def _until_all_ended(self, left: asyncio.Future[None] | None = None) -> AsyncIterator[tuple[int, RowEvent]]:
-        """Yield (index of a row, event) until all rows have ended.
+        """Yield the worker's events, each with the index of its row, until all rows of this answer have ended.
 
         `left`: a future that is done when the client has disconnected.
 
@@ -194,7 +194,7 @@ class CompletionApi:
         return JSONResponse({"object": "list", "data": [self.about]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """Describe the model that the path names; status 404 if the server has another model."""
+        """Describe the model that the request's path names; status 404 if the server has another model."""
         self._require_model(request.path_params["name"])
         return JSONResponse(self.about)
 
@@ -203,7 +203,7 @@ class CompletionApi:
             raise ApiError(f"model is {name!r}; this server has {self.name!r}", 404, "model")
 
     async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
-        """Answer a request for completions or for a chat. `kind`: the class that its body is parsed into."""
+        """Answer a request for completions or for a chat. `kind`: the class that the request's body is parsed into."""
         content = bytearray()
         async for part in request.stream():
             content += part

@@ -59,7 +59,7 @@ class Search:
     """Number of hypotheses dropped by `max_queued`; if 0, the texts are those of beam search."""
 
     def beam_calls(self, num_beams: int) -> int:
-        """Minimum number of model calls in beam search: 1 for the prompt, and `num_beams` for each further token."""
+        """Minimum of `Search.calls` in beam search: 1 for the prompt, and `num_beams` for each further token."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 
