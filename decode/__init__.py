@@ -1,4 +1,4 @@
-"""Decoding with heads: candidate trees, verified in one forward of the stock model."""
+"""Decoding with Medusa heads: each step verifies a tree of candidate tokens in one forward of the stock model."""
 
 from typing import TYPE_CHECKING
 

@@ -84,8 +84,8 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of tokens that all pass a lossy rule; of equally long paths, the most probable one.
 
-    The next root is the target's most probable token after the path. If that token always passes, no step is shorter
-    than a greedy one.
+    The next root is the target's most probable token after the path. If the rule accepts this most probable token
+    everywhere, each step writes at least as many tokens as a greedy step.
     """
     topology, end, roots = draft.topology, [], []
     tables = topology.children.tolist()

@@ -1,4 +1,4 @@
-"""The KV cache of tree decoding: append all nodes of a draft, then keep the accepted path.
+"""The KV cache of tree decoding: append all nodes of a draft tree, then keep the accepted path.
 
 Row b of the batch owns the cache slots [0, lengths[b]), and a token's slot is its position in the text. There are no
 holes for padding, which keeps rows of different length, windows and compaction simple. A forward appends its nodes
@@ -8,7 +8,7 @@ the text, and written in place.
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
 
-Shapes: B rows, H KV heads, S slots, D head size, N nodes, C columns of a path.
+Shapes: B rows, H KV heads, S cache slots, D head size, N draft nodes, C columns of a path.
 """
 
 from __future__ import annotations

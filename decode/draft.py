@@ -45,7 +45,7 @@ class Proposal(NamedTuple):
 class SideBranch(NamedTuple):
     """Additional nodes under the root that the verifying forward reads, and that are never accepted.
 
-    Lookahead decoding uses them to see what the backbone predicts after texts of the drafter's own making.
+    Lookahead decoding uses these nodes to see what the backbone predicts after tokens that the drafter made up.
     """
 
     ids: Tensor
@@ -80,8 +80,8 @@ class Draft(NamedTuple):
 class Drafter(Protocol):
     """Proposes the next tokens of each row. Acceptance, not the drafter, decides which of them are written.
 
-    A drafter that needs the text reads it from the session's `Sequences`. When `propose` is called, they hold all
-    accepted tokens, the root last. A drafter receives nothing else.
+    A drafter that needs the text reads it from the session's `Sequences`. When `propose` is called, `Sequences` holds
+    all accepted tokens, the root last. A drafter receives no other data.
     """
 
     def propose(self, frontier: Frontier) -> Draft:

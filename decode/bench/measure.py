@@ -108,7 +108,7 @@ def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict
 
 
 def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
-    """Measure tau and speedup of lossless decoding at another temperature, in one round without top-k, top-p, min-p."""
+    """Measure tau and speedup of lossless decoding at another temperature, in one round (no top-k, top-p, min-p)."""
     settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
     warm = replace(job, settings=settings, rounds=1, categories=[None] * len(job.prompts))
     found = measure_methods(warm)["medusa"]

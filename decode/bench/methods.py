@@ -120,8 +120,8 @@ def transformers_method(
     """Make a method that calls transformers' `model.generate`.
 
     `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
-    `assistance`: options of its assisted generation or beam search, such as `prompt_lookup_num_tokens`. In these modes
-    the results have no step lengths, because `generate` does not report them."""
+    `assistance`: options of transformers' assisted generation or beam search, such as `prompt_lookup_num_tokens`. In
+    these modes the results have no step lengths, because `generate` does not report them."""
     backbone, amateur = Backbone(model), settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min((end for end in (Backbone(some).context for some in models) if end is not None), default=1 << 30)

@@ -1,6 +1,7 @@
 """KV caches of the backbone and of the heads for compiled steps, with fixed shapes and memory addresses.
 
-Shapes: B rows, S slots (the capacity), N nodes, C columns of a path, T tokens, D the tree's depth, H hidden size.
+Shapes: B rows, S cache slots (the capacity), N draft nodes, C columns of a path, T tokens, D the tree's depth, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FixedLayer(CacheLayerMixin):
 
 
 class FixedCache(Cache):
-    """A KV cache whose shape never changes; the tensor `lengths` [B] counts the slots that hold text."""
+    """A KV cache whose shape never changes; the tensor `lengths` [B] counts the cache slots that hold text."""
 
     def __init__(self, like: AnyCache, capacity: int) -> None:
         """Make an empty cache of `capacity` slots with the layers of the cache `like`, which must hold a text."""
@@ -100,7 +101,7 @@ class FixedCache(Cache):
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Write `states` [B, heads, N, head size] into the `slots` [B, N] of `buffer` [B, heads, S, head size]."""
+    """Write `states` [B, heads, N, head size] into cache slots `slots` [B, N] of `buffer` [B, heads, S, head size]."""
     if len(slots) == 1:
         buffer.index_copy_(2, slots[0], states)
     else:

@@ -97,7 +97,7 @@ class Region:
         return self.heads_cache.path(self.hidden, states, draft.ids.gather(1, path), accepted.length - 1, counts)
 
     def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
-        """Copy the texts in these caches and their `frontier` into the region; `alive` marks unfinished rows."""
+        """Copy the keys and values of these caches, and `frontier`, into the region; `alive` marks unfinished rows."""
         self.cache.load(cache)
         if self.heads_cache is not None and heads_cache is not None:
             self.heads_cache.load(heads_cache)
@@ -132,7 +132,9 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 
 
 class Regions(list[tuple[Key, Region]]):
-    """The compiled regions of a model that no session uses now, the last used one last. Copies of a model have none."""
+    """The compiled regions that a model keeps for reuse, the last used one last.
+
+    A copy of the model starts with none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,8 +174,8 @@ def surroundings_key(backbone: Backbone) -> Key:
 def modules_key(module: nn.Module) -> Key:
     """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
 
-    Settings are attributes such as train mode or active adapters. Parameters count by identity, dtype and device, as
-    tied parameters are one input of compiled code; their values may change."""
+    Settings are attributes such as train mode or active adapters. Parameters enter the key by identity, dtype and
+    device, because tied parameters are one input of compiled code. Parameter values are not in the key."""
     return tuple(
         (
             type(part),

@@ -60,7 +60,9 @@ class FixedSampler:
         return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Apply the target's processors to logits [X, V] of X positions; they read no ids, so zeros are passed."""
+        """Apply the target's logits processors to logits [X, V] of X positions.
+
+        The processors get zeros as ids, because none of these processors reads ids."""
         ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
         scores = cast(Tensor, self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float())))
         if self.truncation is not None:

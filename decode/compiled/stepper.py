@@ -73,7 +73,7 @@ class CompiledStepper:
         return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Run one compiled step; `timer` counts all of its time as the stage `verify`.
+        """Run one compiled step; `timer` counts the whole step as the stage `verify`.
 
         Raises:
             RequestError: torch.compile fails on this model; the failed region is dropped."""

@@ -7,7 +7,7 @@ confidence is a softmax probability at the head's temperature. The temperatures 
 wrote (`decode.bench.calibration`), because many heads are overconfident or underconfident.
 
 Shapes: B rows, K heads, k of them in use, R guesses of a head, V vocabulary, S candidates with the root, N drafted
-nodes with the root, M nodes of any set, D depth of the candidate tree.
+nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
 """
 
 from __future__ import annotations
@@ -154,8 +154,9 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
     """Make the tree of all paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
 
     The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... This is the number of paths, itself
-    included, that are not longer and have no greater rank. All of them are at least as probable, so a path is never
-    chosen if its measure exceeds `num_nodes` - 1. The tree keeps ranks below TOP, and up to MAX_CANDIDATES nodes.
+    included, that are not longer and have no greater rank at any depth. All these paths are at least as probable, so a
+    path is never chosen if its measure exceeds `num_nodes` - 1. The tree keeps ranks below TOP, and up to
+    MAX_CANDIDATES nodes.
     """
     paths: list[RankPath] = []
     # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.

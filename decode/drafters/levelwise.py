@@ -1,6 +1,6 @@
 """Drafters that grow a tree level by level: one prediction per level gives the children of all its expanded nodes.
 
-A node is expanded if it gets children. A static tree fixes which nodes these are. A dynamic tree expands the most
+A node is expanded if it gets children. A static tree fixes which nodes are expanded. A dynamic tree expands the most
 probable nodes of each level, equally many in every step, so that shapes are fixed (unless `min_probability` prunes the
 tree). In a sampled tree (`--draft sample`), the children of a node are drawn from the drafter's distribution there.
 

@@ -1,7 +1,7 @@
 """A mix of several drafters: the union of their trees is verified in one forward.
 
-Two nodes are equal if their paths from the root hold the same tokens; the union keeps one of them. If the union has
-more nodes than its limit, nodes of the last drafters are dropped first.
+Two nodes are equal if their paths from the root hold the same tokens; the union keeps one of the two nodes. If the
+union has more nodes than its limit, nodes of the last drafters are dropped first.
 
 Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth.
 """

@@ -1,4 +1,4 @@
-"""Calibrates heads: finds the tree with which they decode the most tokens per second on this machine.
+"""Calibrates heads: finds the tree with which the heads decode the most tokens per second here.
 
     tokens per second = tau(tree) / T(tree)
 
@@ -97,8 +97,8 @@ def sizes_for(device: torch.device, batch_size: int) -> list[int]:
     """List the numbers of nodes for which a tree may be faster than plain decoding.
 
     On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. In a
-    batch of one text, trees of 2 or 3 nodes are never faster: they turn matrix-vector products into matrix-matrix
-    products, which costs more than they gain.
+    batch of one text, trees of 2 or 3 nodes are never faster: such trees turn matrix-vector products into matrix-matrix
+    products, which costs more time than the trees save.
     """
     most = max(256 // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]

@@ -74,7 +74,8 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
 class Recording:
     """The guesses of the heads at every position of some texts, compared with the correct tokens.
 
-    Each list has one tensor per text. Row p of a tensor belongs to a step whose root is new token p of the text.
+    Each list has one tensor per text. Row p of a tensor belongs to the decoding step whose root is new token p of the
+    text.
     """
 
     ranks: list[Tensor]

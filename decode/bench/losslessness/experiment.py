@@ -3,8 +3,8 @@
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
 root is fixed, and the experiment samples the tokens after it. They must follow the target, which is the backbone's
 distribution after temperature, top-k, top-p and penalties. Prefill, drafter, verification of the tree, logits
-processors and acceptance are the production code. Only the decoding loop is replaced, because R draws share one
-forward.
+processors and acceptance are the production code. Only the decoding loop is replaced, because all R draws of a decoding
+step share one forward.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
@@ -138,8 +138,8 @@ class FixedContext:
     def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
         """Compute the target's scores by forwards over trees, as decoding does.
 
-        With `tokens`: [number of tokens, V], after the root followed by each of these tokens. Without: [1, V], after
-        the root."""
+        With `tokens`, the result is [number of tokens, V]: the scores after the root and each of these tokens. Without
+        `tokens`, it is [1, V]: the scores after the root."""
         device, found = self.session.backbone.device, []
         for start in range(0, len(tokens or [0]), STAR - 1):
             part = list(tokens or ())[start : start + STAR - 1]
@@ -232,7 +232,7 @@ class Experiment:
         """Sample `draws` steps with `take`, and count their tokens.
 
         Args:
-            same: whether all draws are equal, so that one is taken and counted `draws` times.
+            same: whether all draws are equal, so that one draw is taken and counted `draws` times.
 
         Returns:
             counts of the token after the root [V], counts of the token after each first token [F, V], and the number
