@@ -12,7 +12,7 @@ __all__ = ["Step", "generate", "medusa_generate", "steps"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the loop, and with it transformers, only when it is asked for: `decode.accept` needs neither."""
+    """Import the decoding functions at first use: they import transformers, which `decode.accept` does not need."""
     if name in __all__:
         from importlib import import_module
 

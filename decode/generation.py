@@ -189,11 +189,11 @@ def generate(
         inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer returns them.
         options: the fields of `decode.settings.DecodingOptions` (acceptance, draft, stop_drafting, epsilon, delta,
             compile), each as a keyword argument.
-        tree: a `Tree`, its name, file or paths; by default the one saved with the heads.
+        tree: a `Tree`, its name, file or paths; by default the tree saved with the heads.
         drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
             `NgramConfig(tokens=5)`, or a factory, which keeps what it has loaded from call to call.
         amateur: a small model with the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
-            with its own constants. The text then follows the contrast of both models, whatever the drafter.
+            with its own constants. The text then follows the contrast of both models, whichever drafter is used.
         streamer: receives the prompt and then the tokens of every step, as in `model.generate`.
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
             its prompt and seed. Without them, one row draws from PyTorch's generator as `model.generate` does, and the
@@ -231,9 +231,9 @@ def medusa_generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """A decoding method for `model.generate(custom_generate=medusa_generate, medusa_heads=heads)`.
 
-    The arguments that start with `medusa_` are those of `generate`. transformers does not pass `streamer`, `tokenizer`
-    and `assistant_model` to such a callable, and prepares processors for the padded batch. So pass `medusa_streamer`,
-    and use `decode.generate` for stop strings and for penalties in batches.
+    An argument `medusa_NAME` is the argument NAME of `decode.generate`. transformers does not pass `streamer`,
+    `tokenizer` and `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
+    `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches.
     """
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
@@ -257,7 +257,7 @@ def _start(
 
 
 def _finish(decoding: Decoding, streamer: BaseStreamer | None) -> None:
-    """Run a decoding to its end; `streamer` receives the prompt, and then the tokens of every step."""
+    """Run all steps of a decoding run; `streamer` receives the prompt, and then the tokens of every step."""
     prompts = decoding.session.sequences.prompts
     if streamer is not None and len(prompts) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")

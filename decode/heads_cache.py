@@ -1,4 +1,4 @@
-"""Caches of heads that look back at the text while decoding; they grow by the accepted tokens only.
+"""Caches of heads that look back at the text while decoding; the caches grow only by accepted tokens.
 
 Prefix layers read every hidden state (`medusa.heads.prefix`). Heads that attend to the text keep keys and values of
 pairs: a hidden state with the token after it, at all positions except the last, whose next token is the root

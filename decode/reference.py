@@ -1,7 +1,8 @@
 """Plain autoregressive decoding: one token per forward, without tree or draft.
 
-It is the baseline that decoding with heads is measured against. It shares the rows, the target and the cache with tree
-decoding, so a difference in text or time comes from the tree. Both are tested against transformers' own `generate`.
+Plain decoding is the baseline for decoding with heads. It shares the rows, the target and the cache with tree decoding,
+so a difference in text or time comes from the tree. Plain and tree decoding are tested against transformers' own
+`generate`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def with_generators(
     and the rows of a batch are seeded from that generator.
 
     Raises:
-        RequestError: the number of seeds is not that of the rows, or a seed is out of range.
+        RequestError: the number of seeds is not the number of rows, or a seed is out of range.
     """
     if not requests[0].do_sample or (seeds is None and len(requests) == 1):
         return requests

@@ -1,4 +1,4 @@
-"""Results of decoding a batch of prompts: the finished texts with their step lengths, and the run that fills them."""
+"""Results of decoding a batch of prompts: finished texts with their step lengths, and the decoding run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop:
 
 
 def tau(results: Sequence[Result]) -> float:
-    """Mean tokens per step over all results: 1 + accepted tokens, not cut at the text's end; 0 without steps."""
+    """Mean tokens per step over all results: root and accepted tokens, not cut at the text's end; 0 without steps."""
     lengths = [length for result in results for length in result.uncut_lengths]
     return sum(lengths) / len(lengths) if lengths else 0.0
 

@@ -42,11 +42,11 @@ class Session:
         """Make a session with empty caches.
 
         Args:
-            slack: the most nodes of a draft, which caches and prefixes hold beyond the text.
+            slack: the greatest number of nodes of a draft, for which caches and prefixes have room after the text.
             truncation: the constants of sampled typical acceptance; `None` for other rules.
             keep_hidden: whether to record the hidden states of all tokens, in `kept_hidden`.
             heads: the heads that draft; `None` for other drafters.
-            verifiers: makes what verifies drafts; by default the backbone alone verifies.
+            verifiers: makes the verifier of drafts; by default the backbone alone verifies them.
         """
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)

@@ -1,7 +1,7 @@
 """Decoding options: each option's name, default, check and help in one place.
 
-`Settings` is what the command line, the server and the benchmarks pass on. Python's `generate` takes the fields of
-`DecodingOptions` as keyword arguments (`with_options`), and takes all others as `model.generate` does.
+`Settings` is what the command line, the server and the benchmarks pass on. `decode.generate` takes the fields of
+`DecodingOptions` as keyword arguments (`with_options`), and takes all other options as `model.generate` does.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DecodingOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(DecodingOptions):
-    """All generation settings; the defaults mean greedy text until EOS or 256 tokens."""
+    """All generation settings; the defaults mean greedy decoding until EOS or 256 new tokens."""
 
     max_new_tokens: int = count(256, "generate at most N new tokens for each prompt")
     temperature: float = option(

@@ -1,4 +1,4 @@
-"""The target: what a text must follow, computed from the backbone's logits by transformers' own processors.
+"""The target: the scores that a text must follow, computed from the backbone's logits by transformers' own processors.
 
 Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows the
 processors one row: the prompt, everything written so far, and the path down to a node. Plain decoding would show the
@@ -55,7 +55,7 @@ class Target:
     def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
         """Process the logits [V] after `prefix` [1, T] of a row; returns scores [1, V], float32.
 
-        Call it once per decided token, in order: processors may keep a state, and the scores may be recorded here.
+        Call this method once per decided token, in order: processors may keep a state, and the scores may be recorded.
         """
         # On the prefix's device, where generators and the processors' tensors are, whatever device the last layer has.
         raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Self-test: checks once per model that a forward over a tree gives the same logits as forwards without a tree.
 
-`medusa.backbone.require_tree_support` refuses models by their configuration alone, and no such list is ever complete.
-So the self-test compares logits. It reads two trees with the cache, masks and positions of decoding; the second tree
-follows an accepted path of the first. Every node must get the logits that a plain forward, without cache or mask,
+`medusa.backbone.require_tree_support` refuses models by their configuration alone, which cannot detect every unsuitable
+model. So the self-test compares logits. It reads two trees with the cache, masks and positions of decoding; the second
+tree follows an accepted path of the first. Every node must get the logits that a plain forward, without cache or mask,
 gives at the end of the node's path.
 
 Shapes: R trees, N nodes of each tree, V vocabulary.
@@ -90,9 +90,10 @@ def require_tree_forward(model: PreTrainedModel) -> None:
 def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
     """Run the self-test: three short forwards with the cache and two without, on random ids.
 
-    Windows and chunks of real models are longer than a quick test. Masks and caches read them from the configuration
-    in every call, so the test shortens them there until it ends, under a lock. A forward of the same model in another
-    thread would see the short windows; the test runs once, before the first step.
+    Windows and chunks of real models are longer than a quick test. Masks and caches read the lengths from the
+    configuration in every call, so the test shortens windows and chunks in the configuration until it ends, under a
+    lock. A forward of the same model in another thread would see the short windows; the test runs once, before the
+    first step.
     """
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, _short_windows(model), torch.random.fork_rng(_cuda(model)), torch.no_grad():

@@ -112,8 +112,8 @@ class VerifierFactory(Protocol):
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
     """Read a text again when it outgrows longrope's original context, as Phi-3's own `generate` does.
 
-    Until then, the keys were rotated by longrope's short factors. Phi-3 drops these keys and reads the text with the
-    long factors; other models with longrope keep the keys. Such a text is alone in its batch.
+    Up to that length, the keys were rotated by longrope's short factors. Phi-3 drops these keys and reads the text with
+    the long factors; other models with longrope keep the keys. A text that is read again is alone in its batch.
     """
     boundary = backbone.rope_boundary
     if boundary is None or cache.longest != boundary or not backbone.rereads:

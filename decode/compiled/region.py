@@ -106,12 +106,12 @@ class Region:
         self.end_rows(alive)
 
     def end_rows(self, alive: list[bool]) -> None:
-        """Freeze the rows that are not `alive`: they stay in the batch, whose shape is fixed, but no longer grow."""
+        """Freeze the rows that are not `alive`: they stay in the batch, but their texts no longer grow."""
         self.alive.copy_(torch.tensor(alive))
 
 
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Compile the bound method `step` as one graph; other objects do not share the compiled code.
+    """Compile the bound method `step` as one graph, and for its own object only.
 
     Of torch.compile's guards only those on tensors are kept, because guards on a thousand modules take longer than a
     step of a small model. The region's key covers the rest: `modules_key` checks modules once per session.

@@ -56,7 +56,7 @@ class TextDrafterFactory(DrafterFactory):
 
 
 class DrafterContext(NamedTuple):
-    """What a drafter is made from: the backbone and its tokenizer, and possibly Medusa heads with a tree."""
+    """What a drafter is made from: the backbone with its tokenizer, and Medusa heads with a tree, if there are any."""
 
     model: PreTrainedModel
     heads: MedusaHeads | None = None
@@ -94,7 +94,7 @@ class DrafterConfig(ABC):
         """Check that the drafter fits the backbone's configuration, before the backbone's weights are loaded.
 
         Raises:
-            RequestError: this drafter cannot draft for such a backbone."""
+            RequestError: this drafter cannot draft for this backbone."""
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
@@ -117,7 +117,7 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 
 
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
-    """For drafters whose own options set the tree: raise a `RequestError` if `tree` or `stop_drafting` is set."""
+    """Raise a `RequestError` if `tree` or `stop_drafting` is set, for drafters whose own options set the tree."""
     if stop_drafting:
         raise RequestError(
             "stop-drafting works only with dynamic trees of heads; leave it out, or use this drafter's options"

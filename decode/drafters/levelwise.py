@@ -1,4 +1,4 @@
-"""Drafters that grow a tree level by level: one prediction per level gives the children of all its expanded nodes.
+"""Drafters that grow a tree level by level: one forward per level predicts the children of its expanded nodes.
 
 A node is expanded if it gets children. A static tree fixes which nodes are expanded. A dynamic tree expands the most
 probable nodes of each level, equally many in every step, so that shapes are fixed (unless `min_probability` prunes the

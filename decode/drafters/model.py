@@ -1,7 +1,7 @@
 """A small language model drafts a chain or a tree for the backbone (Leviathan et al. 2023, Chen et al. 2023).
 
-The draft model has its own KV cache. It reads the text, and then its own draft, one level of the tree per forward. In
-the next step the accepted nodes of the draft stay in the cache, and the rejected nodes are dropped.
+The draft model has its own KV cache. In each step it reads the new text, and then its own draft, one level of the tree
+per forward. In the next step, the accepted nodes of the draft stay in the cache, and the rejected nodes are dropped.
 
 Shapes: B rows, W nodes of a level that one forward reads, A drafted ancestors of a node, V vocabulary, S cache slots.
 """

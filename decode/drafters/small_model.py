@@ -17,7 +17,7 @@ def small_model_path(name: str) -> str:
 
 
 def load_small_model(name: str, context: DrafterContext, role: str = "draft model") -> PreTrainedModel:
-    """Load the model `name` in the backbone's dtype and on its device; `role` names it in error messages.
+    """Load the model `name` in the backbone's dtype and on its device; error messages call the model `role`.
 
     Raises:
         RequestError: there is no such model, or its vocabulary or tokenizer is not the backbone's."""

@@ -89,9 +89,10 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Draw C tokens per row without replacement [R, C], from distributions `q` [M, V] and uniform numbers `u` [R, C].
 
-    Row i uses the distribution `q[index[i]]`. The intervals of tokens that the row has drawn already are cut out of
-    [0, 1), and its next number is scaled to what is left. If at most `MASS_LEFT` is left, the row's first token is
-    repeated, and acceptance skips it. This adds no bias, because it depends on the earlier tokens and not on `u`.
+    Row i uses the distribution `q[index[i]]`. The intervals of the tokens drawn before in the row are cut out of [0,
+    1), and the row's next number is scaled to the rest of [0, 1). If at most `MASS_LEFT` is left, the row's first token
+    is repeated, and acceptance skips it. This adds no bias, because the repetition depends on the earlier tokens and
+    not on `u`.
     """
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)

@@ -7,7 +7,7 @@ attention. Here the g heads become g x N queries of one key head. The results ar
 The model's configuration keeps the name "sdpa", because several models (Falcon, Gemma 4, DeepSeek 3.2) compare that
 name and use a different mask if it differs.
 
-Shapes: B rows, H query heads on H / g key heads, N tokens, S slots, D head size.
+Shapes: B rows, H query heads on H / g key heads, N tokens, S cache slots, D head size.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 def grouped(config: PretrainedConfig) -> Iterator[None]:
     """Use `sdpa_grouped` in models with sdpa attention while the context is open.
 
-    It replaces transformers' own function in the registry of attention functions, but not a function that the user has
-    registered. Models that other threads run meanwhile get the same results.
+    `sdpa_grouped` replaces transformers' own function in the registry of attention functions, but not a function that
+    the user has registered. Models that other threads run meanwhile get the same results.
     """
     if config._attn_implementation != SDPA:
         yield

@@ -51,7 +51,7 @@ class Conversation:
         return self.tokenizer.chat_template is not None
 
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
-        """Make the turn for a message. It joins the conversation when its answer is passed to `keep`.
+        """Make the turn for a message. The turn joins the conversation when its answer is passed to `keep`.
 
         Without a chat template, an empty message continues the text.
 
@@ -164,7 +164,7 @@ class Snapshot(NamedTuple):
 
 
 def verdict(plain: Side, drafted: Side, settings: Settings) -> tuple[str, str]:
-    """Describe the outcome of a race in two texts: the drafter's speedup, and whether the two answers are equal."""
+    """Describe the outcome of a race in two strings: the drafter's speedup, and whether the two answers are equal."""
     faster = Snapshot.at(drafted).tokens_per_second / max(Snapshot.at(plain).tokens_per_second, 1e-9)
     return f"{faster:.2f}×", _texts_compared(plain.result, drafted.result, settings)
 

@@ -1,6 +1,6 @@
 """Reads and checks the JSON requests of the OpenAI API (https://platform.openai.com/docs/api-reference).
 
-A parameter that this server does not support is an error, unless its value leaves the feature off.
+A parameter that this server does not support is an error, unless its value switches the feature off.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class ChatRequest(GenerationRequest):
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
         Raises:
-            ApiError: the tokenizer has no chat template, or the last message is the assistant's.
+            ApiError: the tokenizer has no chat template, or the last message has the role `assistant`.
             RequestError: the chat template raises an error."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")

@@ -9,7 +9,7 @@ The id `end` is the vocabulary size. Both .bin files are memory-mapped, so an op
 pages that are read. A search bisects order.bin: among n tokens it reads log2(n) positions, 26 for 100 MB of text. A
 build writes 6 n bytes (8 n with uint32), and needs memory for one group of positions (`suffix_array`). Progress is
 recorded after every block of text and every group. A build that is run again first cuts the files to the last record,
-so they become the same as those of an uninterrupted build.
+so the finished files equal those of an uninterrupted build.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def build(
 
 
 class _Builder:
-    """Writes the files of a datastore, and records the progress in building.json."""
+    """Writes the files of a datastore, and records the progress of the build in building.json."""
 
     def __init__(self, folder: Path, about: Facts, overwrite: bool) -> None:
         require_output(folder, overwrite)

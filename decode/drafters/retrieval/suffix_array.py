@@ -1,6 +1,6 @@
 """Suffix arrays made in bounded memory: all positions of a text, sorted by the DEPTH tokens from each position on.
 
-A group holds all positions whose first token is in one range of ids, and groups are sorted one by one. A group of at
+A group holds all positions at which the token's id is in one range, and groups are sorted one by one. A group of at
 most GROUP positions is sorted at once, by 64-bit keys of several tokens, with 60 to 80 bytes per position. A larger
 group, such as all spaces of source code, is first split by its next token, with 11 bytes per position.
 """
