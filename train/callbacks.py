@@ -85,7 +85,7 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Top-1 accuracy of each head in a line of the log: the share of its labels that equal its most probable token.
+    """Top-1 accuracy of each head in a line of the log: the share of labels that equal the head's best guess.
 
     The metrics' names start with `prefix`, which is "eval_" for an evaluation.
     """

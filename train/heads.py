@@ -26,7 +26,7 @@ def new_heads(
 ) -> MedusaHeads:
     """Make the heads that the recipe's section `asked` describes, for the backbone `model`.
 
-    New heads start as the identity, so at first each of them predicts what the backbone's LM head predicts.
+    The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
 
     Args:
         name: path or Hub id of the backbone, for its fingerprint.
@@ -115,7 +115,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """Describe heads before training in one line: their size, and warnings if servers cannot load them, for example."""
+    """Describe heads before training in one line: shape, size, and warnings about an LM head bias or about servers."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

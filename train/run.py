@@ -125,7 +125,7 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
 
 
 def _perplexities(run: LoadedRun) -> Perplexities | None:
-    """Measure and print the backbone's perplexity without and with its adapter; `None` if it has no adapter."""
+    """Measure and print the backbone's perplexity without and with its adapter. Return `None` without an adapter."""
     adapter, rows = run.config.adapter, run.quality_rows
     if adapter is None:
         return None

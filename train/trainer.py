@@ -36,7 +36,7 @@ MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends 
 
 
 class MedusaTrainer(Trainer):
-    """Trains heads on a frozen backbone (Medusa-1) with a weighted loss. Its checkpoints contain only the heads."""
+    """Trains heads on a frozen backbone (Medusa-1) with a weighted loss. Its checkpoints lack the backbone."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ def read_benchmark(name: str) -> BenchmarkResult:
     """Read the results of an earlier benchmark, for a comparison.
 
     Raises:
-        RequestError: the file holds no benchmark, or a version that is too old wrote the file."""
+        RequestError: the file holds no benchmark, or one in the format of a version that is too old."""
     from decode.bench.figures import BenchmarkResult
 
     result = BenchmarkResult.from_json(read_json(Path(name)), name)
@@ -175,13 +175,14 @@ def read_benchmark(name: str) -> BenchmarkResult:
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure, print the metrics, and compare them with earlier benchmarks.
+    """Measure the decoding speed, print the metrics, and compare them with those of earlier benchmarks.
 
     Args:
         calibrates: whether to calibrate a tree for heads that have no tree.
 
     Raises:
-        RequestError: an option is invalid, a model does not fit, or an earlier benchmark has other prompts."""
+        RequestError: an option is invalid, a model does not fit the backbone, or an earlier benchmark used other
+            prompts."""
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob, prompts_hash
     from decode.bench.report.terminal import print_benchmark

@@ -69,7 +69,7 @@ class DemoOptions(Options):
 
     @property
     def folder(self) -> Path:
-        """The folder of --output."""
+        """The folder of --output, to which the demo writes all results."""
         return Path(self.out)
 
     @property

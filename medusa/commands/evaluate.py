@@ -25,7 +25,7 @@ OPENING = 16  # number of tokens that the backbone continues, of a record that i
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
-    """Options that name the prompts or texts to evaluate the heads on."""
+    """Options that name the data to read: prompts, conversations or texts."""
 
     data: str = option(
         REQUIRED, "read records from a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D"

@@ -96,7 +96,7 @@ def run(options: ExportOptions) -> None:
 
 
 def _facts(options: ExportOptions) -> Facts:
-    """Collect the options that belong to the model card.
+    """Collect the facts for the model card from the options --benchmark, --license and --repo-id.
 
     Raises:
         RequestError: such an option is given for a format without a model card, or the benchmark cannot be read."""
@@ -114,7 +114,7 @@ def _facts(options: ExportOptions) -> Facts:
 
 
 def _calibrations(source: Path) -> list[Json]:
-    """Return the tree calibrations stored in a folder of heads, without those of heads with other weights."""
+    """Return the tree calibrations stored in a folder of heads, except those made with other weights of the heads."""
     from decode.bench.calibration.stored import FILE
     from medusa.fingerprint import heads_fingerprint
     from medusa.heads.independent import MedusaHeads

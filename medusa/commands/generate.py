@@ -113,7 +113,7 @@ def _generate(
 
 
 def _stream(streamer: TextStreamer, row: int, ids: list[int]) -> None:
-    """Pass the tokens of a decoding step to a `TextStreamer` one by one, because it takes one token per call."""
+    """Pass the tokens of a decoding step to a `TextStreamer`, one per call, because the streamer accepts only one."""
     import torch
 
     for token in ids:

@@ -137,7 +137,7 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 
 
 def text_generator(opened: Opened, use: str) -> TextGenerator:
-    """Make a text generator that decodes with the first drafter, if any. `use` names what needs it in an error."""
+    """Make a text generator that uses the first drafter, if any. If the tokenizer is missing, an error names `use`."""
     tokenizer = require_tokenizer(opened.loaded, use)
     return TextGenerator(opened.loaded.model, tokenizer, next(iter(opened.drafters), None))
 
@@ -146,7 +146,7 @@ def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the backbone.
 
     Args:
-        use: the command or option that needs the tokenizer, for the error message.
+        use: name of the command or option that needs the tokenizer, for the error message.
 
     Raises:
         RequestError: the backbone has no tokenizer."""

@@ -40,7 +40,7 @@ class Network(Options):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs on this machine can reach the address."""
+        """Whether only programs on this machine can reach the server's address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -223,7 +223,7 @@ def warn(message: str) -> None:
 
 
 def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
-    """Return a line that tells how many tokens were generated, how fast, and how many per step."""
+    """Return a line with the number of generated tokens, the tokens per second and the mean tokens per step."""
     return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
 
 

@@ -37,7 +37,7 @@ class Strategy(SearchOptions):
         return self.strategy in SEARCHES
 
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
-        """Check that the strategy can be combined with the command's other options.
+        """Check that this search or decoding strategy can be combined with the command's other options.
 
         Args:
             others: by name, the values of the command's own options that cannot be combined with a search.

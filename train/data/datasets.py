@@ -19,8 +19,8 @@ from train.data.streaming import StreamedDataset
 class PackedDataset(Dataset[Batch]):
     """Dataset of rows of `sequence_length` tokens, all held in memory.
 
-    Positions restart at every document and at the start of every row. Called with `attention_mask=None` and
-    `use_cache=False`, transformers then lets no document attend to another; with a cache or a mask of ones, it would.
+    Positions restart at every document and at the start of every row. A transformers model that is called with
+    `attention_mask=None` and `use_cache=False` then lets no document attend to another one in the same row.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ def load_dataset(
     Args:
         vocab_size: size of the backbone's vocabulary.
         context: context length of the backbone, if it has a limit.
-        seed: seed for the order of a stream.
+        seed: seed for the order of the rows in a streamed dataset.
 
     Raises:
         RequestError: the data do not exist, a record cannot be used, or no token counts in the loss.

@@ -21,7 +21,7 @@ class Example(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Whether any token is a head's label: a token that counts in the loss, except the document's first two."""
+        """Whether any head has a label here: a token that counts in the loss and is not one of the first two tokens."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
@@ -52,7 +52,7 @@ class DataCounts:
         self.first.setdefault(reason, where)
 
     def to_dict(self) -> dict[str, object]:
-        """The counts as a JSON object."""
+        """The counts of documents, tokens, rows and dropped records as a JSON object."""
         return asdict(self) | {"dropped": dict(self.dropped)}
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ class Preview:
     """Whether the counts cover all data; false for a stream."""
 
     def to_dict(self) -> dict[str, object]:
-        """The preview as a JSON object."""
+        """The statistics and the first examples of the training data as a JSON object."""
         return {
             "counts": self.counts.to_dict(),
             "examples": [

@@ -24,8 +24,8 @@ class ExampleReader:
     ) -> None:
         """Make a reader of the data that `config` describes.
 
-        Token ids must be below `vocab_size`. `config.long_documents` applies to examples of more than `row_length`
-        tokens.
+        Token ids must be below `vocab_size`. `config.long_documents` says what happens to examples of more than
+        `row_length` tokens.
         """
         self.config, self.tokenizer = config, tokenizer
         self.vocab_size, self.row_length = vocab_size, row_length

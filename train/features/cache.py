@@ -27,7 +27,7 @@ from train.trainer import MedusaTrainer
 
 
 class FeatureCache:
-    """A folder that stores the backbone's hidden states for all rows of one dataset; some may not be written yet."""
+    """A folder for the backbone's hidden states of all rows in one dataset, of which some may not be written yet."""
 
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None

@@ -30,11 +30,11 @@ class FeaturePlan:
 
     @property
     def saved(self) -> float:
-        """Share of the run's time that cached features save. The first epoch saves no time, as it computes them."""
+        """Share of the run's time that cached features save. The first epoch, which computes them, saves no time."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:
-        """The plan as a JSON object."""
+        """The estimates as a JSON object."""
         return asdict(self) | {"saved_per_epoch": self.saved_per_epoch, "saved": self.saved}
 
     def __str__(self) -> str:

@@ -85,7 +85,7 @@ def head_losses_plain(
     weighting: Weighting = PAPERS_WEIGHTING,
     teacher: BackboneTeacher | None = None,
 ) -> HeadLosses:
-    """Compute the same as `head_losses` in the simplest way, as its oracle: all logits at once, and autograd."""
+    """Compute the same as `head_losses` in the simplest way, for tests: all logits at once, and autograd."""
     weight, bias = _lm_heads(heads, lm_head)  # a shared LM head may be in bfloat16, and the heads in float32
     logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
     log_p = logits.float().log_softmax(-1)  # [K, R, V]

@@ -50,7 +50,7 @@ class Weighting:
 
 
 def head_weights(num_heads: int, decay: float) -> Tensor:
-    """The weights decay^k [K] of heads k = 0, ..., K - 1."""
+    """The loss weights decay^k [K] of the heads k = 0, ..., K - 1."""
     return decay ** torch.arange(num_heads, dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The LoRA adapter of Medusa-2's backbone: added, turned off, and merged into the backbone."""
+"""Functions that add a LoRA adapter to Medusa-2's backbone, turn the adapter off, and merge it into the backbone."""
 
 from __future__ import annotations
 

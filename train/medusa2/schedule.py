@@ -21,7 +21,7 @@ def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
 def lambda_0_at(config: AdapterConfig, progress: float) -> float:
     """The value of lambda_0, the weight of the heads' loss, when a share `progress` of the run is done.
 
-    It is 1 at the start of the run, while only the heads learn and no other loss exists.
+    It is 1 at the start of the run, while only the heads learn and the LM loss is not computed.
     """
     share = schedule_factor(config, progress)
     return 1.0 if share is None else config.lambda_0 * share

@@ -143,7 +143,7 @@ def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> li
 
 
 def _about(options: DistillOptions, records: list[Record]) -> Json:
-    """Collect everything that the texts depend on, as JSON. A run can be continued only with the same values."""
+    """Collect, as JSON, all settings that affect the generated texts. A continued run must have the same settings."""
     settings, prompts, models = options.settings, options.prompts, options.models
     about = settings.to_dict() | {
         "backbone": models.backbone,

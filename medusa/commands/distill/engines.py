@@ -229,7 +229,7 @@ class ServerEngine(Engine):
         return line | ({"category": task.category} if task.category is not None else {}), 0
 
     def _options(self, task: Task, turn: int) -> Json:
-        """Return a request's parameters. Those that OpenAI's API lacks, such as top_k, are sent only if changed."""
+        """Return a request's parameters. OpenAI's API lacks some, such as top_k: these are sent only if not default."""
         ours = self.settings
         options: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
         if ours.do_sample:

@@ -33,7 +33,7 @@ class Task:
         return len(self.questions) or 1
 
     def messages(self, answers: list[str]) -> list[Json]:
-        """Return the messages of the conversation up to the question after the `answers` generated so far."""
+        """Return the messages of the conversation, with the `answers` generated so far, up to the next question."""
         messages: list[Json] = []
         for turn, question in enumerate(self.questions[: len(answers) + 1]):
             messages += question
@@ -62,7 +62,7 @@ def tasks_of(
     prefix_tokens: int | None = None,
     max_turns: int | None = None,
 ) -> list[Task]:
-    """Make a task of each record.
+    """Make a task from each record: a text to continue, or a conversation whose questions are answered.
 
     Args:
         prefix_tokens: if given, keep only so many tokens of each prompt, and continue conversations as plain text.
