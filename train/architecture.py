@@ -66,7 +66,7 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
-    """The inner width of the MLP heads with the highest expected speed, and whether each has an LM head of its own.
+    """The inner width of the MLP heads with the highest expected speed, and whether each head has its own LM head.
 
     The inner width is summed over the blocks of a head. If several widths are nearly as fast, the narrowest wins.
     """

@@ -114,7 +114,7 @@ def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple
 
 
 def _best_first(strategy: Strategy, opened: Opened) -> Iterator[tuple[Result, Cost]]:
-    """Yield the best text after each prompt, found by best-first beam search, and the number of hypotheses scored."""
+    """Yield the best text after each prompt, found by best-first beam search, and statistics of the search."""
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
 
