@@ -114,7 +114,8 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     """Compile the bound method `step` as one graph, and for its own object only.
 
     Of torch.compile's guards only those on tensors are kept, because guards on a thousand modules take longer than a
-    step of a small model. The region's key covers the rest: `modules_key` checks modules once per session.
+    step of a small model. Instead of the other guards, the key of
+    the compiled region is compared once per session; `modules_key` computes the part of the key for modules.
     """
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)

@@ -74,7 +74,7 @@ class Pool:
         self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Add an n-gram as the latest one with its first token; beyond `most` of these, the oldest one is dropped."""
+        """Store an n-gram under its first token, as the newest; at most `most` n-grams are kept per first token."""
         held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None

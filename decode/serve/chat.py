@@ -153,7 +153,7 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def at(cls, side: Side) -> Snapshot:
-        """Make a snapshot of one side of a race at this moment."""
+        """Make a snapshot of one side of a race between plain decoding and a drafter, at this moment."""
         result = side.result
         reason = result.finish_reason if side.finished else None
         return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)

@@ -94,7 +94,7 @@ def best_first_beam(
     batch_size: int | None = None,
     max_queued: int | None = None,
 ) -> Search:
-    """Find the texts of beam search (`model.generate` with `num_beams`, `early_stopping="never"`) in fewer calls.
+    """Find the texts of beam search (`num_beams`, `early_stopping="never"`) with fewer forwards, by best-first search.
 
     Args:
         model: any causal model; one without tree attention reads each hypothesis from the start of the prompt.
@@ -105,7 +105,7 @@ def best_first_beam(
         eos_token_id: tokens that end a text; -1: none; by default those of the model's generation config.
         batch_size: hypotheses per forward, by default `num_beams`. Each forward also reads the next hypotheses in the
             queue, and some of them are never expanded; with 1, none is read in advance. The texts are the same.
-        max_queued: the most hypotheses in the queue (section 5.3, memory-reduced search); `None`: no limit. The worst
+        max_queued: the most hypotheses in the queue (section 5.3 of the paper); `None`: no limit. The worst
             hypotheses are dropped, so the texts may differ from those of beam search.
 
     Raises:

@@ -50,7 +50,7 @@ class Names:
     lm_head: str
 
     def called(self, published: str) -> str:
-        """Convert a published name to the name in this format; return other names unchanged."""
+        """Convert a tensor's published name to its name in this format; return names of other tensors unchanged."""
         match = TENSOR_NAME.fullmatch(published)
         if match is None or match["part"] not in ("weight", "linear.weight", "linear.bias"):
             return published

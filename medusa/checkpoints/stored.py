@@ -34,7 +34,7 @@ class Stored(Mapping[str, Tensor]):
     """A mapping of tensors in files by name. Each tensor is read at its first use, because files can be large."""
 
     def __init__(self, places: dict[str, Path] | None = None) -> None:
-        """Make a mapping from the file of each tensor, without reading the files."""
+        """Make the mapping from `files`, the file that holds each tensor by name, without reading the files."""
         self.places = places or {}
         """The file of each tensor."""
         self._pickled: dict[Path, Tensors] = {}  # the content of each pickled file that was read

@@ -142,7 +142,7 @@ def rules_for(source: DrafterFactory) -> list[Rule]:
 
 @dataclass
 class Case:
-    """Chi-square tests of the first and second drafted token: one rule on one prompt, at one temperature and top-p."""
+    """Chi-square tests of the first and second token that a draft can hold, for one rule and prompt."""
 
     prompt: int
     temperature: float
