@@ -43,7 +43,7 @@ class Proposal(NamedTuple):
 
 
 class SideBranch(NamedTuple):
-    """Additional nodes under the root that the verifying forward reads, and that are never accepted.
+    """Additional nodes below the root of a draft, which the verifying forward reads, but which are never accepted.
 
     Lookahead decoding uses these nodes to see what the backbone predicts after tokens that the drafter made up.
     """
@@ -96,5 +96,5 @@ class NoDraft:
         self.topology = Topology.of(Tree.chain(0).to(device))
 
     def propose(self, frontier: Frontier) -> Draft:
-        """A draft that holds the root alone."""
+        """Make a draft that holds only the root of each row."""
         return Draft(frontier.root[:, None], self.topology)

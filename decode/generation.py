@@ -119,7 +119,7 @@ def decoding(
     timer: Timer | None = None,
     keep_hidden: bool = False,
 ) -> Decoding:
-    """Start decoding with `settings`: tree decoding with the drafter of `factory`, or plain decoding for `None`.
+    """Start decoding with `settings`: tree decoding with a drafter of `factory`, or plain decoding without one.
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`."""
     how = (timer, keep_hidden, settings.compile, settings.amateur)

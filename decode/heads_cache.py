@@ -91,7 +91,7 @@ class HeadsCache:
 
 
 class PrefixCache:
-    """Prefix layers (decoder layers that belong to the heads) with their KV cache."""
+    """The prefix layers of heads (decoder layers between backbone and heads) with their KV cache."""
 
     def __init__(self, prefix: Prefix, batch_size: int, capacity: int) -> None:
         example = next(prefix.parameters())

@@ -127,7 +127,7 @@ def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_L
 
 
 def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Which of the first `slots` cache slots each node sees [B, N, slots]; `lengths` [B] are those of the texts."""
+    """Which of the first `slots` cache slots each node sees [B, N, slots]; `lengths` [B] are the texts' lengths."""
     nodes, prefix = topology.num_nodes, lengths[:, None]  # [B, 1]
     slot = torch.arange(slots, device=lengths.device)[None]  # [1, S]
     node = slot - prefix  # [B, S] the node in each slot; below 0: the text

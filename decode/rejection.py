@@ -76,7 +76,7 @@ class Residuals(NamedTuple):
 
     @classmethod
     def at_first(cls, draft: Draft, walk: TreeWalk, scores: Tensor, index: Tensor) -> Residuals:
-        """The distributions before any rejection: p is the target, and q the proposal of each row's node."""
+        """The distributions before any rejection: p is the target, q the proposal for the children of the node."""
         assert draft.proposal is not None
         q, of_children = draft.proposal
         q_of = of_children[walk.rows, walk.nodes]

@@ -1,4 +1,4 @@
-"""The texts of a session: what each row has written, and why it ended."""
+"""The texts of a session: the tokens that each row has written, and the reason why the row ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 
 class Request(NamedTuple):
-    """One prompt, with the processors, criteria and config that transformers' `generate` prepared for it."""
+    """One prompt, with the logits processors, stopping criteria and config that `model.generate` prepared."""
 
     prompt: list[int]
     processors: LogitsProcessorList
@@ -28,10 +28,10 @@ class Request(NamedTuple):
 
 
 class Sequences:
-    """Prompts and the tokens written after them; each row ends for its own reason.
+    """Prompts and the tokens written after them; each row has its own reason to end.
 
-    EOS and length are checked on plain numbers. Other criteria (stop strings, time, a user's own) are transformers'
-    objects, and see each row grow by one token at a time, as in plain decoding.
+    EOS and length are checked on plain numbers. Other stopping criteria (stop strings, time, a user's own) are
+    transformers' objects, which see each text grow by one token at a time, as in plain decoding.
     """
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:

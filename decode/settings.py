@@ -45,7 +45,7 @@ class AcceptanceRule(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The rule as a user writes it."""
+        """The acceptance rule as a user writes it, `NAME` or `NAME:NUMBER`."""
         return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
 
 

@@ -37,9 +37,8 @@ class Verifier:
     def __call__(self, draft: Draft) -> Readout:
         """Read a draft; returns hidden states [B, N, H] and logits [B, N, V].
 
-        The KV cache then holds the nodes, uncommitted.
-
-        The same forward reads the draft's side branches, and passes them the logits after their nodes."""
+        The KV cache then holds the nodes, uncommitted. The same forward reads the draft's side branches, which receive
+        the logits after their nodes."""
         if not draft.side_branches:
             return self.read(draft)
         readout = self.read(draft.whole)

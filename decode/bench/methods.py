@@ -50,7 +50,7 @@ class Method(Protocol):
 
 
 def one_by_one(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Result]:
-    """Decode the prompts one at a time, each with its seed."""
+    """Decode the prompts one at a time, each with its own random seed."""
     return [result for prompt, seed in zip(prompts, seeds, strict=True) for result in method([prompt], seeds=[seed])]
 
 

@@ -116,7 +116,7 @@ def static(tensor: Tensor) -> Tensor:
 
 
 class FixedHeadsCache:
-    """KV caches of fixed shape for heads that attend to the text, as `HeadsCache` in eager decoding."""
+    """KV caches of fixed shape for heads that attend to the text; the counterpart of `HeadsCache` in eager decoding."""
 
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
         """Make empty caches for the heads of the cache `like`; `max_depth` is the depth of the heads' draft tree."""

@@ -73,7 +73,7 @@ class DraftModelConfig(DrafterConfig):
 
     @property
     def tree(self) -> Layout:
-        """The tree that `tokens`, `widths` or `nodes` describes."""
+        """The draft tree that the options `tokens`, `widths` or `nodes` describe."""
         if self.nodes:
             return DynamicTree.over_heads(self.nodes, self.tokens)
         if not self.widths:
@@ -175,7 +175,7 @@ class ModelDrafter(LevelwiseDrafter):
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
-        """Keep the accepted nodes in the cache, except the text's last token, whose logits `_read_new_text` needs."""
+        """Keep the accepted nodes in the cache, except the text's last token, which `_read_new_text` reads again."""
         if not self.levels_read:
             return
         levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]

@@ -76,7 +76,7 @@ def grouped(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _count(change: int) -> None:
-    """Count contexts of `grouped` that open (1) or close (-1); the first replaces sdpa, and the last restores it."""
+    """Count open contexts of `grouped`: `change` is 1 or -1. The first context replaces sdpa; the last restores it."""
     global _active
     with _LOCK:
         _active += change

@@ -65,7 +65,7 @@ class Search:
 
 @dataclass(eq=False)
 class _Partial:
-    """A hypothesis: the tokens after the prompt, finished if `is_end`. The root has no tokens."""
+    """A hypothesis of the search: the tokens after the prompt; finished if `is_end`. The root has no tokens."""
 
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0

@@ -61,7 +61,7 @@ class Contrast(ContrastOptions):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Factors by which a token's score changes with the expert's logit, and with the amateur's."""
+        """Factors by which a token's score changes with the expert's logit, and with the amateur's logit."""
         expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
         return expert, amateur / self.temperature
 

@@ -320,7 +320,7 @@ class Experiment:
 
 
 def narrowed(tree: Tree, num_children: int) -> Tree:
-    """Cut a tree so that each node keeps only its first `num_children` children, with their subtrees."""
+    """Make a copy of a tree in which each node keeps only its first `num_children` children, with their subtrees."""
     kept = [bool((tree.order[[n for n in line if n >= 0]] < num_children).all()) for line in tree.paths.tolist()]
     return Tree.from_paths([path for path, keep in zip(tree.rank_paths, kept[1:], strict=True) if keep])
 

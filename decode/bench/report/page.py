@@ -31,7 +31,7 @@ SHOWN_SHARE = 0.01  # nodes that a smaller share of steps accepts are not drawn;
 
 @dataclass
 class ReportPage:
-    """An HTML report: the file name of its template, the values that the template shows, and the pictures by name."""
+    """An HTML report: the file name of its template, the values that the template shows, and its pictures by name."""
 
     template: str
     title: str
