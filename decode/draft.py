@@ -19,8 +19,8 @@ from medusa.tree import Tree
 class Frontier(NamedTuple):
     """The state in which a step starts: one row per unfinished text, each with its root.
 
-    The root is the token that is already decided and not yet read by the backbone. It was decided from `hidden`, the
-    hidden state of the token before it, from which Medusa heads guess the tokens after the root.
+    The root is the token that is already decided and not yet read by the backbone. The root was decided from `hidden`,
+    the hidden state of the token before the root. From this state, Medusa heads guess the tokens after the root.
     """
 
     root: Tensor
@@ -78,7 +78,7 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of each row. Acceptance, not the drafter, decides which of them are written.
+    """Proposes the next tokens of each row. Acceptance, not the drafter, decides which of these tokens are written.
 
     A drafter that needs the text reads it from the session's `Sequences`. When `propose` is called, `Sequences` holds
     all accepted tokens, the root last. A drafter receives no other data.

@@ -6,8 +6,8 @@ so the most probable nodes form a tree. Every step drafts the same number of nod
 confidence is a softmax probability at the head's temperature. The temperatures are fitted on text that the backbone
 wrote (`decode.bench.calibration`), because many heads are overconfident or underconfident.
 
-Shapes: B rows, K heads, k of them in use, R guesses of a head, V vocabulary, S candidates with the root, N drafted
-nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
+Shapes: B rows, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
+root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEEPNESS = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class DynamicTree:
-    """A tree that is chosen in every step: the `num_nodes` most probable nodes (root included) of `candidates`."""
+    """A tree chosen in every step: the `num_nodes` most probable nodes (root included) of the tree `candidates`."""
 
     num_nodes: int
     candidates: Tree
@@ -88,12 +88,12 @@ class DynamicTree:
         return replace(self, candidates=self.candidates.to(device))
 
     def clip(self, max_depth: int) -> DynamicTree:
-        """Copy the tree without candidates deeper than `max_depth`; `num_nodes` shrinks if fewer candidates remain."""
+        """Copy the tree without candidates deeper than `max_depth`; `num_nodes` is at most the number of those left."""
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
     def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
-        """Raise a `RequestError` if the candidates are deeper than `num_heads`, or have ranks beyond `vocab_size`."""
+        """Raise a `RequestError` if the candidates are deeper than `num_heads`, or use guesses beyond `vocab_size`."""
         self.candidates.require_fit(num_heads, vocab_size, name)
 
     @cached_property
@@ -142,7 +142,7 @@ class DynamicTree:
 
 
 def bounded(confidences: Tensor) -> Tensor:
-    """Clamp log confidences to at least `MIN_LOG_CONFIDENCE`, so that rounding to float32 never loses `STEEPNESS`.
+    """Clamp log confidences to at least `MIN_LOG_CONFIDENCE`, where float32 can still subtract `STEEPNESS`.
 
     NaN, from heads that overflow in float16, becomes the minimum. `topk` treats NaN as the maximum, so it would choose
     a child without its parent, and the text could be wrong.
@@ -151,7 +151,7 @@ def bounded(confidences: Tensor) -> Tensor:
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
-    """Make the tree of all paths that can be among the `num_nodes` - 1 most probable ones, for any confidences.
+    """Make the tree of all paths that can be among the `num_nodes` - 1 most probable paths, for any confidences.
 
     The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... This is the number of paths, itself
     included, that are not longer and have no greater rank at any depth. All these paths are at least as probable, so a

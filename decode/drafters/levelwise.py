@@ -43,7 +43,7 @@ class Level(NamedTuple):
 
 
 def levels_of(tree: Tree) -> list[Level]:
-    """Split a static tree into its levels, from depth 1 on."""
+    """Split a static tree into its levels: the nodes of depth 1, of depth 2, and so on."""
     levels, has_children = [], torch.zeros_like(tree.parent, dtype=torch.bool)
     has_children[tree.parent[1:]] = True
     position = torch.zeros_like(tree.parent)  # index of an expanded node among those of its depth
