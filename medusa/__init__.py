@@ -1,4 +1,4 @@
-"""Medusa heads with their kinds, files, trees and backbones. `train` trains heads, and `decode` generates with them."""
+"""Medusa heads, their files, candidate trees and backbones. `train` trains heads, and `decode` generates with them."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ _MODULES = {"MedusaConfig": "config", "MedusaHeads": "heads.independent", "Reque
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use, so that `medusa --help` starts without torch."""
+    """Import a public class or function at its first use, so that `medusa --help` starts without torch."""
     if name in _MODULES:
         from importlib import import_module
 

@@ -63,7 +63,7 @@ class Backbone:
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H] the weight of the LM head."""
+        """The weight [V, H] of the LM head (V tokens, hidden size H)."""
         return cast("Tensor", self.head.weight)
 
     @property
@@ -77,7 +77,7 @@ class Backbone:
 
     @cached_property
     def rope_boundary(self) -> int | None:
-        """The length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
+        """The text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
         return longrope_boundary(self.model)
 
     @property
@@ -96,7 +96,7 @@ class Backbone:
 
     @torch.no_grad()
     def _splits(self) -> bool:
-        """Test on four tokens whether the logits are exactly `lm_head(base(x))`."""
+        """Test on four tokens x whether the model's logits are exactly `lm_head(base(x))`."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         hidden = getattr(self.base(input_ids=probe, use_cache=False), "last_hidden_state", None)
         if hidden is None or hidden.shape[-1] != self.hidden_size:
@@ -157,7 +157,7 @@ class Backbone:
     def watched(self) -> Iterator[None]:
         """Hook the LM head once for all forwards inside this context, instead of once for each forward.
 
-        The context has no effect on a model whose logits are exactly `lm_head(base(x))`.
+        This context has no effect on a model that needs no hook, because its logits are exactly `lm_head(base(x))`.
         """
         if self.splits or self._seen is not None:
             yield
@@ -171,7 +171,7 @@ class Backbone:
             self._seen = None
 
     def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
-        """Run the complete model, and take the hidden states from the hook on the LM head."""
+        """Run the complete model, and record the LM head's input as hidden states with a hook."""
         if self._seen is None:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)
@@ -186,7 +186,7 @@ _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:
-    """Select position `last[b]` of each row b from values [B, T, ...]: [B, ...]. Without `last`, return all values."""
+    """Return the value at position `last[b]` of each row b of `values` [B, T, ...], or all values without `last`."""
     if last is None:
         return values
     return values[torch.arange(values.shape[0], device=values.device), last.to(values.device)]

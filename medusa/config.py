@@ -1,4 +1,4 @@
-"""The config of a set of heads, as in `config.json`: the kind, the shapes and the backbone."""
+"""The config of a set of heads, as in `config.json`: kind of heads, shapes and backbone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fingerprint(TypedDict, total=False):
 
 
 class PrefixSizes(TypedDict):
-    """The sizes of prefix layers (`medusa.heads.prefix`)."""
+    """The sizes of the decoder layers between backbone and heads (prefix layers, `medusa.heads.prefix`)."""
 
     heads: int  # the number of attention heads
     key_value_heads: int
@@ -51,7 +51,7 @@ class PrefixSizes(TypedDict):
 
 @dataclass
 class MedusaConfig:
-    """The config of a set of heads: its kind, its shapes and its backbone.
+    """The config of a set of heads: kind of heads, shapes and backbone.
 
     Raises:
         RequestError: a value is invalid, or two values cannot be combined.
@@ -117,7 +117,7 @@ class MedusaConfig:
 
     @property
     def inner_size(self) -> int:
-        """The width of the hidden layer in `mlp` and `gated` blocks."""
+        """The number of hidden units in `mlp` and `gated` blocks."""
         return max(1, round(self.expansion * self.hidden_size))
 
     def draft_vocab_size(self, vocab_size: int) -> int:
@@ -133,7 +133,7 @@ class MedusaConfig:
 
     @property
     def is_published(self) -> bool:
-        """Whether the tensors are saved under the published names (`medusa.checkpoints.published`)."""
+        """Whether the heads' tensors are saved under FasterDecoding's names (`medusa.checkpoints.published`)."""
         return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
     def to_dict(self) -> Json:
@@ -152,7 +152,7 @@ class MedusaConfig:
 
         Raises:
             RequestError: a value is invalid.
-            TypeError: there is no hidden size.
+            TypeError: `hidden_size` is missing.
         """
         keys = PUBLISHED_KEYS | {key: key for key in OUR_KEYS}
         return cls(**{field: content[key] for field, key in keys.items() if key in content})

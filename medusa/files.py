@@ -1,4 +1,4 @@
-"""Files and folders that are replaced atomically, JSON files, and disk space."""
+"""Atomic replacement of files and folders, JSON files, and checks of disk space."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def require_absent(path: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
-    """Turn an error from a full disk at `path` into a RunError, whose message ends with the text from `way_out`."""
+    """Turn a full-disk error inside this context into a RunError, whose message ends with the text from `way_out`."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Memory use: of a module's parameters, and the peak of the process and of each GPU."""
+"""The memory use of a module's parameters, and the peak memory of the process and of each GPU."""
 
 from __future__ import annotations
 

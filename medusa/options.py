@@ -1,4 +1,4 @@
-"""Options as dataclass fields: each field holds default, check and help text, for Python and the command line."""
+"""Options as dataclass fields with a default, a check and a help text, for Python and the command line."""
 
 from __future__ import annotations
 

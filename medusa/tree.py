@@ -106,7 +106,7 @@ class Tree:
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
-        """Make a chain of the best guesses of the first `depth` heads; with depth 0 it is plain decoding."""
+        """Make a chain of the best guesses of the first `depth` heads. With depth 0 the tree is only the root."""
         _require_size(depth + 1, f"chain:{depth}")
         return cls.from_paths([(0,) * d for d in range(1, depth + 1)])
 
@@ -126,22 +126,22 @@ class Tree:
         return Tree(*(getattr(self, name).to(device) for name in ("parent", "depth", "rank", "ancestors", "paths")))
 
     def clip(self, max_depth: int) -> Tree:
-        """Return the tree of all nodes of depth `max_depth` or less."""
+        """Return this tree without the nodes deeper than `max_depth`."""
         return Tree.from_paths([path for path in self.rank_paths if len(path) <= max_depth])
 
     def to_json(self) -> list[list[int]]:
-        """Return the paths of all nodes except the root, in the form of `config.json`."""
+        """Return the paths of ranks of all nodes except the root, in the form of `config.json`."""
         return [list(path) for path in self.rank_paths]
 
     @property
     def rank_paths(self) -> list[RankPath]:
-        """The paths of all nodes except the root, in the order of the nodes."""
+        """The paths of ranks of all nodes except the root, in the order of the nodes."""
         rank, paths = self.rank.tolist(), self.paths.tolist()
         return [tuple(rank[n] for n in line[1:] if n >= 0) for line in paths[1:]]
 
     @cached_property
     def children(self) -> Tensor:
-        """[N, C] the indices of each node's children by rank, padded with -1. C is the largest number of children."""
+        """The node indices [N, C] of each node's children by rank, padded with -1. C is the largest count."""
         lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for node, parent in enumerate(self.parent.tolist()[1:], 1):
             lists[parent].append(node)
@@ -150,7 +150,7 @@ class Tree:
 
     @cached_property
     def order(self) -> Tensor:
-        """[N] the index of each node among its siblings, sorted by rank; 0 for the root."""
+        """The index [N] of each of the N nodes among its siblings, sorted by rank; 0 for the root."""
         order = torch.zeros_like(self.parent)
         place = torch.arange(self.children.shape[1], device=order.device).expand_as(self.children)
         order[self.children[self.children >= 0]] = place[self.children >= 0]
@@ -190,7 +190,7 @@ def _require_size(nodes: int, name: str) -> None:
 
 
 def _checked(path: Sequence[int]) -> RankPath:
-    """Return a path as a tuple; raise RequestError unless it is a non-empty list of ranks."""
+    """Return a node's path as a tuple; raise RequestError unless the path is a non-empty list of ranks."""
     if isinstance(path, (str, bytes)) or not isinstance(path, Sequence) or not path:
         raise RequestError(f"the tree's path {path!r} is no path; write a list of ranks such as [0, 1]")
     if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
@@ -199,7 +199,7 @@ def _checked(path: Sequence[int]) -> RankPath:
 
 
 def named_trees() -> dict[str, list[list[int]]]:
-    """Return the paths of all trees with a name: nine from the original Medusa, and `eight`, made for CPUs."""
+    """Return the node paths of each named tree, by name: nine trees of the original Medusa, and `eight` for CPUs."""
     shipped = json.loads(TREES.read_text(encoding="utf-8"))
     return shipped["trees"] | shipped["ours"]
 

@@ -30,7 +30,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """Return the length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models.
+    """Return the text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models.
 
     Scaling of type `dynamic` changes all rotations, too, but only after the end of the context, where decoding stops.
     """

@@ -64,7 +64,7 @@ def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
 
 
 def token_ids(heads: MedusaHeads, places: Tensor) -> Tensor:
-    """Convert indices [...] of the heads' logits to token ids [...]."""
+    """Convert indices [...] in the heads' vocabulary to token ids [...] (equal without a reduced vocabulary)."""
     return places if heads.vocabulary is None else heads.vocabulary.to(places.device)[places]
 
 
@@ -76,7 +76,7 @@ def places_of(vocabulary: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def over_all(heads: MedusaHeads, logits: Tensor, vocab_size: int) -> Tensor:
-    """Expand logits [..., N] to all V tokens: [..., V], with -inf for tokens outside the heads' vocabulary."""
+    """Expand logits [..., N] of the heads' vocabulary to logits [..., V] of all tokens, -inf for other tokens."""
     if heads.vocabulary is None:
         return logits
     spread = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)

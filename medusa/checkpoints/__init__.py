@@ -1,1 +1,1 @@
-"""Heads on disk: this project's format and those of other programs, read strictly and written atomically."""
+"""Heads on disk: strict reading and atomic writing of files in this project's format and in other programs' formats."""

@@ -1,4 +1,4 @@
-"""Heads as data: a config, tensors and a provenance, independent of the format of the files."""
+"""Heads as data: a config, tensors and a provenance, which are the same for all file formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Checkpoint:
-    """The data of a set of heads, read from a folder or ready to be written."""
+    """The config, tensors and provenance of a set of heads, read from a folder or ready to be written."""
 
     config: MedusaConfig
     tensors: Tensors
@@ -36,17 +36,17 @@ class Checkpoint:
         return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
 
     def is_same(self, other: Checkpoint) -> bool:
-        """Whether both sets of heads have the same kind, the same block and bitwise equal tensors."""
+        """Whether both sets of heads have the same kind, the same type of block and bitwise equal tensors."""
         kinds = [(heads.config.kind, heads.config.block, heads.tensors.keys()) for heads in (self, other)]
         return kinds[0] == kinds[1] and all(torch.equal(t, other.tensors[name]) for name, t in self.tensors.items())
 
     def to(self, dtype: torch.dtype) -> Checkpoint:
-        """Return these heads with their weights converted to `dtype`."""
+        """Return a copy of this checkpoint with all floating-point tensors converted to `dtype`."""
         cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
         return replace(self, tensors=cast)
 
     def require_complete(self, source: str) -> Checkpoint:
-        """Check the names and shapes of all tensors, and the tokens of the reduced vocabulary; return these heads.
+        """Check the names and shapes of all tensors, and the reduced vocabulary; return this checkpoint unchanged.
 
         Args:
             source: the name of the file, for error messages.
@@ -67,7 +67,7 @@ class Checkpoint:
 
 
 def empty(config: MedusaConfig) -> Checkpoint:
-    """Make heads with tensors on the meta device: with names and shapes, but without values."""
+    """Make a checkpoint for a config with tensors on the meta device, which have names and shapes but no values."""
     with torch.device("meta"):
         return Checkpoint(config, class_of(config.kind)(config).state_dict())
 
@@ -81,7 +81,7 @@ def require_exactly(
         tensors: the tensors to check.
         wanted: tensors with the right names and shapes, such as those of `empty`.
         source: the name of the file or folder, for error messages.
-        called: a function that converts a tensor's name to its name in the file, for error messages.
+        called: a function that converts a name in `tensors` to the name in the file, for error messages.
 
     Raises:
         RequestError: a tensor is missing, unknown or of the wrong shape.
@@ -97,7 +97,7 @@ def require_exactly(
 
 
 def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
-    """Raise RequestError if the names in a file imply more heads than it has tensors, before memory is allocated."""
+    """Raise RequestError if the tensors' names imply more heads than there are tensors, before memory is allocated."""
     if num_heads > len(tensors):
         raise RequestError(
             f"{source} names head {num_heads - 1} but holds {len(tensors)} tensors; its heads are not complete"

@@ -10,7 +10,7 @@ H and MLP width E:
     lm_head.weight [N, H]   d2t [N]   t2d [V]               only with a reduced vocabulary of N out of V tokens
 
 By default EAGLE-3 reads the hidden states of three layers of the backbone. With `use_aux_hidden_state: false` it reads
-the last hidden state, as heads of this package do. The embeddings come from the backbone, and so does the LM head of a
+only the last one, as heads of this package do. The embeddings come from the backbone, and so does the LM head of a
 complete vocabulary. The server chooses how often the layer runs in a step.
 """
 
@@ -49,7 +49,7 @@ COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")
 
 
 def is_eagle3(names: Iterable[str]) -> bool:
-    """Whether the names are those of a layer of EAGLE-3. No other format has a `hidden_norm`."""
+    """Whether tensors with these names are a layer of EAGLE-3. No other format has a tensor `hidden_norm`."""
     return any(name.endswith(("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")) for name in names)
 
 
@@ -110,7 +110,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
 
 
 def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Raise RequestError if the layer reads several hidden states, has other constants, or lacks a tensor."""
+    """Raise RequestError unless this package can run the layer: same inputs, constants and tensors as its own layer."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         raise RequestError(
             f"{source} reads hidden states of several layers (fc); only layers that read the last hidden state can be "

@@ -1,6 +1,6 @@
 """Loading and saving of heads: from local folders and the Hub in any format, and into folders in this project's format.
 
-The names of the files and tensors show the format.
+The names of the files and tensors show which format a folder has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HubOptions(TypedDict, total=False):
 
 
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
-    """Load heads from a local folder, a Hub id, or `demo` (the heads in the package).
+    """Load heads from a local folder, from a Hub id, or by the name `demo` (the heads that come with this package).
 
     Raises:
         RequestError: there are no heads, a file is damaged, or a tensor is missing, unknown or of the wrong shape.
@@ -66,8 +66,8 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
 def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
     """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
-    Independent heads get the published names of tensors (`medusa.checkpoints.published`), which servers read. Heads of
-    other kinds, with prefix layers or with a reduced vocabulary keep the names of the state dict.
+    Tensors of independent heads get the names that servers read (`medusa.checkpoints.published`). Tensors of heads of
+    other kinds, with prefix layers or with a reduced vocabulary keep their names in the state dict.
 
     Raises:
         RequestError: `folder` contains heads and `overwrite` is false.
@@ -80,7 +80,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 
 
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
-    """Return the local folder of the heads; download them if the name is a Hub id.
+    """Return the local folder of the heads with this name; download the heads if the name is a Hub id.
 
     If the Hub repository is a model with heads inside, only the files that contain heads are downloaded.
 
@@ -104,7 +104,7 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
 
 
 def _download(name: str, hub: HubOptions) -> Path:
-    """Download the files that can contain heads; return the local folder."""
+    """Download the files of a Hub repository that can contain heads; return their local folder."""
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:

@@ -2,8 +2,8 @@
 
 The file contains these tensors for head k and its blocks i, with hidden size H:
 
-    hydra_mlp.{k}.{i}.linear.weight, .bias                a block
-    hydra_mlp.{k}.{i}.res_connection.weight, .bias        the residual matrix of the first block, from size (k + 2) H
+    hydra_mlp.{k}.{i}.linear.weight, .bias                block i
+    hydra_mlp.{k}.{i}.res_connection.weight, .bias        residual matrix of the first block: (k + 2) H to H
     hydra_lm_head.{k}.weight, .bias                       the LM head; or {k}.1.weight, {k}.1.bias
     prefix_embeding_layer.layers.0.*, .norm.weight        in Hydra++: a Llama layer and a norm
 
@@ -78,7 +78,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Read the shapes of the heads from the names and sizes of their tensors.
+    """Derive the config of the original Hydra's heads from the names and sizes of their tensors.
 
     Returns:
         The config, the indices i in the names of a head's blocks, and the ending of LM heads' names: empty or `.1`.
@@ -105,7 +105,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
 
 
 def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[str]:
-    """Return the names in the file of one tensor of the state dict. LM heads have a name for each head."""
+    """Convert a name in the state dict to names in Hydra's file: one for each head if all LM heads are one tensor."""
     match module.split("."):
         case ["stacks", head, "layers", layer, *rest]:
             return [f"hydra_mlp.{head}.{blocks[int(layer)]}.{'.'.join(rest)}"]
@@ -116,7 +116,7 @@ def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[
 
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
-    """Return the sizes of the prefix layer, which are those of a layer of the backbone, from the backbone's config."""
+    """Read the sizes of Hydra++'s prefix layer from the config of the backbone, whose layers have the same sizes."""
     need = f"{source}: the sizes of its prefix layer are in the backbone's config"
     way_out = "name a folder or Hub id that has it as base_model_name_or_path in the heads' config.json"
     if not base:

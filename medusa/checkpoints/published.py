@@ -1,4 +1,4 @@
-"""The tensors of Medusa heads under the names of other programs: conversion to and from this project's state dict.
+"""Conversion between this project's state dict of Medusa heads and the tensor names of other programs.
 
 Other programs store matrices [out, in] and biases [out] for each head h and each of its L blocks l:
 
@@ -44,13 +44,13 @@ SHARED, TOKEN_MAP = "lm_head.weight", "token_map"
 
 @dataclass(frozen=True)
 class Names:
-    """The names of tensors in one format, as patterns of the head h, the block l and the part (weight or bias)."""
+    """Patterns of the tensors' names in one file format, for head h, block l and the part `weight` or `bias`."""
 
     block: str
     lm_head: str
 
     def called(self, published: str) -> str:
-        """Convert a tensor's published name to its name in this format; return names of other tensors unchanged."""
+        """Convert FasterDecoding's name of a tensor to its name in this format; return unknown names unchanged."""
         match = TENSOR_NAME.fullmatch(published)
         if match is None or match["part"] not in ("weight", "linear.weight", "linear.bias"):
             return published
@@ -58,11 +58,11 @@ class Names:
         return pattern.format(h=match["head"], l=match["layer"], L=match["layer"], part=match["part"].split(".")[-1])
 
     def block_of(self, name: str) -> re.Match[str] | None:
-        """Match the name of a block's tensor, with groups h, l and part; return `None` for other names."""
+        """Match a name in this format with groups h (head), l (block) and part; `None` for tensors outside blocks."""
         return re.fullmatch(_regex(self.block), name)
 
     def to_published(self, name: str, num_layers: int) -> str:
-        """Convert a tensor's name in this format to its published name, for heads of `num_layers` blocks."""
+        """Convert a tensor's name in this format to FasterDecoding's name, for heads of `num_layers` blocks."""
         if match := self.block_of(name):
             return PUBLISHED.block.format(**match.groupdict())
         match = None if self is PUBLISHED else re.fullmatch(_regex(self.lm_head), name)
@@ -70,7 +70,7 @@ class Names:
 
 
 def _regex(pattern: str) -> str:
-    """Turn a pattern of `Names` into a regular expression."""
+    """Turn a pattern such as `{h}.{l}.linear.{part}` into a regular expression that matches tensors' names."""
     groups = {"h": r"(?P<h>\d+)", "l": r"(?P<l>\d+)", "L": r"\d+", "part": "(?P<part>weight|bias)"}
     return re.sub(r"\\{(\w+)\\}", lambda match: groups[match[1]], re.escape(pattern))
 
@@ -81,14 +81,14 @@ TENSORRT_LLM = Names("{h}.medusa_layers.{l}.linear.{part}", "{h}.lm_head.weight"
 
 
 def is_of_heads(name: str) -> bool:
-    """Whether a tensor with this name belongs to a block of Medusa heads, in any of the formats."""
+    """Whether a tensor with this name belongs to a block of Medusa heads in any file format of this module."""
     bare = PREFIX.sub("", name, count=1)
     return any(names.block_of(bare) for names in (PUBLISHED, VLLM, TENSORRT_LLM))
 
 
 @dataclass
 class HeadTensors:
-    """The tensors of heads under the published names, with their original format for error messages."""
+    """The tensors of heads under FasterDecoding's names, with the naming scheme of their file for error messages."""
 
     tensors: Tensors
     names: Names = PUBLISHED
@@ -99,12 +99,12 @@ class HeadTensors:
     """[N] the ids of the tokens that the heads guess among; `None`: all tokens."""
 
     def called(self, published: str) -> str:
-        """Convert a published name to the name in the file."""
+        """Convert FasterDecoding's name of a tensor to the tensor's name in the file."""
         return self.prefix + self.names.called(published)
 
 
 def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> HeadTensors:
-    """Find the tensors of heads in the files of heads or of a model, and give them published names.
+    """Find the tensors of heads in the files of heads or of a model, and give them FasterDecoding's names.
 
     A tensor with an unknown name keeps its name, so that `from_published` rejects it.
 
@@ -135,9 +135,9 @@ def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> H
 
 
 def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source: str) -> None:
-    """Add what vLLM's files leave out: an LM head for each head, and biases of zero.
+    """Add the tensors that vLLM's files can leave out: an LM head for each head, and biases of zero.
 
-    LM heads of all tokens are cut to the tokens of the reduced vocabulary.
+    With a reduced vocabulary, LM heads with rows for all tokens keep only the rows of the vocabulary's tokens.
     """
     tensors = found.tensors
     blocks = [match for match in map(PUBLISHED.block_of, tensors) if match]
@@ -167,7 +167,7 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
 
 
 def to_published(checkpoint: Checkpoint) -> Tensors:
-    """Return the tensors of heads under the published names, or unchanged if there are no published names for them."""
+    """Return the tensors of heads under FasterDecoding's names; unchanged for heads without such names."""
     config, tensors = checkpoint.config, checkpoint.tensors
     if not config.is_published:
         return tensors
@@ -183,10 +183,10 @@ def to_published(checkpoint: Checkpoint) -> Tensors:
 
 
 def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoint:
-    """Make heads from tensors with published names.
+    """Make heads from tensors with FasterDecoding's names.
 
     Args:
-        found: the tensors.
+        found: the tensors of the heads.
         published: the content of the folder's `config.json`.
         source: the name of the file, for error messages.
 
@@ -224,7 +224,7 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
 
 
 def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig:
-    """Make the config: sizes from the tensors, and other values from the folder's `config.json`."""
+    """Make the heads' config: sizes from the tensors, and other values from the folder's `config.json`."""
     tensors = found.tensors
     parts = _parts(found, source)
     count = 1 + max(head for head, _, _ in parts)
@@ -252,7 +252,7 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
 
 
 def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
-    """Return the head, block and part of every tensor; raise RequestError for a tensor that cannot belong to a head."""
+    """Parse each tensor's name into head, block and parameter; raise RequestError for a tensor of no head."""
     for name, tensor in found.tensors.items():
         if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
             raise RequestError(
@@ -268,10 +268,10 @@ def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
 
 
 def _stacked(tensors: Tensors, config: MedusaConfig) -> Tensors:
-    """Stack the tensors of K heads under the names of the state dict: the inverse of `to_published`."""
+    """Stack the tensors of all heads and name them as in the state dict: the inverse of `to_published`."""
 
     def stack(name: str) -> Tensor:
-        """Stack a tensor of each head: matrices [out, in] as [K, in, out], biases [out] as [K, 1, out]."""
+        """Stack the tensor `name` of all K heads: matrices [out, in] as [K, in, out], biases [out] as [K, 1, out]."""
         stacked = torch.stack([tensors[f"{head}.{name}"] for head in range(config.num_heads)])
         return stacked.transpose(1, 2).contiguous() if stacked.ndim == 3 else stacked.unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""The names of the files in a folder of heads or of a model, and reading and writing of their tensors."""
+"""Tensors in the files of a folder of heads or of a model: the files' names, and reading and writing."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 class Stored(Mapping[str, Tensor]):
-    """A mapping of tensors in files by name. Each tensor is read at its first use, because files can be large."""
+    """A mapping from names to tensors in files. Each tensor is read at its first use, because files can be large."""
 
     def __init__(self, places: dict[str, Path] | None = None) -> None:
-        """Make the mapping from `files`, the file that holds each tensor by name, without reading the files."""
+        """Make the mapping from `files`, which maps each tensor's name to its file. No file is read yet."""
         self.places = places or {}
         """The file of each tensor."""
         self._pickled: dict[Path, Tensors] = {}  # the content of each pickled file that was read
 
     @classmethod
     def of_files(cls, paths: list[Path]) -> Stored:
-        """Make a mapping of all tensors in these files.
+        """Make a mapping from names to tensors for all tensors in these files.
 
         Raises:
             RequestError: a file is damaged or contains something else, or two files contain the same tensor.
@@ -59,7 +59,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Make a mapping of a model's tensors, from its index file or, without an index, from all its files.
+        """Make a mapping from names to a model's tensors, by its index file or, without an index, in all its files.
 
         Raises:
             RequestError: the index or a file is damaged, or two files contain the same tensor.
@@ -71,7 +71,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
-        """Make a mapping of the tensors that a model's index file lists; return `None` without an index file.
+        """Make a mapping from names to the tensors in a model's index file; return `None` without an index file.
 
         Raises:
             RequestError: the index file is damaged.
@@ -89,7 +89,7 @@ class Stored(Mapping[str, Tensor]):
 
     @property
     def paths(self) -> list[Path]:
-        """The files of all tensors, sorted by name."""
+        """The paths of all files that contain tensors of this mapping, sorted."""
         return sorted(set(self.places.values()))
 
     def __contains__(self, name: object) -> bool:
@@ -102,7 +102,7 @@ class Stored(Mapping[str, Tensor]):
         return len(self.places)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor; raise RequestError if its file is missing or damaged."""
+        """Read the tensor with this name; raise RequestError if the tensor's file is missing or damaged."""
         path = self.places[name]
         if not path.is_file():
             raise RequestError(f"{path} does not exist, and should hold {name}; download it")
@@ -133,7 +133,7 @@ class Stored(Mapping[str, Tensor]):
 
 @contextlib.contextmanager
 def _damage_reported(path: Path) -> Iterator[None]:
-    """Turn every error while `path` is read into a RequestError, because damaged files raise errors of many types."""
+    """Turn errors inside this context, in which `path` is read, into a RequestError: damage raises many error types."""
     try:
         yield
     except Exception as error:
@@ -143,7 +143,7 @@ def _damage_reported(path: Path) -> Iterator[None]:
 
 
 def _unpickled(path: Path) -> object:
-    """Load a pickled file. A file of a whole model is memory-mapped if possible."""
+    """Load a pickled file of tensors. The file of a whole model is memory-mapped if possible."""
     if path.suffix == ".bin":
         with contextlib.suppress(RuntimeError):  # files from before PyTorch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -24,10 +24,10 @@ FORMATS = {
 
 
 def writer(name: str) -> Callable[[Export], Written]:
-    """Return the function that writes the format `name`. It checks that the format can hold the heads before it writes.
+    """Return the function that writes heads in the format `name`, after a check that the format can store the heads.
 
     Raises:
-        RequestError: there is no such format.
+        RequestError: there is no format with this name.
     """
     if name not in FORMATS:
         raise RequestError(f"--to is {name!r}; choose one of {', '.join(FORMATS)}")

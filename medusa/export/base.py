@@ -1,4 +1,4 @@
-"""The parts that several export formats share: their input and output, checks, and files with the published names."""
+"""Code that several export formats share: input and output types, checks, and files with FasterDecoding's names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FALLBACK_TREE = "mc_sim_7b_63"
 
 @dataclass(frozen=True)
 class Export:
-    """The input of the function that writes a format: the heads, their backbone and the folder."""
+    """The input of a function that writes an export format: the heads, their backbone and the folder to write into."""
 
     heads: Checkpoint
     """The heads, converted to the dtype to write."""
@@ -46,7 +46,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of writing a format: hints for the user, and the heads to expect when the files are read again."""
+    """The result of an export: hints for the user, and the heads that reading the written files must return."""
 
     serve: str
     """The shell command or Python code that decodes with the written heads."""
@@ -64,7 +64,7 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
     Args:
         config: the config of the heads.
         name: the format's name, for the error message.
-        kinds: the setting that the error message recommends for heads of another kind.
+        kinds: the `heads.kind` setting that the error message recommends for heads of another kind.
 
     Raises:
         RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
@@ -80,18 +80,18 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
 
 
 def quoted(argument: str | Path) -> str:
-    """Return an argument of a shell command, quoted if needed."""
+    """Quote an argument of a shell command if needed."""
     return shlex.quote(str(argument))
 
 
 def write_published(export: Export, heads: Checkpoint, extra: dict[str, str] | None = None) -> None:
-    """Write the heads under the published names of tensors, and their config with the keys of `extra` added."""
+    """Write the heads with FasterDecoding's tensor names, and their config with the keys of `extra` added."""
     save_tensors(to_published(heads), export.folder / WEIGHTS)
     write_json(export.folder / CONFIG, published_config(heads.config) | (extra or {}))
 
 
 def published_config(config: MedusaConfig) -> dict[str, object]:
-    """Return the config with only the keys that FasterDecoding, TGI, LoRAX and TensorRT-LLM read."""
+    """Return the heads' config with only the keys that FasterDecoding, TGI, LoRAX and TensorRT-LLM read."""
     return {published: getattr(config, ours) for ours, published in PUBLISHED_KEYS.items()}
 
 

@@ -1,7 +1,7 @@
-"""The model card of a set of heads: the template `card.md.j2`, filled with facts and measured figures.
+"""The model card of a set of heads: the template `card.md.j2`, filled with facts and measurements.
 
 Figures come from `provenance.json`, from `calibration.json` and from a file of `medusa benchmark --json`. Each figure
-is shown with the machine that it was measured on. If one of the files is missing, the card says so.
+is shown with the machine that measured it. If one of the files is missing, the card says so.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Facts:
 
 
 def read_benchmark(path: str | Path) -> Json:
-    """Read a file that `medusa benchmark --json` wrote for heads.
+    """Read the benchmark of a set of heads from a file that `medusa benchmark --json` wrote.
 
     Raises:
         RequestError: the file is not a benchmark, or it measured another drafter than heads.
@@ -91,7 +91,7 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def without_folders(content: Content) -> Content:
-    """Remove the folders of this machine from JSON: each absolute path, also inside a text, becomes its last part."""
+    """Shorten each absolute path in JSON content, also inside a text, to its last component, for privacy."""
     clean: object = content
     if isinstance(content, dict):
         clean = {key: without_folders(value) for key, value in content.items()}
@@ -142,19 +142,19 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
 
 def _machine(machine: Json) -> str:
-    """Format the description of a machine: the device, then threads, dtype and versions."""
+    """Format the description of the measuring machine: the device, then threads, dtype and versions."""
     names = ("threads", "dtype", "torch", "transformers")
     place = machine.get("gpu") or machine.get("processor") or "a machine that was not named"
     return ", ".join([place, *(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)])
 
 
 def _interval(ends: Sequence[float] | None) -> str:
-    """Format a confidence interval, such as ` (95 %: 1.20 to 1.35)`; return an empty text without one."""
+    """Format a confidence interval, such as ` (95 %: 1.20 to 1.35)`; return an empty text without an interval."""
     return "" if not ends else f" (95 %: {ends[0]:.2f} to {ends[1]:.2f})"
 
 
 def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
-    """Format values as `name value, name value`, without empty values and names with a prefix in `without`."""
+    """Format a dictionary as `name value, name value`. Leave out empty values, and names with a prefix in `without`."""
     known = {name: value for name, value in values.items() if value not in (None, {}) and not name.startswith(without)}
     return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in known.items())
 

@@ -1,4 +1,4 @@
-"""The layer of EAGLE-3 as vLLM and SGLang load it: `config.json` and `model.safetensors`."""
+"""Export of `eagle` heads as a layer of EAGLE-3 for vLLM and SGLang: `config.json` and `model.safetensors`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_eagle3(export: Export, name: str) -> None:
         name: the server's name, `vllm` or `sglang`, for error messages.
 
     Raises:
-        RequestError: the heads differ from a layer of EAGLE-3, or belong to a backbone of other sizes.
+        RequestError: EAGLE-3's layer cannot represent the heads, or they belong to a backbone of other sizes.
     """
     heads, config = export.heads, export.heads.config
     if not config.servable:

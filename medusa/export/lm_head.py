@@ -1,4 +1,4 @@
-"""The backbone's LM head, for formats in which every head has an LM head."""
+"""Reading of the backbone's LM head, for export formats in which every Medusa head has an LM head of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMER_NAMES = ("embed_out.weight",)
 
 
 def with_own_lm_heads(export: Export) -> Checkpoint:
-    """Return the heads with an LM head each. If heads share the backbone's LM head, they get copies of it.
+    """Return heads that each have an LM head. Heads that share the backbone's LM head get copies of it.
 
     Raises:
         RequestError: the heads do not fit the LM head of the backbone.
@@ -40,7 +40,7 @@ def with_own_lm_heads(export: Export) -> Checkpoint:
 
 
 def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
-    """Read the LM head [V, H] of a backbone. From a local folder only this tensor is read, otherwise the whole model.
+    """Read a backbone's LM head [V, H] (V tokens, hidden size H); from a local folder, without the rest of the model.
 
     Raises:
         RequestError: there is no such backbone, or its LM head has a bias, which no export format can store.
@@ -65,7 +65,7 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
 
 
 def _without_bias(head: nn.Module | None, name: str) -> Tensor:
-    """Return the weight [V, H] of the backbone's LM head; raise RequestError without an LM head or with a bias."""
+    """Return the weight [V, H] of a model's LM head (V tokens, hidden size H); raise RequestError if it has a bias."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor):
         raise RequestError(f"{name} has no LM head; name the backbone that the heads were trained for")

@@ -27,7 +27,7 @@ def write(export: Export) -> Written:
         medusa_heads.{h}.{L}.weight                   of the LM head
 
     The backbone's config gets `"medusa": {"num_medusa_heads": K, "num_medusa_layers": L}`. The backbone's weights are
-    copied unchanged. An index lists the files of all tensors.
+    copied unchanged. An index file maps each tensor's name to its file.
 
     Raises:
         RequestError: the heads are of another kind, or the backbone is not a local folder with safetensors.

@@ -15,7 +15,7 @@ from medusa.files import write_json
 def write(export: Export) -> Written:
     """Write `config.json` and `medusa_lm_head.pt` for FasterDecoding's package medusa-llm.
 
-    Its code builds a head of L blocks from a single shared block. So all blocks would get the weights of the last one.
+    This package builds all blocks of a head as one shared block. So the blocks of a head must have equal weights.
 
     Raises:
         RequestError: the heads are of another kind, or the blocks of a head differ.

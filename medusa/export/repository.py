@@ -33,7 +33,7 @@ DEFAULT_TREE = "eight"
 
 
 def why_no_code(config: MedusaConfig) -> str | None:
-    """Return a property of the heads that `custom_generate/generate.py` does not support; `None` if there is none."""
+    """Return a property of the heads that `custom_generate/generate.py` cannot handle; `None` if it supports them."""
     if config.kind not in ("medusa", "cascade"):
         return f"kind {config.kind}"
     if config.prefix_layers:
@@ -70,7 +70,7 @@ def write(export: Export) -> Written:
 
 
 def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoint:
-    """Write all files of the repository into `folder`. The code is left out if it does not support these heads.
+    """Write a Hub repository of heads into `folder`, without the decoding code if it does not support these heads.
 
     The files contain no paths of this machine. Heads without a tree get `DEFAULT_TREE`, cut to the depth that the heads
     reach.

@@ -1,4 +1,4 @@
-"""The format of SGLang: heads of kind `eagle` as a layer of EAGLE-3."""
+"""Export for SGLang, which loads heads of kind `eagle` as a layer of EAGLE-3."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ Medusa head h has these tensors, with hidden size H, vocabulary size V and block
     blocks.{h}.layers.{l}.weight [H, H]   blocks.{h}.layers.{l}.bias [H]   lm_heads.{h}.weight [V, H]
 
 vLLM does not use the backbone's LM head for heads that share it. So a copy is written as `lm_head.weight`. vLLM drops
-biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an error. With a wrong name, it would accept
-almost no guess. vLLM takes the number of heads from the last config key that contains both "num" and "heads".
+biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an error. So after a wrong name, it would
+accept almost no guess. vLLM takes the number of heads from the last config key that contains both "num" and "heads".
 """
 
 from __future__ import annotations
@@ -68,6 +68,6 @@ def write(export: Export) -> Written:
 
 
 def _serving_command(export: Export, method: str) -> str:
-    """Return the `vllm serve` command for a method of speculative decoding: `medusa` or `eagle3`."""
+    """Return the command `vllm serve` with the speculative method `medusa` or `eagle3`."""
     asked = {"method": method, "model": str(export.place), "num_speculative_tokens": export.heads.config.num_heads}
     return f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"

@@ -73,13 +73,13 @@ class Stack(nn.Module):
 
 
 def square_layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """Create the layer SiLU(z W + b), with W and b zero at the start: Hydra's block without its residual connection."""
+    """Create the layer SiLU(z W + b) of input z, with W and b zero at the start: Hydra's block without the residual."""
     linear = _zeros(nn.Linear(input_size, config.hidden_size))
     return nn.Sequential(OrderedDict(linear=linear, act=nn.SiLU()))
 
 
 def mlp_layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """Create the layer SiLU(z U + b) D + c, with D and c zero at the start."""
+    """Create the layer SiLU(z U + b) D + c of input z, with D and c zero at the start."""
     up, down = nn.Linear(input_size, config.inner_size), _zeros(nn.Linear(config.inner_size, config.hidden_size))
     return nn.Sequential(OrderedDict(up=up, act=nn.SiLU(), down=down))
 
@@ -92,7 +92,7 @@ def _zeros(linear: nn.Linear) -> nn.Linear:
 
 
 class GatedStack(nn.Module):
-    """A Llama's gated MLP with its norm: x + D (SiLU(G n) * U n), where n = norm(x). D is zero at the start."""
+    """Llama's residual MLP: x + D (SiLU(G n) * U n) with gate G, up U, down D and n = norm(x). D starts at zero."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class GatedStack(nn.Module):
 
 
 class OriginalHydraStack(nn.Module):
-    """The blocks of one head of the original Hydra. They read only z [..., I], which contains the hidden state x."""
+    """The blocks of one head of the original Hydra. They read only z [..., I], which includes the hidden state."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class OriginalHydraStack(nn.Module):
 
 
 class OriginalHydraBlock(nn.Module):
-    """A block of the original Hydra: z R + c + SiLU(z W + b), or z + SiLU(z W + b) if z has the hidden size."""
+    """A block of the original Hydra for input z: z R + c + SiLU(z W + b), or z + SiLU(z W + b) if z has size H."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class ContextKV:
         steps: int,
         place: Tensor | None = None,
     ) -> None:
-        """Prepare the keys, values, mask and rotations.
+        """Prepare the text's keys and values, their mask, and the rotations of the queries.
 
         Args:
             keys, values: [B, A, S, D] keys and values of the text.
@@ -84,16 +84,16 @@ class ContextKV:
 
 
 def _extended(states: Tensor, unit: Tensor) -> Tensor:
-    """Append J rows `unit` [J, D + J] to keys or values [B, A, S, D], padded with zeros: [B, A, S + J, D + J]."""
+    """Pad keys or values [B, A, S, D] with zeros, and append the J rows of `unit` [J, D + J]: [B, A, S + J, D + J]."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :] = unit
     return out
 
 
 def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """Build the causal mask [B, T, T] of T = `length` positions, True where the row's position attends to the column's.
+    """Build the causal mask [B, T, T] of T = `length` positions: [b, i, j] is True if position i attends to position j.
 
-    The column is at least `before` positions earlier and in the same document (`document_ids` [B, T]). Without document
+    Position j is at least `before` positions earlier and in the same document (`document_ids` [B, T]). Without document
     ids the mask is [1, T, T].
     """
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
@@ -103,7 +103,7 @@ def visible(length: int, document_ids: Tensor | None, device: torch.device, befo
 
 
 def attention_heads(hidden_size: int) -> int:
-    """Choose the number of attention heads: heads have the same even size, which is about 64.
+    """Choose the number of attention heads for `hidden_size`, so that they have the same even size of about 64.
 
     Raises:
         RequestError: `hidden_size` is odd.
@@ -120,7 +120,7 @@ def attention_heads(hidden_size: int) -> int:
 
 
 def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines [..., D] of the rotations at positions [...]; both halves are equal, as in Llama."""
+    """Compute RoPE's cosines and sines [..., D] at positions [...]. Both halves of D are equal, as in Llama."""
     powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
     angles = position_ids[..., None].float() * base**-powers
     both = torch.cat([angles, angles], dim=-1)

@@ -31,7 +31,7 @@ from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
 class EagleHeads(SequentialHeads):
-    """EAGLE heads. The state is the last feature [..., H] and, for each pair of the path, key and value [..., 2 H]."""
+    """EAGLE heads. Their state is the last feature [..., H], and key and value [..., 2 H] of each pair in the path."""
 
     follows_path = uses_context = True
 

@@ -15,7 +15,7 @@ MISSED = 1 << 30
 
 
 def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
-    """Return the rank [...] of each token [...] among the guesses [..., R], from 0 for the best; `MISSED` if absent."""
+    """Return the rank [...] of each token [...] among R guesses [..., R], from 0 for the best; `MISSED` if absent."""
     match = guesses == tokens[..., None].to(guesses.device)
     return torch.where(match.any(-1), match.int().argmax(-1), MISSED)
 

@@ -62,7 +62,7 @@ class MedusaHeads(PretrainedHeads):
             self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, tokens))
 
     def make_blocks(self) -> None:
-        """Create the modules between the hidden state and the LM head."""
+        """Create the heads' modules between the backbone's hidden state and the LM head."""
         block, config = STACKED_BLOCKS[self.config.block], self.config
         self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
 

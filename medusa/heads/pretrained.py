@@ -23,7 +23,7 @@ class PretrainedHeads(nn.Module):
     """The base class of all heads, which loads, saves and publishes them. Each kind of heads adds its modules."""
 
     def __init__(self, config: MedusaConfig) -> None:
-        """Store the config; the subclass adds the modules."""
+        """Make heads without modules from their config; a subclass adds the modules."""
         super().__init__()
         self.config = config
         self.provenance: Json | None = None
@@ -43,7 +43,7 @@ class PretrainedHeads(nn.Module):
 
     @classmethod
     def from_config(cls, config: MedusaConfig) -> Self:
-        """Create untrained heads of the kind that `config` names."""
+        """Create untrained heads with the config's kind and shapes."""
         heads = class_of(config.kind)(config)
         assert isinstance(heads, cls)
         return heads

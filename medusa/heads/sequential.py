@@ -1,4 +1,4 @@
-"""Sequential heads: head k reads the state of head k - 1 and, in most kinds, the tokens before the one it guesses.
+"""Sequential heads: head k reads the state of head k - 1 and, in most kinds, the tokens before its guess.
 
 Let h be the backbone's hidden state and e an embedding. Token t_0 is the root: the next token, which the backbone has
 chosen. Token t_k is the guess of head k - 1. Head k computes x_k, to which its LM head is applied:
@@ -33,13 +33,13 @@ State = tuple[Tensor, ...]
 
 
 class SequentialHeads(MedusaHeads, ABC):
-    """K heads that run one after the other. A subclass defines the modules (`make_blocks`) and one head (`step`)."""
+    """K heads that run one after the other. Subclasses create the modules (`make_blocks`) and run one head (`step`)."""
 
     @abstractmethod
     def make_blocks(self) -> None: ...
 
     def begin(self, hidden: Tensor) -> State:
-        """Return the state that head 0 starts from, made of the backbone's hidden states [..., H]."""
+        """Make the state that head 0 reads from the backbone's hidden states [..., H]."""
         return (hidden,)
 
     @abstractmethod
@@ -49,7 +49,7 @@ class SequentialHeads(MedusaHeads, ABC):
         Args:
             head: the index of the head, from 0.
             state: the state that the previous head returned, or `begin` for head 0.
-            token: [..., H] embeddings of the tokens before the guessed ones, for kinds with `follows_path`.
+            token: [..., H] embedding of the token before the guess at each position, for kinds with `follows_path`.
             context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text.
 
         Returns:
@@ -81,7 +81,7 @@ class StackedHeads(SequentialHeads):
 
     @abstractmethod
     def input_size(self, head: int) -> int:
-        """Return the input size of the first block of the head with index `head`."""
+        """Return the input size of the first block of head `head` (an index from 0)."""
 
 
 class CascadeHeads(StackedHeads):
@@ -116,13 +116,13 @@ class RecurrentHeads(StackedHeads):
 
 
 class HydraHeads(StackedHeads):
-    """Hydra heads: head k reads the hidden state and all k + 1 tokens after it, as z [..., (k + 2) H].
+    """Hydra heads: head k reads the hidden state and all k + 1 tokens after it, concatenated to [..., (k + 2) H].
 
-    The state for head k is [..., (k + 1) H]: the hidden state and the first k tokens.
+    The state for head k is [..., (k + 1) H]: the hidden state and the embeddings of the first k tokens.
 
     Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads that this
-    package trains. Their first block adds its output to a learned matrix times z, instead of the hidden state. Their
-    embeddings are not normalised, and their LM heads have a bias.
+    package trains. Their first block adds its output to a learned matrix times this input, instead of the hidden
+    state. Their embeddings are not normalised, and their LM heads have a bias.
     """
 
     follows_path = True

@@ -94,7 +94,7 @@ def parse_record(row: object, where: str) -> Record:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON text; raise RequestError with the position `where` if it is not JSON."""
+    """Parse JSON text; raise RequestError that begins with `where` (file and line) if the text is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -112,7 +112,7 @@ def _sharegpt_messages(turns: object, where: str) -> list[Json]:
 
 
 def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int]:
-    """Check the token ids of a record and the number of its prompt tokens; return both."""
+    """Check the `input_ids` and `prompt_tokens` of a record's JSON object; return both."""
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
         raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
     if not isinstance(prompt_tokens, int) or not 0 <= prompt_tokens <= len(ids):
@@ -121,7 +121,7 @@ def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int
 
 
 def _with_parsed_arguments(message: Json, where: str) -> Json:
-    """Parse the arguments of tool calls in a message. OpenAI's format has JSON text, chat templates need objects."""
+    """Parse the arguments of a message's tool calls, from OpenAI's JSON text to the objects of chat templates."""
     if not message.get("tool_calls"):
         return message
     try:
@@ -136,7 +136,7 @@ def _with_parsed_arguments(message: Json, where: str) -> Json:
 
 
 def _tools(tools: object, where: str) -> list[Json] | None:
-    """Return the list of tools, which some datasets store as JSON text; `None` without tools."""
+    """Return a record's list of tools, which some datasets store as JSON text; `None` without tools."""
     if isinstance(tools, str) and tools.strip():
         tools = parse_json(tools, f"{where}: tools")
     if not tools:
@@ -149,7 +149,7 @@ def _tools(tools: object, where: str) -> list[Json] | None:
 def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the token ids of a record's prompt.
 
-    The prompt is the whole text, the first `prompt_tokens` of the ids, or a conversation without its last answer.
+    The prompt is the whole text, the first `prompt_tokens` token ids, or a conversation without its last answer.
 
     Raises:
         RequestError: the record is text and there is no tokenizer, it is a conversation and there is no chat template,
@@ -180,7 +180,7 @@ def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenize
 
 
 def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Apply the chat template to a conversation without its last answer; return the token ids."""
+    """Remove the last answer of a conversation, apply the chat template, and return the token ids."""
     messages = list(record.messages or ())
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

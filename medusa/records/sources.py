@@ -56,7 +56,7 @@ def read_records(
 
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
-    """Read the records of one file, by its suffix."""
+    """Read the records of one file, in the format that the file's suffix shows."""
     if path.suffix == ".parquet":
         yield from (parse_record(row, f"{path}, row {number}") for number, row in enumerate(_parquet_rows(path), 1))
     elif path.suffix == ".jsonl":

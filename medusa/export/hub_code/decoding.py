@@ -17,7 +17,7 @@ from .heads import CandidateTree, Heads, require
 
 
 class Continuation:
-    """The text of one row, which grows by one token at a time. It applies the processors and criteria of `generate`."""
+    """The growing text of one prompt. It applies the logits processors and stopping criteria of `generate`."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Continuation:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
     ) -> None:
-        """Start from a prompt [1, T]; raise ValueError if the model's context is too short for it."""
+        """Start from a prompt [1, T] of T tokens; raise ValueError if the prompt is too long for the model."""
         self.ids = prompt  # [1, T]
         self.processors, self.criteria, self.do_sample = processors, criteria, config.do_sample
         context = getattr(text_config(model), "max_position_embeddings", None)
@@ -55,10 +55,10 @@ class Continuation:
 
 
 def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Continuation) -> Iterator[list[int]]:
-    """Decode until the text ends. Yield the tokens of each step, in which one forward verifies the tree.
+    """Decode one text until its end. Yield the accepted tokens of each step, in which one forward verifies a tree.
 
     The first token of a step is the root of its tree. The previous step chose this token, but the model has not read it
-    yet. If the text ends with a root, this token is yielded alone, without a forward.
+    yet. If the text ends with this token, it is yielded alone, without a forward.
     """
     if text.finished:
         return
@@ -107,9 +107,9 @@ def tree_forward(
     length: int,
     limit: int | None = None,
 ) -> Tensor:
-    """Run the model on the tree's tokens `nodes` after the `length` tokens in the cache; return logits [N, V].
+    """Run the model on the N tokens of a tree after `length` tokens in the cache; return logits [N, V] (V tokens).
 
-    All nodes are added to the cache. `limit` is the largest length of the text.
+    All nodes are added to the cache. `limit` is the maximum length of the text in tokens.
     """
     position = length + torch.tensor(tree.depth, device=model.device)
     # Positions from `limit` on can be outside the context. Nodes there are never accepted, so their position is free.
@@ -124,9 +124,9 @@ def tree_forward(
 
 
 def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-    """Make the additive mask [1, 1, N, T + N] of a tree for each type of layer.
+    """Make the additive mask [1, 1, N, T + N] of N nodes after T tokens for each type of attention layer.
 
-    Each node attends to the text, to its ancestors and to itself. Windows are computed from positions instead of cache
+    Each node attends to the text, to its ancestors and to itself. Sliding windows use positions instead of cache
     slots, because nodes of one depth share a position. The masks are additive, because eager attention adds them.
     """
     config = text_config(model)
@@ -152,7 +152,7 @@ def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Remove all nodes from the cache except those of `path`. The first `length` slots contain the text and stay."""
+    """Remove the tree's nodes from the KV cache, except those of `path`. The text in the first `length` slots stays."""
     for layer in cache.layers:
         if not getattr(layer, "is_initialized", False):  # a layer that shares the keys and values of another layer
             continue
@@ -165,7 +165,7 @@ def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Record the LM head's input [1, T, H] at each call. These are the hidden states that the heads read."""
+    """Record the LM head's input, the hidden states [1, T, H] of T tokens, at each forward inside this context."""
     seen: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
@@ -201,7 +201,7 @@ def _reason(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _tree_error(model: PreTrainedModel) -> float:
-    """Return the error of a small tree's logits, relative to the largest logit of forwards without a tree."""
+    """Return the largest error of a small tree's logits, relative to the largest logit of forwards without a tree."""
     vocab_size = text_config(model).vocab_size
     tree = CandidateTree([[0], [1], [0, 0], [1, 0]], model.device)
     *prompt, a, b, c, d, e = [(7919 * i + 11) % vocab_size for i in range(1, 14)]  # arbitrary ids

@@ -58,7 +58,7 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with Medusa heads; return the same as `model.generate`.
 
-    The prompts [B, T] are padded on the left, with an `attention_mask` [B, T].
+    The B prompts [B, T] are padded on the left to T tokens, with an `attention_mask` [B, T].
 
     Raises:
         ValueError: there are no heads, they belong to another model, the model cannot verify a tree, or an option
@@ -117,7 +117,7 @@ class RowDecoder:
     """The generation config that `generate` prepared for the last prompt."""
 
     def continued(self, prompt: Tensor, kwargs: Options) -> Tensor:
-        """Continue a prompt [1, T]; return the ids of the new tokens."""
+        """Continue a prompt [1, T] of T tokens; return the ids of the new tokens."""
         require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
         kwargs |= {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
         if self.streamer is not None:
@@ -193,5 +193,5 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: Options) -> Options:
 
 
 def _setting(model: PreTrainedModel, kwargs: Options, name: str) -> Any:
-    """Return an option from the user's generation config, or else from the model's."""
+    """Return an option from the user's generation config or, if there is none, from the model's generation config."""
     return getattr(kwargs.get("generation_config") or model.generation_config, name, None)

@@ -1,4 +1,4 @@
-"""Heads loaded from `config.json` and `medusa_lm_head.safetensors`, and the candidate tree of their guesses."""
+"""Medusa heads loaded from `config.json` and `medusa_lm_head.safetensors`, and the candidate tree of their guesses."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Heads:
     """K heads that guess the tokens at distance 2, 3, ... K + 1 from one hidden state.
 
     A head has residual blocks and an LM head, or uses the LM head of the model. A block computes x + SiLU(W x + b), as
-    in the Medusa paper, or x + D SiLU(U x + b) + c. Heads of kind `medusa` read the hidden state. Heads of kind
-    `cascade` read the output of the previous head's blocks.
+    in the Medusa paper, or x + D SiLU(U x + b) + c with matrices U and D. Heads of kind `medusa` read the hidden
+    state. Heads of kind `cascade` read the output of the previous head's blocks.
     """
 
     def __init__(self, config: Options, tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
@@ -57,7 +57,7 @@ class Heads:
         return len(self.blocks)
 
     def guesses(self, hidden: Tensor, count: int, top: int) -> Tensor:
-        """Return the `top` best guesses [count, top] of the first `count` heads for a hidden state [H], best first."""
+        """Return the `top` best tokens [count, top] of the first `count` heads for a hidden state [H], best first."""
         start = hidden.to(self.like)  # the model's hidden states can be on another device or in another dtype
         logits, x = [], start
         for head in range(count):
@@ -75,7 +75,7 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
-    """Apply one residual block to x [H]."""
+    """Apply one residual block of a head to the vector x [H] (hidden size H)."""
     if "linear.weight" in block:
         return x + F.silu(F.linear(x, block["linear.weight"], block["linear.bias"]))
     inner = F.silu(F.linear(x, block["up.weight"], block["up.bias"]))
