@@ -84,8 +84,8 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of tokens that all pass a lossy rule; of equally long paths, the most probable one.
 
-    The next root is the target's most probable token after the path. If the rule accepts this most probable token
-    everywhere, each step writes at least as many tokens as a greedy step.
+    The next root is the target's most probable token after the path. A rule that accepts the most probable token at
+    every node accepts at least as many tokens per step as greedy acceptance.
     """
     topology, end, roots = draft.topology, [], []
     tables = topology.children.tolist()
@@ -115,7 +115,7 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
     """A mask [..., V] of the typical tokens of probabilities p [..., V]: p > min(epsilon, delta exp(-entropy)).
 
     This is typical acceptance (Medusa paper, section 2.3.1). exp(-entropy) never exceeds max p, so the most probable
-    token always passes; it is set explicitly, because rounding could exclude it where delta is 1.
+    token always passes; it is set explicitly, because equality or rounding could exclude it at delta 1.
     """
     p = p.double()
     entropy = torch.special.entr(p).sum(-1, keepdim=True)

@@ -108,7 +108,7 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """A KV cache whose rows have different lengths, with `commit` in addition to transformers' interface."""
+    """A KV cache of transformers whose rows have different lengths, and whose `commit` keeps accepted nodes only."""
 
     def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
         """Make an empty cache of `capacity` slots per row; when a text needs more, the cache grows by a copy."""

@@ -87,9 +87,9 @@ class Residuals(NamedTuple):
         return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
 
     def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
-        """The distributions after `token` [X] was rejected in the X rows `rows`; other rows keep their distributions.
+        """Update p and q of the X rows `rows` after their drafted tokens `token` [X] were rejected; others keep theirs.
 
-        `was_last`: no sibling follows in any row, so q is not computed."""
+        `was_last`: no row has another sibling to try, so the next sibling's distribution q is not computed."""
         if not len(rows):
             return self
         pair, own = _distinct(self.p_of[rows] * len(self.q) + self.q_of[rows], self.shared)

@@ -1,8 +1,8 @@
-"""The speed that a reduced vocabulary of heads is expected to gain.
+"""The expected speedup of heads with a reduced vocabulary.
 
 Heads with a reduced vocabulary (`medusa.vocabulary`) guess among the most frequent tokens of the training text. They
 read fewer LM head weights, but they never guess a label outside the vocabulary. Both effects are estimated before
-training, with times counted in weights as in `train.architecture`.
+training. The time of a step is estimated by the number of weights that it reads, as in `train.architecture`.
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ class FixedSampler:
 
     @staticmethod
     def key(target: Target, acceptor: Acceptor) -> tuple[object, ...]:
-        """The part of a compiled region's key that determines acceptance and sampling.
+        """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
 
         Raises:
-            RequestError: a processor reads the text, rows differ in options, or scores or sampled drafts are wanted."""
+            RequestError: a step with these options cannot be compiled: a logits processor reads the text, rows differ in
+                options, or scores or sampled drafts are requested."""
         others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
         if others:
             raise RequestError(
