@@ -1,4 +1,4 @@
-"""Reading of the backbone's LM head, for export formats in which every Medusa head has an LM head of its own."""
+"""Reading of the backbone's LM head, for export formats in which each Medusa head has a separate LM head."""
 
 from __future__ import annotations
 
