@@ -82,7 +82,7 @@ class DecodingOptions(Options):
         """The acceptance rule for these options; by default the lossless rule, greedy or rejection.
 
         Raises:
-            RequestError: an unknown `acceptance` or `draft`, or one that does not fit the other options or the sampling."""
+            RequestError: an unknown `acceptance` or `draft`, or one that does not fit the other options."""
         rule, limit = rule_and_limit(self.acceptance)
         if self.draft not in DRAFTS:
             raise RequestError(f"draft is {self.draft!r}; choose one of {', '.join(DRAFTS)}")

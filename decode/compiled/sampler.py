@@ -32,7 +32,7 @@ class FixedSampler:
         """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
 
         Raises:
-            RequestError: a step with these options cannot be compiled: a logits processor reads the text, rows differ in
+            RequestError: such a step cannot be compiled, because a logits processor reads the text, rows differ in
                 options, or scores or sampled drafts are requested."""
         others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
         if others:

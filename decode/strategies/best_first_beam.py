@@ -214,7 +214,7 @@ class _Queue:
         return None
 
     def next_to_read(self, most: int) -> list[_Partial]:
-        """Up to `most` hypotheses that no forward has read and that the search probably expands next, for one forward."""
+        """Up to `most` hypotheses that no forward has read and that the search probably expands next."""
         unread = (e for e in self.heap if not e[2].is_end and e[2].following is None and self._in_beam(e[2]))
         return [entry[2] for entry in heapq.nsmallest(most, unread)]
 
