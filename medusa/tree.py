@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, product
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,31 +34,6 @@ MAX_NODES = 4096
 """The largest number of nodes in a tree."""
 TREES = Path(__file__).parent / "trees.json"
 """The file of the named trees."""
-
-
-@runtime_checkable
-class Layout(Protocol):
-    """The interface of static trees (`Tree`) and dynamic trees, which select nodes in every step (`DynamicTree`).
-
-    A draft has at most `num_nodes` nodes with the root, and at most `max_depth` levels below the root. Its nodes are
-    selected from the tree `candidates`. Nodes with a path probability below `min_probability` are not drafted.
-    """
-
-    @property
-    def is_dynamic(self) -> bool: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def max_depth(self) -> int: ...
-    @property
-    def candidates(self) -> Tree: ...
-    @property
-    def min_probability(self) -> float: ...
-
-    def to(self, device: torch.device | str) -> Self: ...
-    def clip(self, max_depth: int) -> Self: ...
-    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None: ...
-    def to_json(self) -> object: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +133,7 @@ class Tree:
 
     @property
     def candidates(self) -> Tree:
+        """The tree from which a step chooses its nodes: this tree itself, because a step drafts all its nodes."""
         return self
 
     @property

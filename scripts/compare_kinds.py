@@ -28,6 +28,7 @@ from decode.bench.calibration.stored import files_for, situation, stored
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import region
+from decode.drafters.layouts import Layout
 from decode.drafters.trained_heads import heads_drafter
 from decode.request import prepare
 from decode.session import Session
@@ -39,7 +40,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 from medusa.options import REQUIRED, count, option
-from medusa.tree import Layout, Tree
+from medusa.tree import Tree
 from script_tools import markdown_table, run_script, script_parser
 
 TREES = """decode with these trees: as for medusa generate, or calibrated:N for the static tree of N nodes that

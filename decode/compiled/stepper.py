@@ -11,13 +11,12 @@ from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, Fix
 from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
-from decode.drafters.layouts import DynamicTree
+from decode.drafters.layouts import DynamicTree, Layout
 from decode.loop import Acceptor, StepOutcome, Timer, unpack
 from decode.session import Session
 from decode.settings import ONE_SHAPE
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout
 
 MIN_CAPACITY = 256
 """Number of cache slots per row in the smallest cache."""

@@ -13,11 +13,10 @@ from typing import ClassVar, NamedTuple
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.draft import Drafter
-from decode.drafters.layouts import TreeLike
+from decode.drafters.layouts import Layout, TreeLike
 from decode.session import Session
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout
 
 
 class DrafterFactory(ABC):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.layouts import DynamicTree, require_draftable
+from decode.drafters.layouts import DynamicTree, Layout, require_draftable
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target
@@ -17,7 +17,6 @@ from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.tree import Layout
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 

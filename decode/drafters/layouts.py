@@ -27,10 +27,8 @@ from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout, RankPath, Tree, load_tree
+from medusa.tree import RankPath, Tree, load_tree
 
-TreeLike = Layout | str | Sequence[Sequence[int]] | None
-"""A tree as users give it: an object, a name or file, a list of paths, or `None` for the tree saved with the heads."""
 TOP = 16
 """Number of most probable guesses of each head that a dynamic tree considers."""
 MAX_NODES, MAX_CANDIDATES = 256, 1024
@@ -139,6 +137,12 @@ class DynamicTree:
         count = min(self.num_nodes - 1, self.num_worthwhile(log_probs[:, 1:]))
         best = log_probs[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
         return F.pad(best.sort(dim=-1).values, (1, 0))
+
+
+Layout = Tree | DynamicTree
+"""A tree whose nodes are fixed, or a tree whose nodes are chosen in every step."""
+TreeLike = Layout | str | Sequence[Sequence[int]] | None
+"""A tree as users give it: an object, a name or file, a list of paths, or `None` for the tree saved with the heads."""
 
 
 def bounded(confidences: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.layouts import STEEPNESS, TOP, DynamicTree, bounded, require_draftable
+from decode.drafters.layouts import STEEPNESS, TOP, DynamicTree, Layout, bounded, require_draftable
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target
@@ -25,7 +25,7 @@ from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.sequential import SequentialHeads, State
-from medusa.tree import Layout, Tree
+from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all, token_ids
 
 

@@ -18,12 +18,11 @@ from transformers import PretrainedConfig
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters import parse
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
-from decode.drafters.layouts import TreeLike
+from decode.drafters.layouts import Layout, TreeLike
 from decode.session import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout
 
 
 @dataclass

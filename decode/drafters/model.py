@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decode.cache import TreeCache
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
-from decode.drafters.layouts import DynamicTree
+from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import LevelwiseDrafter
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.drafters.tries import chain
@@ -36,7 +36,7 @@ from medusa.heads.context_kv import ContextKV
 from medusa.heads.sequential import State
 from medusa.loading import load_config
 from medusa.memory import bytes_of
-from medusa.tree import Layout, Tree
+from medusa.tree import Tree
 
 
 @dataclass(frozen=True)

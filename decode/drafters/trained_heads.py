@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decode.draft import Drafter
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.heads import HeadsDrafter
-from decode.drafters.layouts import TreeLike, resolve_tree
+from decode.drafters.layouts import Layout, TreeLike, resolve_tree
 from decode.drafters.levelwise import PathDrafter
 from decode.session import Session
 from decode.target import Target
@@ -17,7 +17,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.sequential import SequentialHeads
 from medusa.memory import bytes_of
-from medusa.tree import Layout, Tree
+from medusa.tree import Tree
 
 
 @dataclass(frozen=True)

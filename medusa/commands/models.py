@@ -19,7 +19,7 @@ from decode.bench.calibration.stored import files_for, situation, store, stored,
 from decode.bench.machine import has_fast_bfloat16
 from decode.drafters import drafter_factory, parse
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
-from decode.drafters.layouts import DynamicTree, require_drawable, require_sizes, resolve_tree
+from decode.drafters.layouts import DynamicTree, Layout, require_drawable, require_sizes, resolve_tree
 from decode.drafters.small_model import (
     load_small_model,
     require_same_tokenizer,
@@ -40,7 +40,6 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_config, load_tokenizer
 from medusa.options import LoadOptions
 from medusa.records.record import Record, prompt_ids
-from medusa.tree import Layout
 
 
 def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:

@@ -20,7 +20,7 @@ from decode.bench.calibration.recording import Recording, Text, grow, predicted_
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
 from decode.bench.machine import stopwatch
 from decode.bench.methods import Method, medusa_method, one_by_one
-from decode.drafters.layouts import TOP, DynamicTree
+from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
 from decode.request import prepare
@@ -29,7 +29,7 @@ from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout, Tree
+from medusa.tree import Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Numbers of nodes of the trees to try. A tree of 1 node is plain decoding."""

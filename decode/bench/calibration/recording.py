@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.bench.methods import plain_method
-from decode.drafters.layouts import TOP, DynamicTree
+from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.results import prompt_seeds
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.tree import Layout, RankPath, Tree
+from medusa.tree import RankPath, Tree
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
 Text = tuple[list[int], list[int]]

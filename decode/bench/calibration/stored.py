@@ -15,12 +15,12 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from decode.bench.machine import machine
-from decode.drafters.layouts import DynamicTree
+from decode.drafters.layouts import DynamicTree, Layout
 from decode.settings import Settings
 from medusa.files import read_json, write_json
 from medusa.fingerprint import heads_fingerprint
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Layout, Tree
+from medusa.tree import Tree
 
 FILE = "calibration.json"
 
