@@ -1,4 +1,4 @@
-"""Export of heads for other programs: one module for each format that `medusa export` can write."""
+"""Export of heads for other programs: the formats that `medusa export` can write."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from medusa.export.base import Export, Written
 
 FORMATS = {
-    "original-v1": "original:write",  # FasterDecoding's package medusa-llm
-    "tgi": "tgi:write",  # Text Generation Inference, LoRAX
+    "original-v1": "published:write_original",  # FasterDecoding's package medusa-llm
+    "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
     "vllm": "vllm:write",  # Medusa heads (vLLM up to 0.32) and the layer of EAGLE-3
-    "sglang": "sglang:write",  # the layer of EAGLE-3
+    "sglang": "eagle3:write_sglang",  # the layer of EAGLE-3
     "tensorrt-llm": "tensorrt_llm:write",  # TensorRT-LLM: heads without the backbone
-    "modelopt": "modelopt:write",  # TensorRT-LLM: heads and backbone in one folder
+    "modelopt": "tensorrt_llm:write_modelopt",  # TensorRT-LLM: heads and backbone in one folder
     "hub": "repository:write",  # transformers without this package, through custom_generate
 }
 """The name of each format, with the module and the function that write it."""

@@ -1,4 +1,4 @@
-"""Export of `eagle` heads as a layer of EAGLE-3 for vLLM and SGLang: `config.json` and `model.safetensors`."""
+"""Export of `eagle` heads as a layer of EAGLE-3: `config.json` and `model.safetensors` for vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -8,32 +8,25 @@ from medusa.checkpoints.eagle3 import to_eagle3
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import GATED, GATED_EPS
 from medusa.errors import RequestError
-from medusa.export.base import MODEL_WEIGHTS, Export
+from medusa.export.base import MODEL_WEIGHTS, Export, Written, quoted
 from medusa.files import write_json
 from medusa.heads.context_kv import BASE, attention_heads
 from medusa.loading import load_config
 
 
 def write_eagle3(export: Export, name: str) -> None:
-    """Write heads of kind `eagle` as a layer of EAGLE-3 (tensor names: `medusa.checkpoints.eagle3`).
-
-    Args:
-        export: the heads, their backbone and the folder.
-        name: the server's name, `vllm` or `sglang`, for error messages.
+    """Write heads of kind `eagle` as a layer of EAGLE-3 for the server `name` (tensors: `medusa.checkpoints.eagle3`).
 
     Raises:
         RequestError: EAGLE-3's layer cannot represent the heads, or they belong to a backbone of other sizes.
     """
     heads, config = export.heads, export.heads.config
     if not config.servable:
-        wrong = [
-            f"heads.block={GATED}" if config.block != GATED else "",
-            "heads.lm_head=shared" if config.lm_head != "shared" else "",
-            "heads.prefix_layers=0" if config.prefix_layers else "",
-        ]
+        wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0}
+        settings = [f"heads.{key}={value}" for key, value in wanted.items() if getattr(config, key) != value]
         raise RequestError(
             f"{name} runs heads of kind eagle only as the layer of EAGLE-3, which these are not; train them with "
-            + " ".join(filter(None, wrong))
+            + " ".join(settings)
         )
     backbone = load_config(export.backbone).get_text_config(decoder=True)
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
@@ -72,3 +65,25 @@ def write_eagle3(export: Export, name: str) -> None:
         "base_model_name_or_path": config.base_model_name_or_path,
     }
     write_json(export.folder / CONFIG, layer)
+
+
+def write_sglang(export: Export) -> Written:
+    """Write heads of kind `eagle` as a layer of EAGLE-3, and return the command that serves it with SGLang.
+
+    Raises:
+        RequestError: the heads are of another kind, or differ from a layer of EAGLE-3.
+    """
+    if export.heads.config.kind != "eagle":
+        raise RequestError(
+            "sglang has no Medusa heads; train kind eagle with "
+            f"heads.kind=eagle heads.block={GATED} heads.lm_head=shared, or export to vllm"
+        )
+    write_eagle3(export, "sglang")
+    steps = export.heads.config.num_heads
+    return Written(
+        serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {quoted(export.place)} --speculative-num-steps {steps} "
+        f"--speculative-eagle-topk 4 --speculative-num-draft-tokens {4 * steps}",
+        lost="no tree of your own: SGLang grows one from --speculative-eagle-topk and --speculative-num-draft-tokens",
+        heads=export.heads,
+    )

@@ -27,18 +27,16 @@ def write(export: Export) -> Written:
     Raises:
         RequestError: vLLM cannot load heads of this kind or with these settings.
     """
-    if export.heads.config.kind == "eagle":
+    config = export.heads.config
+    method = "eagle3" if config.kind == "eagle" else "medusa"
+    asked = {"method": method, "model": str(export.place), "num_speculative_tokens": config.num_heads}
+    serve = f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"
+    if config.kind == "eagle":
         write_eagle3(export, "vllm")
-        return Written(
-            serve=_serving_command(export, "eagle3"),
-            lost="one chain of best guesses instead of a tree",
-            heads=export.heads,
-        )
-    require_square(export.heads.config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
-    heads = with_own_lm_heads(export)
-    config = heads.config
+        return Written(serve, "one chain of best guesses instead of a tree", export.heads)
+    require_square(config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
+    heads, shared = with_own_lm_heads(export), config.lm_head == "shared"
     tensors = {VLLM.called(name): tensor for name, tensor in to_published(heads).items()}
-    shared = export.heads.config.lm_head == "shared"
     if shared:
         of_heads = [tensors.pop(VLLM.lm_head.format(h=head)) for head in range(config.num_heads)]
         tensors[SHARED] = of_heads[0]
@@ -49,8 +47,8 @@ def write(export: Export) -> Written:
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.vocab_size,
+            "vocab_size": heads.config.vocab_size,
+            "truncated_vocab_size": heads.config.vocab_size,
             "num_heads": config.num_heads,
             "num_hidden_layers": config.num_layers,
             "medusa_fc_bias": True,
@@ -60,14 +58,8 @@ def write(export: Export) -> Written:
         },
     )
     return Written(
-        serve=_serving_command(export, "medusa"),
+        serve=serve,
         lost="one chain of best guesses instead of a tree; vLLM 0.33 and later have no Medusa heads",
         heads=heads,
         notes=["vllm==0.32.0 is the last version that loads these"],
     )
-
-
-def _serving_command(export: Export, method: str) -> str:
-    """Return the command `vllm serve` with the speculative method `medusa` or `eagle3`."""
-    asked = {"method": method, "model": str(export.place), "num_speculative_tokens": export.heads.config.num_heads}
-    return f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"

@@ -865,7 +865,7 @@ def test_a_failed_export_is_detected_and_leaves_no_files(
     def transposed(tensors: dict[str, Tensor], path: Path) -> None:
         original({name: t.T if "linear.weight" in name else t for name, t in tensors.items()}, path)
 
-    monkeypatch.setattr("medusa.export.base.save_tensors", transposed)
+    monkeypatch.setattr("medusa.export.published.save_tensors", transposed)
     words = ["--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone)]
     assert main(["export", "--to", "tgi", *words]) == 1
     assert "weights differ" in capsys.readouterr().err
