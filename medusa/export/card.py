@@ -7,7 +7,6 @@ is shown with the machine that measured it. If one of the files is missing, the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -107,15 +106,15 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
     Args:
         heads: the heads as they are written into the repository.
-        facts: facts and figures about the heads.
         with_code: whether the repository contains `custom_generate/generate.py`.
     """
     base = heads.config.base_model_name_or_path
+    name, base_is_on_hub = base or "an unknown backbone", is_hub_id(base)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= {"cell": _cell, "interval": _interval, "listed": _listed, "machine": _machine}
+    environment.filters |= {"listed": _listed, "machine": _machine}
     metadata = ModelCardData(
-        base_model=base if is_hub_id(base) else None,
+        base_model=base if base_is_on_hub else None,
         datasets=facts.data_name if is_hub_id(facts.data_name) else None,
         library_name="transformers" if with_code else "medusa-heads",
         license=facts.license,
@@ -125,19 +124,16 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
     return environment.get_template("card.md.j2").render(
         metadata=metadata.to_yaml(),
         bookkeeping=BOOKKEEPING,
-        base="an unknown backbone" if base is None else base if is_hub_id(base) else Path(base).name,
-        base_is_on_hub=is_hub_id(base),
+        base=name if base_is_on_hub else Path(name).name,
+        base_is_on_hub=base_is_on_hub,
         heads=heads,
         config=heads.config,
+        facts=facts,
         tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
         repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
         with_code=with_code,
         made=without_folders(facts.provenance),
-        data_name=facts.data_name,
-        benchmark=facts.benchmark,
         settings=without_folders((facts.benchmark or {}).get("settings")),
-        calibrations=facts.calibrations,
-        license=facts.license,
     )
 
 
@@ -148,11 +144,6 @@ def _machine(machine: Json) -> str:
     return ", ".join([place, *(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)])
 
 
-def _interval(ends: Sequence[float] | None) -> str:
-    """Format a confidence interval, such as ` (95 %: 1.20 to 1.35)`; return an empty text without an interval."""
-    return "" if not ends else f" (95 %: {ends[0]:.2f} to {ends[1]:.2f})"
-
-
 def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
     """Format a dictionary as `name value, name value`. Leave out empty values, and names with a prefix in `without`."""
     known = {name: value for name, value in values.items() if value not in (None, {}) and not name.startswith(without)}
@@ -161,11 +152,6 @@ def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
 
 def _short(value: object) -> str:
     """Format a value: floats with four digits, whole numbers with commas between thousands."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _cell(text: object) -> str:
-    """Escape a text for a cell of a Markdown table."""
-    return str(text).replace("|", "\\|")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

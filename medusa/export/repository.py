@@ -21,6 +21,7 @@ from medusa.errors import RequestError, RunError, first_line
 from medusa.export.base import Export, Written
 from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.export.hub_code import bundle
+from medusa.export.hub_code.heads import KINDS
 from medusa.files import write_text
 from medusa.loading import DEMO
 from medusa.tree import load_tree
@@ -34,7 +35,7 @@ DEFAULT_TREE = "eight"
 
 def why_no_code(config: MedusaConfig) -> str | None:
     """Return a property of the heads that `custom_generate/generate.py` cannot handle; `None` if it supports them."""
-    if config.kind not in ("medusa", "cascade"):
+    if config.kind not in KINDS:
         return f"kind {config.kind}"
     if config.prefix_layers:
         return f"{config.prefix_layers} prefix layers"
@@ -48,8 +49,7 @@ def write(export: Export) -> Written:
         RequestError: the code does not support these heads.
     """
     heads, facts = export.heads, export.facts
-    unknown = why_no_code(heads.config)
-    if unknown is not None:
+    if unknown := why_no_code(heads.config):
         raise RequestError(
             f"--to hub: its code decodes with independent and cascaded heads, not with heads with {unknown}; "
             "publish them without code by heads.push_to_hub, for use with this package"
@@ -70,13 +70,10 @@ def write(export: Export) -> Written:
 
 
 def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoint:
-    """Write a Hub repository of heads into `folder`, without the decoding code if it does not support these heads.
+    """Write a Hub repository of heads into `folder`, and return the heads as they were written.
 
     The files contain no paths of this machine. Heads without a tree get `DEFAULT_TREE`, cut to the depth that the heads
-    reach.
-
-    Returns:
-        The heads as they were written.
+    reach. The decoding code is left out if it does not support these heads.
     """
     base = heads.config.base_model_name_or_path
     default = load_tree(DEFAULT_TREE, heads.config.num_heads).clip(heads.config.num_heads)
@@ -84,7 +81,7 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
         heads.config,
         base_model_name_or_path=base if is_hub_id(base) or base is None else Path(base).name,
         backbone=without_folders(heads.config.backbone),
-        tree=heads.config.tree or [list(path) for path in default.rank_paths],
+        tree=heads.config.tree or default.to_json(),
     )
     provenance = heads.provenance if facts.provenance is None else facts.provenance
     written = Checkpoint(config, heads.tensors, without_folders(provenance))
@@ -100,18 +97,12 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
 class PushOptions(TypedDict, total=False):
     """The options of `MedusaHeads.push_to_hub`."""
 
-    private: bool | None
-    """Whether a new repository is private; by default according to the settings of the account."""
-    token: str | bool | None
-    """The access token; by default that of `hf auth login`."""
-    revision: str | None
-    """The branch, which is created if it does not exist; by default main."""
-    commit_message: str | None
-    """The commit message; by default the number and kind of the heads, and their backbone."""
-    license: str | None
-    """The Hub's name of the licence for the model card, such as apache-2.0."""
-    benchmark: str | Path | None
-    """A file that `medusa benchmark --json` wrote for these heads. Its figures go into the model card."""
+    private: bool | None  # whether a new repository is private; by default according to the settings of the account
+    token: str | bool | None  # the access token; by default that of `hf auth login`
+    revision: str | None  # the branch, which is created if it does not exist; by default main
+    commit_message: str | None  # by default the number and kind of the heads, and their backbone
+    license: str | None  # the Hub's name of the licence for the model card, such as apache-2.0
+    benchmark: str | Path | None  # results of `medusa benchmark --json` for these heads, for the model card
 
 
 def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str:
@@ -127,8 +118,7 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
     benchmark, revision = options.get("benchmark"), options.get("revision")
-    measured = None if benchmark is None else read_benchmark(benchmark)
-    facts = Facts(repo_id=repo_id, license=options.get("license"), benchmark=measured)
+    facts = Facts(repo_id, options.get("license"), benchmark=None if benchmark is None else read_benchmark(benchmark))
     api = HfApi(token=options.get("token"))
     try:
         repo = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
