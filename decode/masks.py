@@ -10,8 +10,7 @@ Shapes: B rows, N nodes of a draft, S cache slots, W nodes of one forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,61 +18,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from decode.topology import Topology
-
-Mask = Tensor | dict[str, Tensor]
-"""One mask, or a dict with one mask per kind of attention layer, by transformers' names of the kinds."""
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-
-
-class LayerKind(NamedTuple):
-    """A kind of attention layer: full attention, a sliding window, or chunks."""
-
-    name: str = FULL
-    window: int | None = None
-    """A query sees keys at most `window - 1` positions before it."""
-    chunk: int | None = None
-    """A query sees only keys of its own chunk of positions."""
-
-    def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Hide keys outside the layer's window or chunk in the mask `allowed`; `query` and `key` are positions."""
-        if self.window is not None:
-            allowed = allowed & (query - key < self.window)
-        if self.chunk is not None:
-            allowed = allowed & (query // self.chunk == key // self.chunk)
-        return allowed
-
-
-FULL_LAYER = LayerKind()
-
-
-class LayerKinds:
-    """The kinds of attention layers in one model."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        named = getattr(config, "layer_types", None)
-        self.is_dict = named is not None
-        """Whether the model takes a dict of masks."""
-        window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-        names = sorted(set(named)) if named is not None else [SLIDING if window else CHUNKED if chunk else FULL]
-        self.kinds = [
-            LayerKind(name, window if name == SLIDING else None, chunk if name == CHUNKED else None) for name in names
-        ]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every attention layer of the model sees the whole text."""
-        return [kind.name for kind in self.kinds] == [FULL]
-
-    def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """Make a mask for each kind of attention layer with `of_kind`; returns one mask or a dict of masks."""
-        masks = {kind.name: of_kind(kind) for kind in self.kinds}
-        return masks if self.is_dict else next(iter(masks.values()))
-
-
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make an additive mask: 0 where `allowed` is true, else the least finite number of `dtype`."""
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return zeros.masked_fill_(~allowed, torch.finfo(dtype).min)
+from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive
 
 
 class TreeMasks:

@@ -1,4 +1,4 @@
-"""Checks of a model's config: whether the model can verify a tree of tokens in one forward.
+"""What a model's config says about trees: whether the model can verify one, and which masks its layers need.
 
 This file is also a part of the decoder in Hub repositories (`medusa.export.hub_code`). So it imports nothing from this
 package.
@@ -6,12 +6,17 @@ package.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
-TREE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""The types of layers that accept a tree mask."""
+Mask = Tensor | dict[str, Tensor]
+"""One mask, or a dict with one mask per kind of attention layer, by transformers' names of the kinds."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""The kinds of attention layers that accept a tree mask."""
 MASK_BLIND = {
     "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
     "mpt": "its ALiBi biases follow slot indices, not positions",
@@ -49,7 +54,7 @@ def longrope_boundary(model: PreTrainedModel) -> int | None:
 def why_no_tree(model: PreTrainedModel) -> str | None:
     """Return the reason why the model cannot verify a tree in one forward; `None` if the config shows no reason."""
     config = text_config(model)
-    unfit = set(getattr(config, "layer_types", None) or ()) - TREE_LAYERS
+    unfit = set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING, CHUNKED}
     attention = getattr(config, "_attn_implementation", None) or ""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not supported"
@@ -63,3 +68,54 @@ def why_no_tree(model: PreTrainedModel) -> str | None:
     if any(name in attention for name in ("flash", "flex", "paged")):
         return f"attention {attention!r} takes no tree mask; load it with sdpa or eager (--attention sdpa)"
     return None
+
+
+class LayerKind(NamedTuple):
+    """A kind of attention layer: full attention, a sliding window, or chunks."""
+
+    name: str = FULL
+    window: int | None = None
+    """A query sees keys at most `window - 1` positions before it."""
+    chunk: int | None = None
+    """A query sees only keys of its own chunk of positions."""
+
+    def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Hide keys outside the layer's window or chunk in the mask `allowed`; `query` and `key` are positions."""
+        if self.window is not None:
+            allowed = allowed & (query - key < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (query // self.chunk == key // self.chunk)
+        return allowed
+
+
+FULL_LAYER = LayerKind()
+
+
+class LayerKinds:
+    """The kinds of attention layers in one model."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        named = getattr(config, "layer_types", None)
+        self.is_dict = named is not None
+        """Whether the model takes a dict of masks."""
+        window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        names = sorted(set(named)) if named is not None else [SLIDING if window else CHUNKED if chunk else FULL]
+        self.kinds = [
+            LayerKind(name, window if name == SLIDING else None, chunk if name == CHUNKED else None) for name in names
+        ]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every attention layer of the model sees the whole text."""
+        return [kind.name for kind in self.kinds] == [FULL]
+
+    def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
+        """Make a mask for each kind of attention layer with `of_kind`; returns one mask or a dict of masks."""
+        masks = {kind.name: of_kind(kind) for kind in self.kinds}
+        return masks if self.is_dict else next(iter(masks.values()))
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make an additive mask: 0 where `allowed` is true, else the least finite number of `dtype`."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -15,12 +15,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.cache import TreeCache, TreeLayer
 from decode.heads_cache import HeadsCache
-from decode.masks import additive, visible_slots
+from decode.masks import visible_slots
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
+from medusa.tree_support import additive
 
 
 class FixedLayer(CacheLayerMixin):

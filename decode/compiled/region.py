@@ -20,9 +20,10 @@ from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, Fix
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Draft, Drafter, Frontier
 from decode.loop import at_end, pack
-from decode.masks import LayerKinds, additive, visible_slots
+from decode.masks import visible_slots
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone
+from medusa.tree_support import LayerKinds, additive
 
 KEPT = 8
 """Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""

@@ -22,7 +22,7 @@ from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import LevelwiseDrafter
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.drafters.tries import chain
-from decode.masks import LayerKinds, Mask, grown_masks
+from decode.masks import grown_masks
 from decode.ops.fast_topk import argmax, top_k
 from decode.ops.grouped_attention import grouped
 from decode.prefill import prefill
@@ -37,6 +37,7 @@ from medusa.heads.sequential import State
 from medusa.loading import load_config
 from medusa.memory import bytes_of
 from medusa.tree import Tree
+from medusa.tree_support import LayerKinds, Mask
 
 
 @dataclass(frozen=True)

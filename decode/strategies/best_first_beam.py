@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
-from decode.masks import LayerKinds, grown_masks
+from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
 from decode.ops.grouped_attention import grouped
 from decode.prefill import prefill
@@ -31,6 +31,7 @@ from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
+from medusa.tree_support import LayerKinds
 
 
 class Hypothesis(NamedTuple):

@@ -19,11 +19,12 @@ from transformers.masking_utils import sdpa_mask
 from decode import generate, masks, prefill, verify
 from decode import tree_check as capability
 from decode.cache import TreeCache
-from decode.masks import FULL_LAYER, LayerKind, visible
+from decode.masks import visible
 from decode.topology import Topology
 from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
 from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
+from medusa.tree_support import FULL_LAYER, LayerKind
 from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, tiny_model
 
 WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]

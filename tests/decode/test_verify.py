@@ -11,11 +11,12 @@ from transformers import LlamaConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.masks import LayerKind, LayerKinds, TreeMasks, visible
+from decode.masks import TreeMasks, visible
 from decode.topology import Topology
 from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
+from medusa.tree_support import LayerKind, LayerKinds
 from tests.helpers import FAMILIES, path_logits, random_ids, random_tree, tiny_model
 
 T, F = True, False

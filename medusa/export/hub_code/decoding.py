@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from medusa.tree_support import longrope_boundary, text_config, why_no_tree
+from medusa.tree_support import LayerKinds, Mask, additive, longrope_boundary, text_config, why_no_tree
 
 from .heads import CandidateTree, Heads, require
 
@@ -123,32 +123,17 @@ def tree_forward(
     ).logits[0]
 
 
-def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-    """Make the additive mask [1, 1, N, T + N] of N nodes after T tokens for each type of attention layer.
+def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length: int) -> Mask:
+    """Make the additive mask [1, 1, N, T + N] of N nodes after T tokens for each kind of attention layer.
 
-    Each node attends to the text, to its ancestors and to itself. Sliding windows use positions instead of cache
-    slots, because nodes of one depth share a position. The masks are additive, because eager attention adds them.
+    Each node attends to the text, to its ancestors and to itself. Windows and chunks use positions instead of cache
+    slots, because nodes of one depth share a position.
     """
-    config = text_config(model)
     text = torch.ones(len(tree.depth), length, dtype=torch.bool, device=model.device)
-    sees = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]
-    of_query, of_key = position[:, None], torch.cat([torch.arange(length, device=model.device), position])
-
-    def mask(kind: str) -> Tensor:
-        allowed = sees
-        if kind == "sliding_attention":
-            allowed = sees & (of_query - of_key < config.sliding_window)
-        elif kind == "chunked_attention":
-            allowed = sees & (of_query // config.attention_chunk_size == of_key // config.attention_chunk_size)
-        zeros = torch.zeros(allowed.shape, dtype=model.dtype, device=model.device)
-        return zeros.masked_fill_(~allowed, torch.finfo(model.dtype).min)[None, None]
-
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return {kind: mask(kind) for kind in set(kinds)}
-    if getattr(config, "sliding_window", None):
-        return mask("sliding_attention")
-    return mask("chunked_attention" if getattr(config, "attention_chunk_size", None) else "full_attention")
+    allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]
+    query, key = position[:, None], torch.cat([torch.arange(length, device=model.device), position])
+    layers = LayerKinds(text_config(model))
+    return layers.masks(lambda kind: additive(kind.limited(allowed, query, key), model.dtype)[None, None])
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:

@@ -17,7 +17,7 @@ from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, window_topology
 from decode.drafters.tries import Trie, chain, draft_of
 from decode.loop import Acceptor, TreeStepper
-from decode.masks import LayerKind, visible
+from decode.masks import visible
 from decode.request import prepare
 from decode.sequences import Sequences
 from decode.session import Session
@@ -25,6 +25,7 @@ from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.verify import Verifier
 from medusa.backbone import Readout
+from medusa.tree_support import LayerKind
 from tests.decode.drafters.test_drafters import PROMPTS, repetitive
 from tests.decode.drafters.test_ngram import Request
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, run_steps, tiny_model
