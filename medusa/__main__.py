@@ -89,8 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command if command in COMMANDS else None)
     args, rest = parser.parse_known_args(arguments)
-    if rest and hasattr(args, "overrides") and not any(argument.startswith("-") for argument in rest):
-        args.overrides = [*args.overrides, *rest]  # argparse leaves a key=value that follows an option in `rest`
+    if rest and args.command == "train" and not any(argument.startswith("-") for argument in rest):
+        # argparse leaves a key=value that follows an option in `rest`.
+        args.overrides = [*getattr(args, "overrides", []), *rest]
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     args.command_line = shlex.join(["medusa", *arguments])  # is written into results

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from medusa.errors import RequestError
@@ -51,6 +51,11 @@ def share(default: float, help: str, metavar: str, name: str = "") -> Any:
     return option(default, help, "between 0 and 1", lambda value: 0 <= value <= 1, metavar, name)
 
 
+def argument_name(known: Field[object]) -> str:
+    """Return the name of an option's argument on the command line, without `--`."""
+    return (known.metadata["name"] or known.name).replace("_", "-")
+
+
 class OptionError(RequestError):
     """An invalid value of an option. The message begins with the option's name."""
 
@@ -67,8 +72,12 @@ class Options:
         for known in fields(self):
             check, value = known.metadata.get("check"), getattr(self, known.name)
             if check is not None and value is not None and not check(value):
-                name = (known.metadata["name"] or known.name).replace("_", "-")
-                raise OptionError(f"{name} is {value}; it must be {known.metadata['allowed']}")
+                raise OptionError(f"{argument_name(known)} is {value}; it must be {known.metadata['allowed']}")
+
+    def check_given(self, names: Sequence[str]) -> None:
+        """Check which arguments the user gave on the command line, even with their default values; here none.
+
+        Subclasses raise a `RequestError` for arguments that have no effect. `names`: the arguments without `--`."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from decode.serve.texts import TextGenerator, TextPiece
     from decode.settings import Settings
 
-PORT = 8765
 HELP = """\
 /plain   turn the drafter off or on
 /reset   start a new conversation
@@ -40,44 +39,49 @@ Ctrl-C stops an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Page(Network):
+    """Options of the chat in the browser."""
+
+    web: bool = option(False, "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')")
+
+    def check_given(self, names: Sequence[str]) -> None:
+        if names and not self.web:
+            raise RequestError(f"--{names[0]} belongs to the page in the browser; add --web, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions(CommandOptions):
     """Options of `medusa chat`."""
 
     batch_size: int = 1
     system: str | None = option(None, "start the conversation with this system message", metavar="TEXT")
-    web: bool = option(False, "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')")
     plain: bool = option(False, "start without a drafter: one token a step")
-    network: Network = group(Network, "network (--web)", port=PORT)
+    page: Page = group(Page, "the page in the browser", port=8765)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.models.heads is None and self.models.drafter is None and (self.web or not self.plain):
+        if self.models.heads is None and self.models.drafter is None and (self.page.web or not self.plain):
             raise RequestError(
-                "there are no heads; give --heads H or --drafter ngram" + (", or --plain" * (not self.web))
+                "there are no heads; give --heads H or --drafter ngram" + (", or --plain" * (not self.page.web))
             )
-        if self.web:
+        if self.page.web:
             for name, given in (("json", self.output.json), ("plain", self.plain)):
                 if given:
                     raise RequestError(f"--{name} belongs to the chat in the terminal; leave out --web or --{name}")
-            return
-        default = Network(port=PORT)
-        for known in fields(Network):
-            if getattr(self.network, known.name) != getattr(default, known.name):
-                raise RequestError(f"--{known.name} belongs to the page in the browser; add --web, or leave it out")
 
 
 def run(options: ChatOptions) -> None:
     from medusa.commands import models
 
-    if options.web:
+    if options.page.web:
         require_extra("web", "nicegui")
-        options.network.require_free()
+        options.page.require_free()
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
     generator, settings = models.text_generator(opened, "a chat"), opened.settings
     terminal = _Terminal(options, generator, settings)  # raises an error for a system message without a template
     begin = [opened.loaded.bos_token_id or 0]
-    if options.web:
+    if options.page.web:
         _serve_page(options, generator, settings, begin)
         return
     with options.warming_up():
@@ -92,12 +96,12 @@ def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settin
     from decode.serve.chat import ChatWorker
     from decode.serve.chat_page import PageConfig, serve
 
-    worker, network = ChatWorker(generator), options.network
+    worker, page = ChatWorker(generator), options.page
     with options.warming_up():
         worker.call(generator.warm_up, begin, settings)
     names = options.models.backbone, options.models.drafter or "heads"
     config = PageConfig(worker, settings, *names, options.system, options.runtime.seed)
-    serve(config, network.host, network.port, network.allowed_hosts, lambda: network.announce("chat"))
+    serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
 
 
 class _Terminal:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -163,12 +163,9 @@ class Contrasting(ContrastOptions):
         metavar="B",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for known in fields(ContrastOptions):
-            if self.amateur is None and getattr(self, known.name) != known.default:
-                name = str(known.metadata["name"]).replace("_", "-")
-                raise RequestError(f"--{name} belongs to contrastive decoding; add --amateur B, or leave it out")
+    def check_given(self, names: Sequence[str]) -> None:
+        if self.amateur is None and names:
+            raise RequestError(f"--{names[0]} belongs to contrastive decoding; add --amateur B, or leave it out")
 
 
 NO_CONTRAST = Contrasting()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -36,6 +36,11 @@ class Strategy(SearchOptions):
     def is_search(self) -> bool:
         return self.strategy in SEARCHES
 
+    def check_given(self, names: Sequence[str]) -> None:
+        of_search = [name for name in names if name != "strategy"]
+        if of_search and not self.is_search:
+            raise RequestError(f"--{of_search[0]} belongs to beam search; add --strategy beam or best-first-beam")
+
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
         """Check that this search or decoding strategy can be combined with the command's other options.
 
@@ -48,10 +53,6 @@ class Strategy(SearchOptions):
         if self.is_search:
             self._require_search(command, others)
             return
-        for known in fields(SearchOptions):
-            if getattr(self, known.name) != known.default:
-                name = known.name.replace("_", "-")
-                raise RequestError(f"--{name} belongs to beam search; add --strategy beam or best-first-beam")
         if self.strategy == "greedy" and temperature > 0:
             raise RequestError(f"--strategy greedy needs --temperature 0, and it is {temperature}; leave one out")
         if self.strategy == "sample" and temperature == 0:

@@ -114,6 +114,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "no such amateur": (("--amateur", "/no/such/folder"), "/no/such/folder"),
     "an amateur of another vocabulary": (("--amateur", "demo"), "the amateur demo has 4096 tokens and the backbone 61"),
     "nobody to contrast with": (("--contrast-alpha", "0.2"), "--contrast-alpha belongs to contrastive decoding"),
+    "a constant at its default without an amateur": (
+        ("--contrast-alpha", "0.1"),
+        "--contrast-alpha belongs to contrastive decoding",
+    ),
     "implausible": (("--amateur", "demo", "--contrast-alpha", "2"), "contrast-alpha is 2.0; it must be between 0"),
     "a contrast upside down": (("--amateur", "demo", "--contrast-beta", "-1"), "contrast-beta is -1.0"),
     "an amateur of ice": (("--amateur", "demo", "--amateur-temperature", "0"), "amateur-temperature is 0.0"),
@@ -122,6 +126,11 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         "--strategy beam searches for the most probable text; leave out --heads",
     ),
     "beams of nothing": (("--num-beams", "3"), "add --strategy beam or best-first-beam"),
+    "beams at their default of nothing": (("--num-beams", "4"), "--num-beams belongs to beam search"),
+    "no penalty for no beams": (
+        ("--strategy", "greedy", "--length-penalty", "0"),
+        "--length-penalty belongs to beam search",
+    ),
     "greedy draws": (("--strategy", "greedy", "--temperature", "1"), "leave one out"),
     "samples at temperature 0": (("--strategy", "sample"), "--temperature above 0"),
     "a contrast, compiled": (("--amateur", "demo", "--compile"), "leave out --compile"),

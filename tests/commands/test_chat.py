@@ -111,6 +111,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
         (CHAT, "there are no heads; give --heads H or --drafter ngram, or --plain"),
         ((*CHAT, "--web", "--plain"), "there are no heads; give --heads H or --drafter ngram"),
         ((*WITH_HEADS, "--port", "80"), "--port belongs to the page in the browser"),
+        ((*WITH_HEADS, "--port", "8765"), "--port belongs to the page in the browser"),
         ((*WITH_HEADS, "--web", "--json", "x.json"), "--json belongs to the chat in the terminal"),
         ((*WITH_HEADS, "--system", "Be kind."), "--system needs a chat template"),
         ((*WITH_HEADS, "--temperature", "-1"), "temperature is -1.0; it must be 0"),
