@@ -52,7 +52,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
             name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if module:
-            from medusa.commands.arguments import add_arguments, read
+            from medusa.options import add_arguments, read
 
             kind = getattr(module, module.run.__annotations__["options"])
             add_arguments(sub, kind)

@@ -32,12 +32,11 @@ from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
 from measuring import Measured, MeasuringOptions, open_measured, show, take_turns
 from medusa.__main__ import main as medusa
-from medusa.commands.arguments import group, parse
 from medusa.commands.models import open_drafter
 from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import Loaded
-from medusa.options import REQUIRED, LoadOptions, count, option
+from medusa.options import REQUIRED, LoadOptions, count, group, option, parse
 from script_tools import markdown_table, run_script, script_parser
 
 DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]

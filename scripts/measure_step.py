@@ -45,12 +45,11 @@ from decode.topology import Topology
 from measuring import MeasuringOptions, PeakMemory, open_measured, show
 from medusa import MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
-from medusa.commands.arguments import group, parse
 from medusa.commands.models import open_heads
 from medusa.commands.options import Models
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import DTYPES
-from medusa.options import count, option
+from medusa.options import count, group, option, parse
 from script_tools import markdown_table, positive, run_script, script_parser
 from tiny_models import random_heads
 

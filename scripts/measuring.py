@@ -14,11 +14,10 @@ from decode.bench.machine import stopwatch
 from decode.bench.methods import Method
 from decode.settings import Settings
 from decode.tree_check import require_tree_forward
-from medusa.commands.arguments import group
 from medusa.commands.models import open_models
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts
 from medusa.loading import Loaded
-from medusa.options import count
+from medusa.options import count, group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decode.settings import Settings
-from medusa.commands.arguments import group
 from medusa.commands.options import CommandOptions, Models, Prompts, require_writable, warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing_folder, require_absent, write_json
-from medusa.options import count, option
+from medusa.options import count, group, option
 
 if TYPE_CHECKING:
     from decode.bench.compare import Comparison

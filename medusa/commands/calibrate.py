@@ -14,10 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode.settings import Settings
-from medusa.commands.arguments import group
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
 from medusa.errors import RequestError
-from medusa.options import REQUIRED, count, option
+from medusa.options import REQUIRED, count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 

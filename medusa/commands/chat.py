@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from medusa.commands.arguments import group
 from medusa.commands.network import Network
 from medusa.commands.options import CommandOptions, require_extra, speed_line, warn, warn_if_useless
 from medusa.errors import RequestError
-from medusa.options import option
+from medusa.options import group, option
 
 if TYPE_CHECKING:
     from decode.results import Result

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.commands.arguments import group
 from medusa.commands.evaluate import DataOptions
 from medusa.commands.options import Models, Output, warn
 from medusa.errors import RequestError
 from medusa.files import readable
-from medusa.options import REQUIRED, LoadOptions, Options, count, option
+from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
 from medusa.records.sources import read_records
 
 if TYPE_CHECKING:

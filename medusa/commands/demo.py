@@ -23,7 +23,6 @@ from rich.text import Text
 
 from decode.settings import Settings
 from medusa.commands import benchmark
-from medusa.commands.arguments import group
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.distill.engines import LocalEngine
 from medusa.commands.distill.journal import Journal
@@ -31,7 +30,7 @@ from medusa.commands.distill.tasks import Task
 from medusa.commands.options import Models, Output, Prompts, RuntimeOptions
 from medusa.errors import RequestError
 from medusa.files import ASSETS, write_json
-from medusa.options import LoadOptions, Options, count, option
+from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.record import prompt_ids
 
 if TYPE_CHECKING:

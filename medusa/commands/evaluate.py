@@ -14,9 +14,8 @@ from rich.progress import track
 from rich.table import Table
 
 from decode.settings import Settings
-from medusa.commands.arguments import group
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, read_prompts
-from medusa.options import REQUIRED, Options, count, option
+from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR
 

@@ -14,12 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.commands.arguments import group
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError
 from medusa.export import FORMATS
 from medusa.files import Json, read_json, readable, replacing_folder, require_absent
-from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, option
+from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa.commands import search
-from medusa.commands.arguments import group
 from medusa.commands.options import CommandOptions, Prompts, batches, speed_line, warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, readable
-from medusa.options import option
+from medusa.options import group, option
 
 if TYPE_CHECKING:
     from transformers import TextStreamer

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from medusa.commands.arguments import group
 from medusa.commands.options import Output
 from medusa.files import read_json
-from medusa.options import REQUIRED, Options, option
+from medusa.options import REQUIRED, Options, group, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from decode.settings import Settings, require_uncontrasted
 from decode.strategies.options import ContrastOptions
-from medusa.commands.arguments import group
 from medusa.errors import RequestError
 from medusa.files import write_json
-from medusa.options import REQUIRED, LoadOptions, Options, count, option
+from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 

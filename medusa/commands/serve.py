@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from medusa.commands.arguments import group
 from medusa.commands.network import Network
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
 from medusa.errors import RequestError
-from medusa.options import count, option
+from medusa.options import count, group, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from medusa.commands.arguments import group
 from medusa.commands.options import Output, RuntimeOptions
-from medusa.options import REQUIRED, Options, count, option
+from medusa.options import REQUIRED, Options, count, group, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.arguments import group
 from medusa.commands.options import CommandOptions, Prompts, require_writable
 from medusa.files import require_absent
-from medusa.options import count, option
+from medusa.options import count, group, option
 
 GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
 

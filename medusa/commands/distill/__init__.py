@@ -18,7 +18,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.arguments import group
 from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
@@ -35,7 +34,7 @@ from medusa.commands.options import (
 )
 from medusa.errors import RequestError, RunError
 from medusa.files import Json, disk_may_fill, free_bytes, read_json, readable, write_json
-from medusa.options import REQUIRED, count, option
+from medusa.options import REQUIRED, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
 
