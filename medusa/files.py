@@ -6,8 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ Json = dict[str, Any]
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file in the folder of `path`. It replaces `path` on success and is removed after an error."""
+    """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _unused_name(path)
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp creates files that only the owner can read
+        umask = os.umask(0)  # the only way to read the umask is to set it
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -41,11 +41,10 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `path`. It replaces `path` on success and is removed after an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    temporary = _unused_name(path)
+    temporary.mkdir(parents=True)
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())
         if path.exists():  # unlike a file, a folder cannot be replaced in one step
             shutil.rmtree(path)
         os.replace(temporary, path)
@@ -53,11 +52,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _umask() -> int:
-    """Return the umask of the process. The only way to read the umask is to set it."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
+def _unused_name(path: Path) -> Path:
+    return path.parent / f".{path.name}.{secrets.token_hex(8)}"
 
 
 def write_text(path: Path, text: str) -> None:
