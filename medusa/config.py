@@ -18,6 +18,9 @@ BLOCKS = ("square", "mlp", GATED)
 LM_HEADS = ("own", "shared")
 MIN_VOCABULARY = 32
 """The smallest reduced vocabulary of heads, in tokens. Usual trees need fewer guesses of a head."""
+MINIMA = {"hidden_size": 1, "num_heads": 1, "num_layers": 1, "prefix_layers": 0}
+MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}
+"""The smallest values of the fields that are whole numbers."""
 
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}
@@ -51,11 +54,7 @@ class PrefixSizes(TypedDict):
 
 @dataclass
 class MedusaConfig:
-    """The config of a set of heads: kind of heads, shapes and backbone.
-
-    Raises:
-        RequestError: a value is invalid, or two values cannot be combined.
-    """
+    """The config of a set of heads: kind of heads, shapes and backbone; RequestError if a value is invalid."""
 
     hidden_size: int
     """The size of the backbone's hidden states."""
@@ -86,25 +85,24 @@ class MedusaConfig:
     """The paths of the best tree for these heads (`medusa.tree`); `None` if unknown."""
 
     def __post_init__(self) -> None:
-        _require_one_of("heads.kind", self.kind, tuple(KINDS))
-        _require_one_of("heads.block", self.block, (*BLOCKS, ORIGINAL_HYDRA))
-        _require_one_of("heads.lm_head", self.lm_head, LM_HEADS)
+        for name, allowed in {"kind": KINDS, "block": (*BLOCKS, ORIGINAL_HYDRA), "lm_head": LM_HEADS}.items():
+            if getattr(self, name) not in tuple(allowed):
+                raise RequestError(f"heads.{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
         if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
             raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
-        for name in ("hidden_size", "num_heads", "num_layers"):
-            _require_count(name, getattr(self, name))
-        _require_count("prefix_layers", self.prefix_layers, at_least=0)
-        if self.vocab_size is not None:
-            _require_count("vocab_size", self.vocab_size)
+        for name, least in MINIMA.items():
+            value = getattr(self, name)
+            if value is None and name in ("vocab_size", "vocabulary"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least {least}")
         if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
-        if self.vocabulary is not None:
-            _require_count("vocabulary", self.vocabulary, at_least=MIN_VOCABULARY)
-            if self.vocab_size is None or self.vocabulary >= self.vocab_size:
-                tokens = self.vocab_size or "an unknown number of"
-                raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
+        if self.vocabulary is not None and (self.vocab_size is None or self.vocabulary >= self.vocab_size):
+            tokens = self.vocab_size or "an unknown number of"
+            raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
@@ -137,10 +135,7 @@ class MedusaConfig:
         return self.kind == "medusa" and not self.prefix_layers and self.vocabulary is None
 
     def to_dict(self) -> Json:
-        """Return the content of `config.json`.
-
-        For TGI and LoRAX the key `version` is "2" if the heads share the backbone's LM head.
-        """
+        """Return the content of `config.json`. With a shared LM head its `version` is "2", for TGI and LoRAX."""
         out: Json = {published: getattr(self, ours) for ours, published in PUBLISHED_KEYS.items()}
         if self.lm_head == "shared":
             out["version"] = "2"
@@ -148,23 +143,6 @@ class MedusaConfig:
 
     @classmethod
     def from_dict(cls, content: Json) -> MedusaConfig:
-        """Make a config from the content of `config.json`. Unknown keys are ignored.
-
-        Raises:
-            RequestError: a value is invalid.
-            TypeError: `hidden_size` is missing.
-        """
+        """Make a config from the content of `config.json`, without unknown keys; TypeError without `hidden_size`."""
         keys = PUBLISHED_KEYS | {key: key for key in OUR_KEYS}
         return cls(**{field: content[key] for field, key in keys.items() if key in content})
-
-
-def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise RequestError unless the value of the option `name` is allowed."""
-    if value not in allowed:
-        raise RequestError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-
-
-def _require_count(name: str, value: object, at_least: int = 1) -> None:
-    """Raise RequestError unless the value of the option `name` is a whole number of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least {at_least}")
