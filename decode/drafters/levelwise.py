@@ -208,7 +208,7 @@ class PathDrafter(LevelwiseDrafter):
         self.lm_head = lm_head_for(heads, backbone)
 
     def begin(self, frontier: Frontier) -> State:
-        return self.heads.begin(frontier.hidden.to(self.heads.device, self.dtype)[:, None])
+        return (frontier.hidden.to(self.heads.device, self.dtype)[:, None],)
 
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         embedded = self.backbone.embed(tokens).to(device=state[0].device, dtype=self.dtype)

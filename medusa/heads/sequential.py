@@ -33,34 +33,32 @@ State = tuple[Tensor, ...]
 
 
 class SequentialHeads(MedusaHeads, ABC):
-    """K heads that run one after the other. Subclasses create the modules (`make_blocks`) and run one head (`step`)."""
+    """K heads that run one after the other. Each is a stack of blocks, except in EAGLE. Subclasses define `step`."""
 
-    @abstractmethod
-    def make_blocks(self) -> None: ...
+    def make_blocks(self) -> None:
+        stack = OriginalHydraStack if self.config.block == ORIGINAL_HYDRA else Stack
+        self.stacks = nn.ModuleList(stack(self.config, self.input_size(head)) for head in range(self.config.num_heads))
 
-    def begin(self, hidden: Tensor) -> State:
-        """Make the state that head 0 reads from the backbone's hidden states [..., H]."""
-        return (hidden,)
+    def input_size(self, head: int) -> int:
+        """Return the input size of the first block of head `head` (an index from 0)."""
+        return self.config.hidden_size
 
     @abstractmethod
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        """Run one head without its LM head.
+        """Compute the features [..., H] of the head with index `head`, and the state for the next head.
 
         Args:
-            head: the index of the head, from 0.
-            state: the state that the previous head returned, or `begin` for head 0.
+            state: the state that the previous head returned; for head 0, only the hidden states [..., H].
             token: [..., H] embedding of the token before the guess at each position, for kinds with `follows_path`.
             context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text.
-
-        Returns:
-            The features [..., H], to which the LM head is applied, and the state for the next head.
         """
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
         hidden, following, context_kv = inputs
         if self.follows_path and following is None:
             raise RequestError(f"heads of kind {self.config.kind} guess from earlier tokens; pass `following`")
-        state, found = self.begin(hidden), []
+        state: State = (hidden,)
+        found = []
         for head in range(self.config.num_heads if num_heads is None else num_heads):
             token = None if following is None else following[..., head, :]
             feature, state = self.step(head, state, token, context_kv)
@@ -72,27 +70,12 @@ class SequentialHeads(MedusaHeads, ABC):
         return lm_head(features) if self.lm_heads is None else features @ self.lm_heads[head]
 
 
-class StackedHeads(SequentialHeads):
-    """Sequential heads in which each head is a stack of blocks. A subclass defines the input size of each stack."""
-
-    def make_blocks(self) -> None:
-        stack = OriginalHydraStack if self.config.block == ORIGINAL_HYDRA else Stack
-        self.stacks = nn.ModuleList(stack(self.config, self.input_size(head)) for head in range(self.config.num_heads))
-
-    @abstractmethod
-    def input_size(self, head: int) -> int:
-        """Return the input size of the first block of head `head` (an index from 0)."""
-
-
-class CascadeHeads(StackedHeads):
+class CascadeHeads(SequentialHeads):
     """Cascaded heads: each head reads the features [..., H] of the previous head, which are the state.
 
     Cascaded heads do not read the guessed tokens. So all nodes of a level have the same guesses as children, and a
     decoding step costs as much as with independent heads.
     """
-
-    def input_size(self, head: int) -> int:
-        return self.config.hidden_size
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         (previous,) = state
@@ -100,7 +83,7 @@ class CascadeHeads(StackedHeads):
         return feature, (feature,)
 
 
-class RecurrentHeads(StackedHeads):
+class RecurrentHeads(SequentialHeads):
     """Recurrent heads: each head reads the features [..., H] of the previous head (the state) and one token."""
 
     follows_path = True
@@ -115,7 +98,7 @@ class RecurrentHeads(StackedHeads):
         return feature, (feature,)
 
 
-class HydraHeads(StackedHeads):
+class HydraHeads(SequentialHeads):
     """Hydra heads: head k reads the hidden state and all k + 1 tokens after it, concatenated to [..., (k + 2) H].
 
     The state for head k is [..., (k + 1) H]: the hidden state and the embeddings of the first k tokens.
@@ -128,12 +111,10 @@ class HydraHeads(StackedHeads):
     follows_path = True
 
     def __init__(self, config: MedusaConfig) -> None:
-        """Create untrained heads, with biases of LM heads if the block is that of the original Hydra."""
         super().__init__(config)
         self.lm_biases: nn.Parameter | None = None
-        if config.block == ORIGINAL_HYDRA and config.vocab_size is not None:
-            tokens = config.draft_vocab_size(config.vocab_size)
-            self.lm_biases = nn.Parameter(torch.zeros(config.num_heads, tokens))
+        if config.block == ORIGINAL_HYDRA and self.lm_heads is not None:
+            self.lm_biases = nn.Parameter(torch.zeros(config.num_heads, self.lm_heads.shape[-1]))
 
     def input_size(self, head: int) -> int:
         return (head + 2) * self.config.hidden_size
