@@ -37,20 +37,19 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Make the parser of all sub-commands. Only the module of `command` is imported, and only its options are added."""
+    plain = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="medusa",
         description="Train Medusa heads on a frozen language model, decode with them, and measure the speedup.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=plain,
     )
     parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         module = import_module(f"medusa.commands.{name}") if name == command else None
         description = (module.__doc__ or summary) if module else summary
-        sub = commands.add_parser(
-            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        sub = commands.add_parser(name, help=summary, description=description, formatter_class=plain)
         if module:
             from medusa.options import add_arguments, read
 

@@ -31,8 +31,7 @@ class Readout(NamedTuple):
 
     hidden: Tensor
     """[..., H] the last hidden states, after the final norm. The LM head and all Medusa heads read them."""
-    logits: Tensor
-    """[..., V] the logits of the backbone."""
+    logits: Tensor  # [..., V]
 
 
 class Backbone:
@@ -124,17 +123,11 @@ class Backbone:
     def forward(
         self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: object
     ) -> Readout:
-        """Run the model on `input_ids` [B, T] after the tokens in the KV cache.
-
-        Args:
-            input_ids: [B, T] the new tokens.
-            cache: the KV cache, to which the new tokens are appended.
-            last: [B] the index of one position in each row; only these positions are returned. `None`: all positions.
-            all_hidden: whether hidden states are returned for all positions even with `last`.
-            kwargs: further arguments of the model, such as masks.
+        """Run the model on new tokens `input_ids` [B, T], which are appended to the KV cache; `kwargs` go to the model.
 
         Returns:
-            Hidden states [B, T, H] and logits [B, T, V]; [B, H] and [B, V] with `last`.
+            Hidden states [B, T, H] and logits [B, T, V]. With indices `last` [B] of one position in each row, they are
+            [B, H] and [B, V]; with `all_hidden`, too, the hidden states stay [B, T, H].
         """
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
@@ -155,10 +148,7 @@ class Backbone:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hook the LM head once for all forwards inside this context, instead of once for each forward.
-
-        This context has no effect on a model that needs no hook, because its logits are exactly `lm_head(base(x))`.
-        """
+        """Hook the LM head once for all forwards inside this context, if the model needs a hook."""
         if self.splits or self._seen is not None:
             yield
             return
@@ -171,7 +161,7 @@ class Backbone:
             self._seen = None
 
     def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
-        """Run the complete model, and record the LM head's input as hidden states with a hook."""
+        """Run the complete model, and record the LM head's input as hidden states."""
         if self._seen is None:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)

@@ -18,8 +18,8 @@ SAMPLES = 64
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
     """Return the fingerprint of a backbone: its name, revision, dtype and class, and up to 64 single weights.
 
-    Hashes of the parameters' names select the weights. The weights differ between a model and its fine-tuned versions.
-    In contrast to a hash of all bytes, the weights change only slightly with the dtype.
+    Hashes of the parameters' names select the weights. In contrast to a hash of all bytes, the weights change only
+    slightly with the dtype, but they differ between a model and its fine-tuned versions.
     """
     values = []
     names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")

@@ -41,15 +41,11 @@ class Loaded:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the token at the beginning of every text; `None` if the model has no such token."""
         return bos_token_id(self.tokenizer, self.model.config)
 
 
 def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> int | None:
-    """Return the id of the token at the beginning of every text; `None` if the model has no such token.
-
-    The tokenizer has priority over the config.
-    """
+    """Return the id of the token at the beginning of every text, by the tokenizer or else by the config, if any."""
     begin = getattr(tokenizer, "bos_token_id", None)
     return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 
@@ -60,7 +56,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
     Raises:
         RequestError: there is no such model, or a file is damaged.
     """
-    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    path = _path_of(name_or_path)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
     dtype = DTYPES[options.dtype] if options.dtype else (torch.float32 if on_cpu else "auto")
@@ -85,7 +81,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
     """Load only the config of a backbone; raise RequestError if there is no such model."""
-    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    path = _path_of(name_or_path)
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
         path = read_json(adapter).get("base_model_name_or_path") or path
@@ -98,7 +94,11 @@ def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Pret
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
     """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
     config = load_config(name_or_path, options)
-    return _tokenizer((str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path), options)
+    return _tokenizer((_path_of(name_or_path), config._name_or_path), options)
+
+
+def _path_of(name_or_path: str) -> str:
+    return str(DEMO) if name_or_path == "demo" else name_or_path
 
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:

@@ -40,12 +40,12 @@ def option(
 ) -> Any:
     """Declare an option: a dataclass field whose metadata describe its argument on the command line.
 
+    The option must be given if `default` is `REQUIRED`.
+
     Args:
-        default: the default value, or `REQUIRED`.
         help: the help text. The command line adds the default.
         allowed: a description of the valid values, for error messages.
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
-        metavar: the placeholder of the value in the help text.
         name: the name of the argument, if it differs from the field's name.
         keywords: further keywords for `add_argument`; also `positional`, and `hidden` for fields without an argument.
     """
@@ -75,11 +75,7 @@ class OptionError(RequestError):
 
 @dataclass(frozen=True)
 class Options:
-    """Base class of dataclasses whose fields are options. Each value is checked when an instance is made.
-
-    Raises:
-        OptionError: the value of an option is invalid.
-    """
+    """Base class of dataclasses whose fields are options. A new instance raises OptionError if a value is invalid."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -192,11 +188,7 @@ def _make(make: Callable[..., Made], options: Sequence[Field[object]], args: arg
 
 @dataclass(frozen=True)
 class LoadOptions(Options):
-    """Options for loading a backbone.
-
-    Raises:
-        RequestError: a value is invalid, or this machine does not have the device.
-    """
+    """Options for loading a backbone; RequestError if a value is invalid or this machine does not have the device."""
 
     dtype: str | None = option(
         None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
@@ -232,7 +224,7 @@ class LoadOptions(Options):
 
 
 def _require_device(device: str) -> None:
-    """Raise a `RequestError` if PyTorch has no such device on this machine."""
+    """Raise RequestError if PyTorch has no such device on this machine."""
     import torch
 
     try:

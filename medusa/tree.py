@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, chain, product
 from pathlib import Path
@@ -97,8 +97,7 @@ class Tree:
         return cls.from_paths(chain.from_iterable(levels))
 
     def to(self, device: torch.device | str) -> Tree:
-        """Return this tree with its tensors on `device`."""
-        return Tree(*(getattr(self, name).to(device) for name in ("parent", "depth", "rank", "ancestors", "paths")))
+        return Tree(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def clip(self, max_depth: int) -> Tree:
         """Return this tree without the nodes deeper than `max_depth`."""
@@ -166,7 +165,7 @@ def _require_size(nodes: int, name: str) -> None:
 
 
 def _checked(path: Sequence[int]) -> RankPath:
-    """Return a node's path as a tuple; raise RequestError unless the path is a non-empty list of ranks."""
+    """Return a node's path as a tuple; RequestError unless it is a non-empty list of ranks."""
     if isinstance(path, (str, bytes)) or not isinstance(path, Sequence) or not path:
         raise RequestError(f"the tree's path {path!r} is no path; write a list of ranks such as [0, 1]")
     if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
@@ -184,9 +183,7 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     """Load the tree that `spec` describes: `chain`, `chain:3`, `topk:3,3,2`, a name (`named_trees`) or a file.
 
     A `chain` without a number has the depth `num_heads`. A JSON or YAML file contains `{"paths": [[0], [0, 0], ...]}`.
-
-    Raises:
-        RequestError: there is no such tree or file, or the file does not describe a tree.
+    A wrong `spec` or file raises RequestError.
     """
     name, _, argument = spec.partition(":")
     if name == "chain":
@@ -211,8 +208,8 @@ def _whole_numbers(spec: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0:
+        numbers = [-1]
+    if min(numbers) < 0:
         raise RequestError(f"the tree {spec!r} needs whole numbers after the colon, as in chain:3 or topk:3,3,2")
     return numbers
 

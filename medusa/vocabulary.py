@@ -27,10 +27,9 @@ _ROWS = weakref.WeakKeyDictionary()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
-    """Return the function that computes logits for heads that share the backbone's LM head.
+    """Return the function from features [..., H] to logits [..., V] for heads that share the backbone's LM head.
 
-    It maps features [..., H] to logits [..., V], in the dtype of the LM head's weights. For heads with a reduced
-    vocabulary it uses only the rows of their tokens, and the logits are [..., N].
+    The logits have the dtype of the LM head's weights. For heads with a reduced vocabulary they are [..., N].
     """
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
@@ -39,10 +38,9 @@ def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
 
 
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
-    """Select the rows [N, H] of an LM head [V, H] that belong to the heads' vocabulary.
+    """Select the rows [N, H] of an LM head [V, H] for the heads' vocabulary; all rows without a reduced vocabulary.
 
-    The rows are copied once, and cached for as long as the weight and the vocabulary stay the same. For heads without a
-    reduced vocabulary the LM head itself is returned.
+    The rows are copied once, and cached for as long as the weight and the vocabulary stay the same.
     """
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")

@@ -34,15 +34,9 @@ class ContextKV:
     """Keys and values of the text in B rows, prepared for queries at given positions with given masks."""
 
     def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        seen: Tensor,
-        position_ids: Tensor,
-        steps: int,
-        place: Tensor | None = None,
+        self, keys: Tensor, values: Tensor, seen: Tensor, position_ids: Tensor, steps: int, place: Tensor | None = None
     ) -> None:
-        """Prepare the text's keys and values, their mask, and the rotations of the queries.
+        """Prepare keys, values, mask and rotations.
 
         Args:
             keys, values: [B, A, S, D] keys and values of the text.
@@ -61,14 +55,11 @@ class ContextKV:
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
     def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of queries to the keys of the text and to their own keys.
+        """Attend to all keys: return the text's weighted values, shaped like `query`, and the own keys' weights.
 
         Args:
             query: [B, Q, A, D], with any number of queries if they share the mask; [R, A, D] with `place`.
             own: [..., A, J] inner products of each query with its own keys, not scaled.
-
-        Returns:
-            The weighted sum of the text's values, shaped like `query`, and the weights of the own keys, like `own`.
         """
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
@@ -103,11 +94,7 @@ def visible(length: int, document_ids: Tensor | None, device: torch.device, befo
 
 
 def attention_heads(hidden_size: int) -> int:
-    """Choose the number of attention heads for `hidden_size`, so that they have the same even size of about 64.
-
-    Raises:
-        RequestError: `hidden_size` is odd.
-    """
+    """Choose a number of attention heads with the same even size of about 64; RequestError if `hidden_size` is odd."""
     if hidden_size % 2:
         raise RequestError(
             f"attention in heads needs an even hidden size, not {hidden_size}; take heads.kind=recurrent instead of "

@@ -76,10 +76,7 @@ class MedusaHeads(PretrainedHeads):
     def set_dropout(self, rate: float) -> None:
         """Set the dropout rate of the blocks' outputs (residual dropout: Vaswani et al. 2017, section 5.4).
 
-        Prefix layers have no dropout.
-
-        Raises:
-            RequestError: heads of this kind have no block with dropout.
+        Prefix layers have no dropout. Heads of the original Hydra have none at all, and raise RequestError.
         """
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
@@ -98,13 +95,9 @@ class MedusaHeads(PretrainedHeads):
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the text's keys and values [B, A, T, D], with A attention heads of size D.
+        """Compute the text's keys and values [B, A, T, D], with A attention heads of size D, if heads attend to it.
 
-        Only kinds with `uses_context` implement this method.
-
-        Args:
-            hidden, token: [B, T, H] hidden states, and embeddings of the token after each of them.
-            position_ids: [B, T] positions of the hidden states.
+        Each position has a hidden state in `hidden`, and the embedding of the token after it in `token` [B, T, H].
         """
         raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
 
@@ -151,11 +144,7 @@ class MedusaHeads(PretrainedHeads):
         return HeadInputs(read, following, context_kv)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
-        """Run the blocks of the first k = `num_heads` heads (all by default) at positions [...].
-
-        Returns:
-            The features [k, ..., H], which are the inputs of the LM heads.
-        """
+        """Compute the inputs [k, ..., H] of the LM heads of the first k = `num_heads` heads (all by default)."""
         heads, hidden = slice(num_heads), inputs.hidden
         count = len(range(self.config.num_heads)[heads])
         x_KMH = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)
@@ -164,10 +153,7 @@ class MedusaHeads(PretrainedHeads):
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits [k, ..., V] or [k, ..., N].
-
-        Heads with `lm_head: shared` need `lm_head`: the backbone's LM head, from `medusa.vocabulary.lm_head_for`.
-        """
+        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits as `forward` does."""
         if self.lm_heads is None:
             if lm_head is None:
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")
@@ -177,14 +163,9 @@ class MedusaHeads(PretrainedHeads):
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
-        """Compute the logits of heads at positions [...].
+        """Compute the logits [k, ..., V] of the first k = `num_heads` heads (all by default) at positions [...].
 
-        Args:
-            inputs: the inputs of the heads at these positions.
-            lm_head: the backbone's LM head, from `medusa.vocabulary.lm_head_for`; needed with `lm_head: shared`.
-            num_heads: the number k of heads to run, from the first; all heads by default.
-
-        Returns:
-            Logits [k, ..., V], or [k, ..., N] with a reduced `vocabulary` of N tokens.
+        With a reduced `vocabulary` of N tokens the logits are [k, ..., N]. Heads with `lm_head: shared` need `lm_head`:
+        the backbone's LM head, from `medusa.vocabulary.lm_head_for`.
         """
         return self.logits(self.features(inputs, num_heads), lm_head)

@@ -27,7 +27,6 @@ class Prefix(nn.Module):
     """The stack of prefix layers and an optional norm; it maps hidden states [B, T, H] to hidden states [B, T, H]."""
 
     def __init__(self, config: MedusaConfig) -> None:
-        """Create the prefix layers with the sizes in `config.prefix`, or with default sizes if it is `None`."""
         super().__init__()
         size = config.hidden_size
         heads = config.prefix["heads"] if config.prefix else attention_heads(size)
@@ -52,13 +51,10 @@ class Prefix(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        """Run all prefix layers on hidden states [B, T, H]; return the new hidden states.
+        """Run all prefix layers on hidden states [B, T, H] at `position_ids` [B, T]; return the new hidden states.
 
-        Args:
-            hidden: the backbone's hidden states [B, T, H].
-            position_ids: [B, T] positions of the hidden states.
-            mask: a boolean mask, True where a token attends, or an additive mask; broadcast to [B, 1, T, S].
-            cache: the KV cache of S - T earlier tokens, to which the T tokens are appended; without a cache, S is T.
+        The `mask`, True where a token attends, or additive, is broadcast to [B, 1, T, S]. The T tokens are appended to
+        the KV `cache` of S - T earlier tokens; without a cache, S is T.
         """
         angles = rope_angles(position_ids, self.head_size, hidden.dtype, self.base)
         for layer in self.layers:

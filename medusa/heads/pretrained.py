@@ -23,7 +23,6 @@ class PretrainedHeads(nn.Module):
     """The base class of all heads, which loads, saves and publishes them. Each kind of heads adds its modules."""
 
     def __init__(self, config: MedusaConfig) -> None:
-        """Make heads without modules from their config; a subclass adds the modules."""
         super().__init__()
         self.config = config
         self.provenance: Json | None = None
@@ -85,10 +84,7 @@ class PretrainedHeads(nn.Module):
     def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
         """Write the heads into `folder`, each file atomically. The folder is created if it does not exist.
 
-        Args:
-            folder: the folder to write into.
-            provenance: the content of `provenance.json`; by default the provenance of these heads.
-            overwrite: whether to replace heads that the folder already contains.
+        `provenance` is the content of `provenance.json`; by default that of these heads.
 
         Raises:
             RequestError: the folder contains heads and `overwrite` is false.
@@ -101,12 +97,8 @@ class PretrainedHeads(nn.Module):
     def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
         """Publish the heads on the Hub, with a model card and code that decodes with plain transformers.
 
-        Args:
-            repo_id: the repository's id, such as `org/heads`. The repository is created if it does not exist.
-            options: `private`, `token`, `revision`, `commit_message`, `license` and `benchmark`.
-
-        Returns:
-            The address of the commit.
+        The repository, such as `org/heads`, is created if it does not exist. The `options` are `private`, `token`,
+        `revision`, `commit_message`, `license` and `benchmark`. The address of the commit is returned.
         """
         from medusa.export.repository import push
 
