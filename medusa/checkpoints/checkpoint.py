@@ -46,14 +46,9 @@ class Checkpoint:
         return replace(self, tensors=cast)
 
     def require_complete(self, source: str) -> Checkpoint:
-        """Check the names and shapes of all tensors, and the reduced vocabulary; return this checkpoint unchanged.
+        """Return this checkpoint; RequestError if a tensor or a token of the reduced vocabulary is wrong or missing.
 
-        Args:
-            source: the name of the file, for error messages.
-
-        Raises:
-            RequestError: a tensor is missing, unknown or of the wrong shape, or the vocabulary contains a token twice
-                or a token that the backbone does not have.
+        Error messages begin with `source`, the name of the file.
         """
         require_exactly(self.tensors, empty(self.config).tensors, source)
         if (tokens := self.tensors.get("vocabulary")) is not None:
@@ -75,16 +70,9 @@ def empty(config: MedusaConfig) -> Checkpoint:
 def require_exactly(
     tensors: Mapping[str, Tensor], wanted: Tensors, source: str, called: Callable[[str], str] = str
 ) -> None:
-    """Check that `tensors` have exactly the names and shapes of the tensors `wanted`.
+    """Raise RequestError unless `tensors` have exactly the names and shapes of the tensors `wanted`.
 
-    Args:
-        tensors: the tensors to check.
-        wanted: tensors with the right names and shapes, such as those of `empty`.
-        source: the name of the file or folder, for error messages.
-        called: a function that converts a name in `tensors` to the name in the file, for error messages.
-
-    Raises:
-        RequestError: a tensor is missing, unknown or of the wrong shape.
+    Error messages begin with `source`, and `called` converts a name in `tensors` to the name in the file.
     """
     for name, like in wanted.items():
         if name not in tensors:
@@ -98,7 +86,6 @@ def require_exactly(
 
 def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
     """Raise RequestError if the tensors' names imply more heads than there are tensors, before memory is allocated."""
-    if num_heads > len(tensors):
-        raise RequestError(
-            f"{source} names head {num_heads - 1} but holds {len(tensors)} tensors; its heads are not complete"
-        )
+    held = len(tensors)
+    if num_heads > held:
+        raise RequestError(f"{source} names head {num_heads - 1} but holds {held} tensors; its heads are not complete")

@@ -64,16 +64,10 @@ def to_eagle3(heads: Checkpoint) -> Tensors:
 
 
 def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> Checkpoint:
-    """Make `eagle` heads from a layer of EAGLE-3.
-
-    Args:
-        stored: the tensors of the layer.
-        published: the content of its `config.json`.
-        source: the name of the file, for error messages.
+    """Make `eagle` heads from the tensors of a layer of EAGLE-3 and the content `published` of its `config.json`.
 
     Raises:
-        RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is missing, unknown or of the
-            wrong shape.
+        RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing.
     """
     tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)

@@ -26,24 +26,16 @@ DEMO = ASSETS / "heads"
 
 
 class HubOptions(TypedDict, total=False):
-    """The options of a download from the Hub, which go to `huggingface_hub.snapshot_download`."""
+    """The options of a download from the Hub. They go to `huggingface_hub.snapshot_download`."""
 
     revision: str | None
-    """A branch, tag or commit."""
     token: str | bool | None
-    """The access token for private and gated repositories; by default that of `hf auth login`."""
     cache_dir: str | Path | None
-    """The folder of downloads; by default the cache of huggingface_hub."""
     local_files_only: bool
-    """Whether to use only files that have been downloaded before."""
 
 
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
-    """Load heads from a local folder, from a Hub id, or by the name `demo` (the heads that come with this package).
-
-    Raises:
-        RequestError: there are no heads, a file is damaged, or a tensor is missing, unknown or of the wrong shape.
-    """
+    """Load heads as `MedusaHeads.from_pretrained` does, but without a module."""
     folder = find_folder(name_or_path, **hub)
     stored = _stored_heads(folder)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
@@ -67,10 +59,8 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
     """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
     Tensors of independent heads get the names that servers read (`medusa.checkpoints.published`). Tensors of heads of
-    other kinds, with prefix layers or with a reduced vocabulary keep their names in the state dict.
-
-    Raises:
-        RequestError: `folder` contains heads and `overwrite` is false.
+    other kinds, with prefix layers or with a reduced vocabulary keep their names in the state dict. If `folder`
+    contains heads and `overwrite` is false, RequestError is raised.
     """
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(checkpoint), folder / WEIGHTS)
@@ -82,10 +72,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     """Return the local folder of the heads with this name; download the heads if the name is a Hub id.
 
-    If the Hub repository is a model with heads inside, only the files that contain heads are downloaded.
-
-    Raises:
-        RequestError: the name is neither a local folder nor a repository on the Hub.
+    Any other name raises RequestError.
     """
     name = str(name_or_path)
     if name == "demo":
@@ -104,7 +91,7 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
 
 
 def _download(name: str, hub: HubOptions) -> Path:
-    """Download the files of a Hub repository that can contain heads; return their local folder."""
+    """Download those files of a Hub repository that can contain heads; return their local folder."""
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:

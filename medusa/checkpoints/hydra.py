@@ -37,16 +37,10 @@ LEFT_OUT = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self
 
 
 def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
-    """Make `hydra` heads from a checkpoint of the original Hydra.
-
-    Args:
-        tensors: the tensors of the file.
-        published: the content of `config.json`.
-        source: the name of the file, for error messages.
+    """Make `hydra` heads from the tensors of the original Hydra and the content `published` of their `config.json`.
 
     Raises:
-        RequestError: the architecture is not supported, the heads do not read tokens, or a tensor is missing, unknown
-            or of the wrong shape.
+        RequestError: the architecture is not supported, the heads do not read tokens, or a tensor is wrong or missing.
     """
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
     if arch not in ARCHITECTURES:
@@ -78,13 +72,8 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Derive the config of the original Hydra's heads from the names and sizes of their tensors.
-
-    Returns:
-        The config, the indices i in the names of a head's blocks, and the ending of LM heads' names: empty or `.1`.
-
-    Raises:
-        RequestError: a tensor is missing, or the heads do not read tokens.
+    """Derive from the names and sizes of tensors: the config, the indices i of a head's blocks, and the ending of LM
+    heads' names (empty or `.1`).
     """
     found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     blocks = sorted(block for head, block in found if head == 0)

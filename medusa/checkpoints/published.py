@@ -88,15 +88,15 @@ def is_of_heads(name: str) -> bool:
 
 @dataclass
 class HeadTensors:
-    """The tensors of heads under FasterDecoding's names, with the naming scheme of their file for error messages."""
+    """The tensors of heads under FasterDecoding's names, with the format and the prefix of the names in their file.
+
+    The `vocabulary` [N] are the ids of the tokens that the heads guess among; `None`: all tokens.
+    """
 
     tensors: Tensors
     names: Names = PUBLISHED
-    """The format of the names in the file."""
     prefix: str = ""
-    """The prefix of all names in the file."""
     vocabulary: Tensor | None = None
-    """[N] the ids of the tokens that the heads guess among; `None`: all tokens."""
 
     def called(self, published: str) -> str:
         """Convert FasterDecoding's name of a tensor to the tensor's name in the file."""
@@ -107,14 +107,6 @@ def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> H
     """Find the tensors of heads in the files of heads or of a model, and give them FasterDecoding's names.
 
     A tensor with an unknown name keeps its name, so that `from_published` rejects it.
-
-    Args:
-        stored: all tensors in the files.
-        published: the content of the folder's `config.json`.
-        source: the name of the file, for error messages.
-
-    Raises:
-        RequestError: the heads are quantised or scale their logits, or their reduced vocabulary is invalid.
     """
     of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
@@ -183,15 +175,10 @@ def to_published(checkpoint: Checkpoint) -> Tensors:
 
 
 def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoint:
-    """Make heads from tensors with FasterDecoding's names.
-
-    Args:
-        found: the tensors of the heads.
-        published: the content of the folder's `config.json`.
-        source: the name of the file, for error messages.
+    """Make heads from their tensors and `published`, the content of `config.json`.
 
     Raises:
-        RequestError: a tensor is missing, unknown or of the wrong shape.
+        RequestError: a tensor is wrong or missing. The message begins with `source`, the name of the file.
     """
     config = _config_of(found, published, source)
     require_exactly(found.tensors, to_published(empty(config)), source, found.called)
@@ -204,16 +191,12 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
 
 
 def from_others(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
-    """Make heads from the files of another program, which contain only heads or a model with heads inside.
+    """Make heads from the tensors `stored` by another program: only heads, or a model with heads inside.
 
-    Args:
-        stored: all tensors in the files.
-        published: the content of the folder's `config.json`.
-        source: the name of the file, for error messages.
-        asked: the folder or Hub id that the user gave. It becomes the backbone of heads inside a model.
+    `asked` is the folder or Hub id that the user gave. It becomes the backbone of heads inside a model.
 
     Raises:
-        RequestError: the heads cannot be loaded, or a tensor is missing, unknown or of the wrong shape.
+        RequestError: the heads are quantised, scale their logits, or have a wrong tensor or lack one.
     """
     found = _find_heads(stored, published, source)
     if found.names is not PUBLISHED or found.prefix:  # other keys of another program's config can have other meanings
@@ -268,10 +251,12 @@ def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
 
 
 def _stacked(tensors: Tensors, config: MedusaConfig) -> Tensors:
-    """Stack the tensors of all heads and name them as in the state dict: the inverse of `to_published`."""
+    """Stack the tensors of all K heads and name them as in the state dict: the inverse of `to_published`.
+
+    Matrices [out, in] become [K, in, out], and biases [out] become [K, 1, out].
+    """
 
     def stack(name: str) -> Tensor:
-        """Stack the tensor `name` of all K heads: matrices [out, in] as [K, in, out], biases [out] as [K, 1, out]."""
         stacked = torch.stack([tensors[f"{head}.{name}"] for head in range(config.num_heads)])
         return stacked.transpose(1, 2).contiguous() if stacked.ndim == 3 else stacked.unsqueeze(1)
 

@@ -34,18 +34,13 @@ class Stored(Mapping[str, Tensor]):
     """A mapping from names to tensors in files. Each tensor is read at its first use, because files can be large."""
 
     def __init__(self, places: dict[str, Path] | None = None) -> None:
-        """Make the mapping from `files`, which maps each tensor's name to its file. No file is read yet."""
+        """Make a mapping from `places`, the file of each tensor. No file is read yet."""
         self.places = places or {}
-        """The file of each tensor."""
         self._pickled: dict[Path, Tensors] = {}  # the content of each pickled file that was read
 
     @classmethod
     def of_files(cls, paths: list[Path]) -> Stored:
-        """Make a mapping from names to tensors for all tensors in these files.
-
-        Raises:
-            RequestError: a file is damaged or contains something else, or two files contain the same tensor.
-        """
+        """Map all tensors in these files; RequestError if a file is damaged, or two contain the same tensor."""
         stored = cls()
         for path in paths:
             names = stored._names(path)
@@ -59,11 +54,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Make a mapping from names to a model's tensors, by its index file or, without an index, in all its files.
-
-        Raises:
-            RequestError: the index or a file is damaged, or two files contain the same tensor.
-        """
+        """Map a model's tensors: those in its index file or, without an index, all tensors in all its files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
         found = ([path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()] for suffix in SUFFIXES)
@@ -71,11 +62,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
-        """Make a mapping from names to the tensors in a model's index file; return `None` without an index file.
-
-        Raises:
-            RequestError: the index file is damaged.
-        """
+        """Map the tensors in a model's index file; `None` without an index file, RequestError if it is damaged."""
         index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
         if index is None:
             return None
