@@ -32,8 +32,7 @@ SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
 class Record:
     """A prompt, a document or a conversation: exactly one of `text`, `input_ids` and `messages` is not `None`."""
 
-    where: str
-    """The file and line of the record, for error messages."""
+    where: str  # the file and line of the record, for error messages
     text: str | None = None
     input_ids: list[int] | None = None
     messages: list[Json] | None = None
@@ -41,10 +40,8 @@ class Record:
     """Whether the record is a prompt or question to continue, rather than a whole document."""
     prompt_tokens: int = 0
     """The number of `input_ids` at the start that belong to the prompt. They do not count in the training loss."""
-    category: str | None = None
-    """The category of the prompt, such as `math`, for results by category."""
-    tools: list[Json] | None = None
-    """The JSON schemas of the tools in a conversation, for the chat template."""
+    category: str | None = None  # such as `math`, for results by category
+    tools: list[Json] | None = None  # JSON schemas for the chat template
     turns: list[str] = field(default_factory=list)
     """All questions of an MT-bench record. `messages` contains only the first one."""
     teach_last: bool = False
@@ -54,15 +51,7 @@ class Record:
 
 
 def parse_record(row: object, where: str) -> Record:
-    """Make a record from a JSON object.
-
-    Args:
-        row: the parsed JSON.
-        where: the file and line, for error messages.
-
-    Raises:
-        RequestError: the object has none of the known forms, or a value has the wrong type.
-    """
+    """Make a record from a JSON object; RequestError, beginning with `where`, if it has none of the known forms."""
     if not isinstance(row, dict):
         raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
     category = row.get("category")
@@ -102,7 +91,6 @@ def parse_json(text: str, where: str) -> object:
 
 
 def _sharegpt_messages(turns: object, where: str) -> list[Json]:
-    """Convert the turns of a ShareGPT conversation to messages of a chat template."""
     if not isinstance(turns, list):
         raise RequestError(f'{where}: conversations must be a list of {{"from", "value"}}')
     for turn in turns:
@@ -112,7 +100,6 @@ def _sharegpt_messages(turns: object, where: str) -> list[Json]:
 
 
 def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int]:
-    """Check the `input_ids` and `prompt_tokens` of a record's JSON object; return both."""
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
         raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
     if not isinstance(prompt_tokens, int) or not 0 <= prompt_tokens <= len(ids):
@@ -152,8 +139,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
     The prompt is the whole text, the first `prompt_tokens` token ids, or a conversation without its last answer.
 
     Raises:
-        RequestError: the record is text and there is no tokenizer, it is a conversation and there is no chat template,
-            or the prompt is empty.
+        RequestError: the tokenizer or its chat template is missing, or the prompt is empty.
     """
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
@@ -169,10 +155,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of `text` as a continuation of the token ids `prompt`.
-
-    Both are tokenised together, because a token can contain the space before a word.
-    """
+    """Tokenise `text` after the tokens `prompt`, and together with them, as a token can contain the space before it."""
     whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]

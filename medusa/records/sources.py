@@ -27,12 +27,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_records(
     source: str, *, split: str = "train", subset: str | None = None, separator: str | None = None
 ) -> Iterator[Record]:
-    """Read the records of a file, of all files in a folder, or of a Hub dataset.
+    """Read the records of a file, of all files in a folder, or of the `split` and `subset` of a Hub dataset.
 
-    Args:
-        source: a path or the Hub id of a dataset.
-        split, subset: the split and the configuration of a Hub dataset.
-        separator: the line between documents in a `.txt` file; `None`: every line is a prompt.
+    In a `.txt` file, documents end at lines `separator`; without a separator every line is a prompt.
 
     Raises:
         RequestError: the source does not exist, is empty, or contains a record of no known form.
