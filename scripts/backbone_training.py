@@ -1,4 +1,4 @@
-"""Parts of make_backbone.py: tokenizer, rows of text, teacher, optimizers, stock Trainer and evaluation.
+"""Parts of make_backbone.py: rows of text, teacher, optimizers, stock Trainer and evaluation.
 
 Shapes: B rows in a batch, T tokens in a row, V tokens in the vocabulary, K most probable tokens of the teacher.
 """
@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from medusa.loading import load_tokenizer
 from train.callbacks import ProgressBar
 from train.time_budget import TimeBudget
 
@@ -37,17 +36,6 @@ class Recipe:
     warmup_steps: int = 30
     teacher_weight: float = 0.9  # weight of the teacher in the loss, from 0 to 1
     teacher_top: int = 32  # K, tokens of the teacher's distribution that are kept
-
-
-def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer of `vocab_size` tokens; its only special token, id 0, is BOS, EOS and PAD.
-
-    All but the vocabulary is as in the tokenizer of the shipped backbone.
-    """
-    shipped = load_tokenizer("demo")
-    tokenizer = shipped.train_new_from_iterator(documents, vocab_size, show_progress=False)
-    tokenizer.model_max_length = context
-    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[Tensor]:
@@ -86,10 +74,7 @@ class Teacher:
         self.known = torch.zeros(len(rows), dtype=torch.bool)
 
     def targets(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and probabilities, both [B, T-1, K], for tokens [B, T-1] of the rows with the indices `rows` [B].
-
-        The K probabilities of a position sum to 1.
-        """
+        """Return ids and probabilities, both [B, T-1, K], for tokens [B, T-1] of the rows with the indices `rows` [B]."""
         device, rows = tokens.device, rows.cpu()
         if not self.known[rows].all():
             with torch.no_grad():
@@ -100,10 +85,7 @@ class Teacher:
 
 
 def soft_cross_entropy(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the mean cross-entropy in nats of logits [..., V] against a target distribution.
-
-    The target gives the probabilities `weights` [..., K] to the tokens `ids` [..., K].
-    """
+    """Compute the mean cross-entropy of logits [..., V] in nats, if the tokens `ids` have probabilities `weights` [..., K]."""
     return ((logits.logsumexp(-1, keepdim=True) - logits.gather(-1, ids)) * weights).sum(-1).mean()
 
 
@@ -136,9 +118,6 @@ def learning_rate_factor(step: int, done: float, warmup_steps: int) -> float:
     """Compute the learning rate as a share of its peak; `done` is the share of the training that is finished.
 
     The rate rises linearly during the warm-up and falls linearly to 2 % in the second half of the training.
-
-    >>> [round(learning_rate_factor(100, done, 30), 2) for done in (0.1, 0.5, 0.75, 1.0)]
-    [1.0, 1.0, 0.51, 0.02]
     """
     warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
     return warmup * (1.0 - 0.98 * max(0.0, done - 0.5) / 0.5)
@@ -180,9 +159,7 @@ class BackboneTrainer(Trainer):
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
         return self.lr_scheduler
 
-    def compute_loss(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], *args: object, **kwargs: object
-    ) -> Tensor:
+    def compute_loss(self, model: PreTrainedModel, inputs: dict[str, Tensor], *_: object, **__: object) -> Tensor:
         """Compute the loss in nats a token: the model's own, mixed with the cross-entropy against the teacher."""
         rows, ids, share = inputs["rows"], inputs["input_ids"], self.recipe.teacher_weight
         output = model(input_ids=ids, labels=ids, use_cache=False)
@@ -193,12 +170,12 @@ class BackboneTrainer(Trainer):
 
 
 class Score(NamedTuple):
-    """Sums over the evaluated text. `agreements`: positions where model and teacher prefer the same token."""
+    """Sums over the evaluated text."""
 
     nats: float
     tokens: int  # without BOS
     characters: int
-    agreements: int | None = None
+    agreements: int | None = None  # positions where model and teacher prefer the same token
 
     @property
     def bits_per_character(self) -> float:

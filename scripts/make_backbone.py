@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, set_seed
 
-from backbone_training import BackboneTrainer, Recipe, Rows, Score, Teacher, encode, evaluate, train_tokenizer
+from backbone_training import BackboneTrainer, Recipe, Rows, Score, Teacher, encode, evaluate
 from decode.bench.machine import has_fast_bfloat16
 from medusa.commands.options import RuntimeOptions
 from medusa.errors import RequestError
@@ -76,9 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
     output.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     output.add_argument("--checkpoint-every", type=positive, default=100, metavar="STEPS", help="default: %(default)s")
-    output.add_argument(
-        "--save-tokenizer", action=argparse.BooleanOptionalAction, default=True, help="write the tokenizer too"
-    )
+    save_tokenizer = {"action": argparse.BooleanOptionalAction, "default": True, "help": "write the tokenizer too"}
+    output.add_argument("--save-tokenizer", **save_tokenizer)
     output.add_argument("--data-name", help="for the model card (default: the name of --data)")
     output.add_argument("--data-licence", default="CDLA-Sharing-1.0", help="for the model card (default: %(default)s)")
     output.add_argument("--evaluate-only", metavar="FOLDER", help="only print the figures of this model on --eval")
@@ -126,12 +125,10 @@ def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def open_model(
-    folder: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, dtype: str = "float32"
-) -> PreTrainedModel:
+def open_model(folder: str, load: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Load the model of a local folder; raise RequestError if the tokenizer has more tokens than the model."""
     require(Path(folder).is_dir(), f"no such folder: {folder}")
-    model = load_backbone(folder, LoadOptions(dtype, args.device)).model
+    model = load_backbone(folder, load).model
     tokens, known = len(tokenizer), model.config.vocab_size
     require(tokens <= known, f"the tokenizer has {tokens} tokens, and {folder} a vocabulary of {known}")
     return model
@@ -204,17 +201,20 @@ def train(args: argparse.Namespace) -> None:
     random.Random(args.seed).shuffle(documents)
     if args.tokenizer:
         tokenizer = open_tokenizer(args.tokenizer)
-    else:
-        tokenizer = train_tokenizer(documents, args.vocab_size or VOCAB_SIZE, args.context)
+    else:  # byte-level BPE like the shipped tokenizer, whose only special token, id 0, is BOS, EOS and PAD
+        size = args.vocab_size or VOCAB_SIZE
+        tokenizer = load_tokenizer("demo").train_new_from_iterator(documents, size, show_progress=False)
+        tokenizer.model_max_length = args.context
     tokens = len(tokenizer)
     require(args.vocab_size in (None, tokens), f"--vocab-size is {args.vocab_size}; the tokenizer has {tokens} tokens")
     rows = Rows(encode(tokenizer, documents), args.row_length)
     too_few = f"the text fills {len(rows)} rows of {args.row_length} tokens, and a step takes {args.batch_size}"
     require(len(rows) >= args.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
     model = build_model(args, tokenizer)
-    dtype, teacher = "bfloat16" if args.bf16 else "float32", None
+    teacher = None
     if args.teacher:
-        teacher = Teacher(open_model(args.teacher, args, tokenizer, dtype), rows, args.teacher_top)
+        load = LoadOptions("bfloat16" if args.bf16 else "float32", args.device)
+        teacher = Teacher(open_model(args.teacher, load, tokenizer), rows, args.teacher_top)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe.__dataclass_fields__})
     trainer = BackboneTrainer(model, rows, recipe, training_arguments(args), args.minutes, teacher)
     trainer.train(resume_from_checkpoint=find_checkpoint(args))
@@ -246,9 +246,10 @@ def write_model(
 
 def score_of(args: argparse.Namespace, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
     """Evaluate the model in `folder` on the text of `--eval`, in float32, since bfloat16 differs between devices."""
-    teacher = open_model(args.teacher, args, tokenizer) if args.teacher else None
+    load = LoadOptions("float32", args.device)
+    teacher = open_model(args.teacher, load, tokenizer) if args.teacher else None
     documents = read_documents(args.eval, args.document_separator)
-    return evaluate(open_model(folder, args, tokenizer), tokenizer, documents, teacher)
+    return evaluate(open_model(folder, load, tokenizer), tokenizer, documents, teacher)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
