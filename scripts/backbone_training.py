@@ -74,7 +74,7 @@ class Teacher:
         self.known = torch.zeros(len(rows), dtype=torch.bool)
 
     def targets(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and probabilities, both [B, T-1, K], for tokens [B, T-1] of the rows with the indices `rows` [B]."""
+        """Return ids and probabilities, both [B, T-1, K], for tokens [B, T-1] of the rows with indices `rows`."""
         device, rows = tokens.device, rows.cpu()
         if not self.known[rows].all():
             with torch.no_grad():
@@ -85,7 +85,7 @@ class Teacher:
 
 
 def soft_cross_entropy(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of logits [..., V] in nats, if the tokens `ids` have probabilities `weights` [..., K]."""
+    """Compute the mean cross-entropy in nats of logits [..., V]; the tokens `ids` [..., K] have shares `weights`."""
     return ((logits.logsumexp(-1, keepdim=True) - logits.gather(-1, ids)) * weights).sum(-1).mean()
 
 

@@ -36,6 +36,7 @@ from train.loss.teacher import BackboneTeacher
 from train.loss.weighting import Weighting
 
 PASSES = 3
+COMMON = ("heads", "hidden_size", "vocab_size", "device")  # fields that all variants of a run share
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,9 @@ def measure(variant: Variant) -> dict[str, float]:
 def variants_of(args: argparse.Namespace) -> list[Variant]:
     """Return all variants that the arguments ask for; `plain` is combined only with the first number of positions."""
     with_liger = args.device != "cpu" and find_spec("liger_kernel") is not None
-    about = (args.heads, args.hidden_size, args.vocab_size, args.device)
     chosen = itertools.product(args.lm_heads, args.objectives, ("plain", "chunked", "liger"), args.positions)
     return [
-        Variant(backend, lm_head, objective, positions, *about)
+        Variant(backend, lm_head, objective, positions, **{name: getattr(args, name) for name in COMMON})
         for lm_head, objective, backend, positions in chosen
         if backend != "plain" or positions == args.positions[0]
         if backend != "liger" or (with_liger and objective == "labels")
@@ -97,8 +97,7 @@ def compared(row: dict[str, object], rows: Sequence[dict[str, object]]) -> list[
     plain = next(other for other in rows if all(other[key] == row[key] for key in ("lm_head", "objective")))
     memory = time = ""
     if row["positions"] == plain["positions"]:
-        memory = f"1/{plain['peak_mb'] / row['peak_mb']:.1f}"
-        time = f"{row['seconds'] / plain['seconds']:.2f}"
+        memory, time = f"1/{plain['peak_mb'] / row['peak_mb']:.1f}", f"{row['seconds'] / plain['seconds']:.2f}"
     about = [row[key] for key in ("lm_head", "objective", "positions", "backend")]
     return [*about, round(row["peak_mb"]), memory, f"{row['seconds']:.1f}", time]
 
@@ -122,11 +121,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = ["LM head", "objective", "positions", "version", "peak MB", "of plain", "s", "of plain"]
     print(markdown_table(head, [compared(row, rows) for row in rows]))
     if args.output:
-        common = ("heads", "hidden_size", "vocab_size", "device")
-        about = {name: getattr(args, name) for name in common} | {"threads": 1}
+        about = {name: getattr(args, name) for name in COMMON} | {"threads": 1}
         about |= {"dtype": "float32" if args.device == "cpu" else "bfloat16"}
         about |= {"machine": platform.processor() or platform.machine()}
-        rows = [{name: value for name, value in row.items() if name not in common} for row in rows]
+        rows = [{name: value for name, value in row.items() if name not in COMMON} for row in rows]
         write_json(args.output, {"settings": about, "rows": rows})
 
 

@@ -40,6 +40,7 @@ PROMPTS, NEW = (9, 4, 6), 30  # tokens of three prompts, and new tokens, which g
 CHECKED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SUPPORTED_COLUMNS = ["model", "class", "attention", *CHECKED, "control", "greedy text", "tau"]
 REFUSED_COLUMNS = ["model", "class", "refused because", "the self-test alone"]
+VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__} on a CPU"
 BEGIN, END = "<!-- tables: begin (scripts/check_architectures.py --write) -->", "<!-- tables: end -->"
 
 
@@ -51,16 +52,12 @@ class Row:
     model: str = ""
     checks: dict[str, dict[str, TreeCheck]] = field(default_factory=dict)
     """The self-test by attention implementation, if the model offers it, and by dtype."""
-    same: bool | None = None
-    """Whether the greedy text equals that of `model.generate`; `None` for refused models."""
-    tau: float | None = None
-    """Tokens per step of that text. A tau of 1 means that no draft was accepted, so nothing was tested."""
-    refusal: str | None = None
-    """Why `require_tree_support` refuses the model."""
+    same: bool | None = None  # whether the greedy text equals that of `model.generate`; `None` for refused models
+    tau: float | None = None  # tokens per step of that text; at 1, no draft was accepted, so nothing was tested
+    refusal: str | None = None  # why `require_tree_support` refuses the model
 
     @property
     def all_checks(self) -> list[TreeCheck]:
-        """All self-tests of this architecture."""
         return [check for by_dtype in self.checks.values() for check in by_dtype.values()]
 
     @property
@@ -132,10 +129,7 @@ def offered(name: str, **settings: object) -> PreTrainedModel | None:
 
 
 def compare_texts(model: PreTrainedModel) -> tuple[bool, float]:
-    """Compare the greedy text of random heads with that of `model.generate`, for single prompts and for a ragged batch.
-
-    Returns:
-        Whether all texts are equal, and the tokens per step (tau)."""
+    """Return whether random heads write the greedy texts of `model.generate`, alone and in a ragged batch; and tau."""
     settings, generator = Settings(max_new_tokens=NEW), torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     heads = random_heads(model, TREE.max_depth, std=0.3)
@@ -149,16 +143,11 @@ def compare_texts(model: PreTrainedModel) -> tuple[bool, float]:
     return same, len(PROMPTS) * NEW / sum(len(result.step_lengths) for result in alone)
 
 
-def versions() -> str:
-    """Name the versions that the checks run with."""
-    return f"transformers {transformers.__version__} and torch {torch.__version__} on a CPU"
-
-
 def markdown(rows: Sequence[Row]) -> str:
     """Format both tables, with the versions that they were made with."""
     supported = markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in rows if row.name not in REFUSED])
     refused = markdown_table(REFUSED_COLUMNS, [row.cells() for row in rows if row.name in REFUSED])
-    return f"Run with {versions()}.\n\n### Supported\n\n{supported}\n\n### Refused\n\n{refused}"
+    return f"Run with {VERSIONS}.\n\n### Supported\n\n{supported}\n\n### Refused\n\n{refused}"
 
 
 def write_page(path: Path, rows: Sequence[Row]) -> None:
@@ -183,8 +172,8 @@ class CheckOptions(Options):
     output: Output = group(Output, "output", only=("json",))
 
 
-def check_backbone(options: CheckOptions, backbone: str) -> bool:
-    """Run the self-test on the model that the user named."""
+def check_backbone(options: CheckOptions, backbone: str) -> int:
+    """Run the self-test on the model that the user named; return the exit status."""
     model = load_backbone(backbone, options.load).model
     require_tree_support(model)
     check = check_tree_forward(model)
@@ -194,14 +183,14 @@ def check_backbone(options: CheckOptions, backbone: str) -> bool:
     if check.reason:
         print(check.reason)
     options.output.write(asdict(check))
-    return check.ok
+    return 0 if check.ok else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(CheckOptions, script_parser(__doc__), argv)
     transformers.logging.set_verbosity_error()
     if options.backbone:
-        return 0 if check_backbone(options, options.backbone) else 1
+        return check_backbone(options, options.backbone)
     names = [*SUPPORTED, *REFUSED]
     if unknown := sorted(set(options.only or []) - set(names)):
         raise RequestError(f"--only {unknown[0]!r} is no row; choose from {', '.join(names)}")
@@ -212,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.write:
         write_page(Path(options.write), rows)
     print(markdown(rows))
-    options.output.write({"versions": versions(), "rows": [asdict(row) for row in rows]})
+    options.output.write({"versions": VERSIONS, "rows": [asdict(row) for row in rows]})
     if wrong := [row.name for row in rows if not row.as_expected]:
         print(f"not as expected: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0

@@ -72,10 +72,7 @@ def vllm(folder: Path) -> tuple[Tensor, str]:
 
 
 def vllm_eagle3(folder: Path) -> tuple[Tensor | None, str]:
-    """Load the export with vLLM's EAGLE-3 class; every parameter must equal one of our tensors or the target's.
-
-    Returns:
-        `None`, since no logits can be compared, and vLLM's version."""
+    """Load the export with vLLM's EAGLE-3 class, whose tensors must equal ours; return no logits, and its version."""
     import vllm
     from transformers import AutoConfig
     from vllm.model_executor.models import llama, llama_eagle3
@@ -178,10 +175,7 @@ CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "modelopt": modelopt, "me
 
 
 def check(name: str, folder: Path) -> str:
-    """Compare the logits of the program `name` with those that `write` stored; return a line about the result.
-
-    Raises:
-        AssertionError: the logits differ."""
+    """Check that the logits of the program `name` equal those that `write` stored; return a line about the result."""
     logits, version = CONSUMERS[name](folder)
     if logits is None:
         return f"{version}: every tensor was loaded"

@@ -39,7 +39,7 @@ from medusa.loading import Loaded
 from medusa.options import REQUIRED, LoadOptions, count, group, option, parse
 from script_tools import markdown_table, run_script, script_parser
 
-DRAFTERS = ["heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram"]
+DRAFTERS = ("heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,7 @@ class DraftersOptions(MeasuringOptions):
     on: tuple[tuple[str, str], ...] = option(
         REQUIRED, "measure on this backbone; repeatable", metavar=("BACKBONE", "HEADS"), nargs=2, action="append"
     )
-    drafters: tuple[str, ...] = option(
-        tuple(DRAFTERS), "compare these drafters; rest needs --text", metavar="NAME", nargs="+"
-    )
+    drafters: tuple[str, ...] = option(DRAFTERS, "compare these drafters; rest needs --text", metavar="NAME", nargs="+")
     text: str | None = option(None, "build the datastore of rest from this text", metavar="DATA")
     draws: int = count(100_000, "sample N tokens with each rule")
     sampled_prompts: int = count(2, "sample after the first N prompts")
@@ -114,10 +112,7 @@ def measure(options: DraftersOptions, models: Measured, entries: dict[str, Entry
 
 
 def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings) -> dict[str, Method]:
-    """Make methods of `model.generate`: plain, and with its own version of each drafter that it also has.
-
-    Its versions predict as many tokens ahead as ours, and their heuristics are off.
-    """
+    """Make methods of `model.generate`: plain, and its versions of our drafters, as far ahead, without heuristics."""
     found: dict[str, dict[str, object]] = {"transformers": {}}
     for name, (config, source) in entries.items():
         if isinstance(config, NgramConfig):

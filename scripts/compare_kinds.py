@@ -33,7 +33,7 @@ from decode.drafters.trained_heads import heads_drafter
 from decode.request import prepare
 from decode.session import Session
 from decode.settings import Settings
-from measuring import MeasuringOptions, open_measured, show, take_turns
+from measuring import GENERATION, MeasuringOptions, open_measured, show, take_turns
 from medusa.commands.models import choose_tree, heads_folder, open_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -54,21 +54,17 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product_atten
 class KindsOptions(MeasuringOptions):
     """Options of compare_kinds.py."""
 
-    settings: Settings = group(
-        Settings, "generation", only=("max_new_tokens", "compile"), max_new_tokens=128, ignore_eos=True
-    )
+    settings: Settings = group(Settings, "generation", only=("max_new_tokens", "compile"), **GENERATION)
     heads: tuple[str, ...] = option(REQUIRED, "compare these heads", metavar="NAME=FOLDER", nargs="+")
     trees: tuple[str, ...] = option(("dynamic:64",), TREES, metavar="TREE", nargs="+")
     context: int = count(256, "count the step after N tokens")
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
-    """Count the operations of the two products of an attention call from shapes [B, A, tokens, D].
+    """Count the operations of an attention call's two products. Masks save none, so each query counts with all keys.
 
-    A is the number of attention heads, D their width. Each query counts with all keys, as masks save no operations.
-    """
-    *rows, queries, size = query
-    return 2 * math.prod(rows) * queries * key[2] * (size + value[3])
+    The shapes are [B, A, tokens, D]: A attention heads of width D."""
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
 class Bytes(TorchDispatchMode):
@@ -94,7 +90,6 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
     requests = prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False)
     session = Session(loaded.model, requests, tree.num_nodes, heads=heads)
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
-    verifier = session.verifier
     counter = partial(FlopCounterMode, display=False, custom_mapping={ATTENTION: attention_flops})
     with counter() as drafting, Bytes() as moved:
         draft = drafter.propose(frontier)
@@ -102,7 +97,7 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
             hidden = frontier.hidden[:, None].expand(-1, PATH, -1)
             session.heads_cache.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
     with counter() as verifying, Bytes() as read:
-        verifier(draft)
+        session.verifier(draft)
     return {
         "draft_mflop": drafting.get_total_flops() / 1e6,
         "draft_megabytes": moved.total / 1e6,
@@ -112,10 +107,7 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
 
 
 def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layout:
-    """Return the tree that `options.models` names: as `medusa generate` does, or the stored tree of `calibrated:N`.
-
-    Raises:
-        RequestError: there is no such tree, or the heads cannot fill it."""
+    """Return the tree that `options.models` names: as `medusa generate` does, or the stored tree of `calibrated:N`."""
     folder, tree = options.models.heads, str(options.models.tree)
     settings = replace(options.settings, compile=False)
     if not tree.startswith("calibrated:"):

@@ -127,7 +127,6 @@ def measure(
     plain, plain_steps = plain_decoding(model, requests)
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
-    depth = topology.depth
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
     clock = stopwatch(backbone.device)
 
@@ -153,8 +152,10 @@ def measure(
             return rounds[WARM_UP:], lengths
         lengths.append(step.lengths[0])
         of_plain = seconds_of(lambda: next(plain_steps))
-        one, here = depth.new_tensor([[prompt[0]]]), depth.new_tensor([[plain.verifier.cache.lengths[0]]])
-        forward = bare(session.verifier.cache, one.expand(1, tree.num_nodes), depth + length, masks([length], topology))
+        one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain.verifier.cache.lengths[0]))
+        forward = bare(
+            session.verifier.cache, one.expand(1, tree.num_nodes), topology.depth + length, masks([length], topology)
+        )
         of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
         rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.verifier.cache, one, here, None)))
 
@@ -173,10 +174,7 @@ def start_session(
 
 
 def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:
-    """Compute the figures from the lower quartile of each part's times, since other processes only slow a part down.
-
-    `ratio_of_rounds` is the median of the ratios within the rounds, with its quartiles.
-    """
+    """Compute the figures from the lower quartile of each part's times, since other processes only slow a part down."""
     low = Round(*(statistics.quantiles(column, n=4)[0] for column in zip(*rounds, strict=True)))
     needed = low.forward + low.heads
     ratios = statistics.quantiles([r.step / (r.forward + r.heads) for r in rounds], n=4)
@@ -232,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     outcome["prefill"] = read
     figures = {f"{name}, ms": value for name, value in outcome["ms"].items()}
     figures |= {name: outcome[name] for name in ("ratio", "outside", "speedup", "bound")}
-    figures |= {f"prefill {name}": value for name, value in outcome["prefill"].items()}
+    figures |= {f"prefill {name}": value for name, value in read.items()}
     title = f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)"
     lines = [["tau", f"{outcome['tau']:.2f}"], *([name, f"{value:.3f}"] for name, value in figures.items())]
     show(options, title, markdown_table(["figure", "value"], lines))

@@ -19,6 +19,8 @@ from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Mo
 from medusa.loading import Loaded
 from medusa.options import count, group
 
+GENERATION = {"max_new_tokens": 128, "ignore_eos": True}  # defaults of what is generated
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(CommandOptions):
@@ -26,7 +28,7 @@ class MeasuringOptions(CommandOptions):
 
     models: Models = group(Models, "models", only=("backbone",))
     prompts: Prompts = group(Prompts, "prompts")
-    settings: Settings = group(Settings, "generation", only=("max_new_tokens",), max_new_tokens=128, ignore_eos=True)
+    settings: Settings = group(Settings, "generation", only=("max_new_tokens",), **GENERATION)
     batch_size: int = 1
     contrasting: Contrasting = NO_CONTRAST
     rounds: int = count(3, "decode all prompts N times")

@@ -42,7 +42,7 @@ def curves(run: Run) -> None:
     scale = run.scale
     for how, context, batch in itertools.product(("compiled", "eager"), scale.contexts, scale.batches):
         for model, nodes in itertools.product(scale.kv_heads, scale.nodes):
-            if how == "compiled" and run.seconds_left < run.seconds / 3:
+            if how == "compiled" and run.end - time.monotonic() < run.seconds / 3:
                 continue  # the eager figures need the rest of the time
             about = {"model": model, "how": how, "context": context, "batch": batch, "nodes": nodes}
             with run.attempt(**about):
@@ -92,9 +92,7 @@ def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Count the kernel launches and device synchronizations of a step, and name its longest attention kernel.
-
-    On a CPU, PyTorch's operations count as launches."""
+    """Count a step's kernel launches (operations on a CPU) and synchronizations; name its longest attention kernel."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.on_gpu else [])]
     profiler, steps = profile(activities=activities), itertools.count(1)
 
@@ -113,8 +111,7 @@ def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) ->
     waits = sum(e.count for e in events if e.key in WAITS)
     kernels = [e for e in events if any(part in e.key.lower() for part in ATTENTION)]
     longest = max(kernels, key=lambda e: (e.self_device_time_total, e.self_cpu_time_total), default=None)
-    attention = longest.key[:60] if longest else None
-    return {"launches": launches / PROFILED, "waits": waits / PROFILED, "attention": attention}
+    return {"launches": launches / PROFILED, "waits": waits / PROFILED, "attention": longest and longest.key[:60]}
 
 
 def losses(run: Run) -> None:

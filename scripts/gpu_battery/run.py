@@ -11,44 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import torch
 import yaml
 
+from medusa.__main__ import main as medusa
+from medusa.files import read_json
+
 Figure = dict[str, object]
-Shape = dict[str, int]
 FIGURES = "figures.jsonl"
 CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # MHz, MHz, W, degrees Celsius
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of everything that the battery measures. scale.yaml holds the values and says what each one means."""
-
-    curve_shape: Shape
-    kv_heads: dict[str, int]
-    contexts: list[int]
-    batches: list[int]
-    nodes: list[int]
-    steps: int
-    losses: Shape
-    loss_positions: list[int]
-    backbone: str
-    source_bytes: int
-    texts: int
-    first_heads: Figure
-    other_heads: Figure
-    prompt_tokens: int
-    prompts: int
-    new_tokens: int
-    rounds: int
-    draws: int
-    sampled_prompts: int
-    trees: dict[str, str]
-
-
+# Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
-FULL, TOY = Scale(**SIZES["full"]), Scale(**SIZES["toy"])
+FULL, TOY = SimpleNamespace(**SIZES["full"]), SimpleNamespace(**SIZES["toy"])
 
 
 def append(output: Path, figure: Figure) -> None:
@@ -91,7 +67,7 @@ class Run:
 
     stage: str
     output: Path
-    scale: Scale
+    scale: SimpleNamespace
     device: str
     seconds: float
 
@@ -102,10 +78,6 @@ class Run:
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
-
-    @property
-    def seconds_left(self) -> float:
-        return self.end - time.monotonic()
 
     def heads(self, kind: str) -> Path:
         """Return the folder of the trained heads of this kind."""
@@ -128,18 +100,15 @@ class Run:
 
         Raises:
             RuntimeError: the command failed and wrote no JSON."""
-        from medusa.__main__ import main
-
-        argv = [*command.split(), *map(str, more)]
-        place = self.output / "json" / f"{result}.json"
+        argv, place = [command, *map(str, more)], self.output / "json" / f"{result}.json"
         if result:
             place.parent.mkdir(exist_ok=True)
             place.unlink(missing_ok=True)
             argv += ["--json", str(place)]
         print("$ medusa", *argv, flush=True)
-        status = main(argv)
+        status = medusa(argv)
         if place.is_file():
-            return json.loads(place.read_text(encoding="utf-8"))
+            return read_json(place)
         if status:
-            raise RuntimeError(f"medusa {argv[0]} ended with status {status}; see the log")
+            raise RuntimeError(f"medusa {command} ended with status {status}; see the log")
         return {}

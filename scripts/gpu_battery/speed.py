@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 
@@ -12,6 +11,7 @@ from decode.settings import Settings
 from medusa.config import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
+from medusa.records.sources import read_records
 from scripts.gpu_battery.run import Figure, Run
 
 Texts = list[list[int]]
@@ -48,10 +48,8 @@ class Bench:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
-        lines = run.prompts.read_text(encoding="utf-8").splitlines()
-        self.prompts: Texts = [json.loads(line)["input_ids"] for line in lines]
-        self.plain: tuple[float, Texts] | None = None
-        """Tokens per second and texts of plain decoding, which is measured first."""
+        self.prompts: Texts = [record.input_ids for record in read_records(str(run.prompts))]
+        self.plain: tuple[float, Texts] | None = None  # tokens per second and texts; plain decoding is measured first
 
     def settings(self, compile: bool) -> Settings:
         return Settings(max_new_tokens=self.run.scale.new_tokens, ignore_eos=True, compile=compile)

@@ -34,10 +34,8 @@ class Stage:
 
     run: Callable[[Run], None]
     call: int
-    seconds: int
-    """The stage's share of the call. Time that earlier stages did not use is added."""
-    needs: tuple[str, ...] = ()
-    """Stages that must have produced figures before this stage can run."""
+    seconds: int  # the stage's share of the call; time that earlier stages did not use is added
+    needs: tuple[str, ...] = ()  # stages that must have produced figures before this stage can run
 
 
 STAGES = {
@@ -57,8 +55,10 @@ def run_stage(name: str, output: Path, toy: bool, device: str, seconds: float) -
     append(output, {"stage": name, "event": "start"})
     figures, start = read_figures(output), time.monotonic()
     missing = [needed for needed in STAGES[name].needs if not kept_figures(figures.get(needed, ()))]
-    skipped: Figure = {"status": "skipped", "error": f"needs {missing[0]}"} if missing else {}
-    outcome = skipped or watch(name, output, toy, device, seconds)
+    if missing:
+        outcome: Figure = {"status": "skipped", "error": f"needs {missing[0]}"}
+    else:
+        outcome = watch(name, output, toy, device, seconds)
     outcome = {"seconds": round(time.monotonic() - start)} | outcome
     append(output, {"stage": name, "event": "end"} | outcome)
     return outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import sysconfig
 import time
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer
 
 import make_backbone
 from medusa.config import KINDS
+from medusa.files import write_json
 from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import write_jsonl
 from scripts.gpu_battery.run import Run
@@ -45,10 +45,7 @@ def write_tokens(run: Run, path: Path, texts: list[str]) -> None:
 
 
 def python_sources(limit: int) -> list[str]:
-    """Read Python files of this machine, shuffled with a fixed seed, up to `limit` characters.
-
-    Raises:
-        RuntimeError: fewer than 40 files are long enough."""
+    """Read Python files of this machine, shuffled with a fixed seed, up to `limit` characters."""
     folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
     files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
     random.Random(0).shuffle(files)
@@ -86,7 +83,7 @@ def heads(run: Run) -> None:
             "training": training | {"save_strategy": "no", "logging_steps": 50, "bf16": run.on_gpu},
         }
         recipe = run.output / f"{kind}.yaml"
-        recipe.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+        write_json(recipe, config)  # JSON is YAML
         with run.attempt(kind=kind):
             result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
             run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"))

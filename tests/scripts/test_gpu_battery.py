@@ -15,7 +15,7 @@ import torch
 from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
-from scripts.gpu_battery import curves, report, run
+from scripts.gpu_battery import curves, run
 from scripts.gpu_battery.run import FULL, TOY, Run
 from scripts.gpu_battery.stages import CALL_SECONDS, STAGES, Stage, run_stage
 
@@ -48,7 +48,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
 
-    told = (tmp_path / report.REPORT).read_text()
+    told = (tmp_path / battery.REPORT).read_text()
     assert all(f"## {name}\n" in told for name in STAGES)
     assert "T(n)/T(1)" in told
     assert f"{methods['medusa, 7 nodes, compiled']['tau']:.4g}" in told
@@ -190,7 +190,7 @@ def test_an_aborted_run_has_a_report(tmp_path: Path) -> None:
     run.append(tmp_path, {"stage": "curves", **about, "nodes": 1, "ms": 5.0})
     run.append(tmp_path, {"stage": "curves", **about, "nodes": 16, "error": "out of memory"})
     assert battery.main(["--report", "--output", str(tmp_path)]) == 0
-    told = (tmp_path / report.REPORT).read_text()
+    told = (tmp_path / battery.REPORT).read_text()
     assert "a GPU" in told
     assert "| curves | interrupted |" in told
     assert "| MHA | compiled | 2000 | 1 | 64 | 7.5 | 1980 | 1.5 |  |" in told
