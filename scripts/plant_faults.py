@@ -43,11 +43,7 @@ class Fault:
     tests: list[str]
 
     def plant(self, source: str) -> str:
-        """Return the text of the file with the fault.
-
-        Raises:
-            ValueError: `old` is not in the file exactly once.
-            SyntaxError: the changed file is not Python."""
+        """Return the text of the file with the fault; raise ValueError unless `old` is in the file exactly once."""
         if source.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.file} holds the text {source.count(self.old)} times, not once")
         changed = source.replace(self.old, self.new)
@@ -73,13 +69,11 @@ def read_faults(path: Path = FAULTS) -> list[Fault]:
 def copy_repository(source: Path, target: Path) -> None:
     """Copy the working tree without the files that git ignores, and link the folder `shared` next to it."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.split("\0")):
+    for name in subprocess.check_output(command, cwd=source, text=True).split("\0"):
         if (source / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / name, target / name)
-    shared = source.parent / "shared"
-    if shared.is_dir():
+    if (shared := source.parent / "shared").is_dir():
         (target.parent / "shared").symlink_to(shared)
 
 
@@ -88,15 +82,12 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-rfE", *tests]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode, failures[0].split(" - ")[0] if failures else ""
+    failures = (line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+    return done.returncode, next(failures, "")
 
 
 def try_fault(folder: Path, fault: Fault, all_tests: bool) -> Outcome:
-    """Plant `fault` in `folder`, run its tests, and restore the file.
-
-    Raises:
-        RuntimeError: the tests could not be run."""
+    """Plant `fault` in `folder`, run its tests, and restore the file; raise RuntimeError if no test could be run."""
     place, start = folder / fault.file, time.monotonic()
     source = place.read_text(encoding="utf-8")
     place.write_text(fault.plant(source), encoding="utf-8")

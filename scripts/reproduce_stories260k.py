@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
-import resource
 import shutil
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.loading import load_tokenizer
-from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_jsonl
+from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_tokens
 
 Row = dict[str, object]
 TREE = "mc_sim_7b_63"
@@ -48,18 +48,12 @@ START_UP = 50  # CPU seconds of `medusa train` that are not training: imports, r
 ONE_THREAD = "--threads 1 --quiet"
 
 
-def write_ids(path: Path, texts: Iterable[list[int]]) -> Path:
-    """Write texts as JSON Lines of ids, and return the path."""
-    write_jsonl(path, ({"input_ids": ids} for ids in texts))
-    return path
-
-
 def write_inputs(reference: Path, output: Path) -> tuple[Path, Path]:
     """Write the prompts, and the texts that share no window with a training text; return both paths."""
     content = read_json(reference)
     continuations = next(iter(content["runs"].values()))["new_ids"]
     texts = [prompt + new for prompt, new in zip(content["prompts"], continuations, strict=True)]
-    return write_ids(output / "prompts.jsonl", content["prompts"]), write_ids(output / "excluded.jsonl", texts)
+    return write_tokens(output / "prompts.jsonl", content["prompts"]), write_tokens(output / "excluded.jsonl", texts)
 
 
 def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
@@ -72,9 +66,7 @@ def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
 
 
 def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
-    """Return the folder with the backbone's own text for a seed, and the CPU seconds that it took.
-
-    The text is generated unless the folder exists."""
+    """Generate the backbone's own text for a seed, unless it exists; return its folder, and the CPU seconds it took."""
     place = args.output / f"seed{seed}"
     folder, cost = place / "text", place / "text_seconds.json"
     if not cost.is_file():
@@ -82,7 +74,7 @@ def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
         start, prompts = cpu_seconds(), openings(args, seed)
         for temperature, share in TEMPERATURES.items():
             count = args.texts * share // sum(TEMPERATURES.values())
-            source = write_ids(place / f"openings_{temperature}.jsonl", prompts[:count])
+            source = write_tokens(place / f"openings_{temperature}.jsonl", prompts[:count])
             prompts = prompts[count:]
             options = f"--max-new-tokens {NEW_TOKENS} --ignore-eos --batch-size 128 --temperature {temperature}"
             where = ["--backbone", args.backbone, "--prompts", source, "--output", folder / f"{temperature}.jsonl"]
@@ -139,9 +131,7 @@ def measure(args: argparse.Namespace, folder: Path, tree: str, prompts: Path) ->
 
 
 def run(args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Path, excluded: Path) -> list[Row]:
-    """Train and measure heads of one recipe, kind and seed; return a row for each tree.
-
-    Heads that an earlier call trained are not trained again."""
+    """Train heads of one recipe, kind and seed, unless they exist, and measure them; return a row for each tree."""
     folder = args.output / f"seed{seed}" / (recipe if kind == "medusa" else f"{recipe}-{kind}")
     if not (folder / "cost.json").is_file():
         write_json(folder / "cost.json", train(args, recipe, kind, seed, folder, excluded))
@@ -152,17 +142,14 @@ def run(args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Pa
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of its finished children, in seconds."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(os.times()[:4])
 
 
 def table(rows: Sequence[Row]) -> str:
     """Tabulate the median tau over the seeds for each recipe, kind of heads and tree."""
-    grouped: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        grouped[row["recipe"], row["kind"], row["tree"]].append(row)
-    lines = []
-    for key, group in grouped.items():
+    about, lines = itemgetter("recipe", "kind", "tree"), []
+    for key in dict.fromkeys(map(about, rows)):
+        group = [row for row in rows if about(row) == key]
         taus, longest = [row["tau"] for row in group], max(row["cpu_minutes"] for row in group)
         each = ", ".join(f"{tau:.3f}" for tau in taus)
         lines.append([*key, f"{statistics.median(taus):.3f}", each, f"at most {longest:.2f}"])

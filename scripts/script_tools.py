@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from medusa.commandline import OneLineParser, exit_status
+from medusa.files import write_text
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 
@@ -38,8 +39,13 @@ def positive(text: str) -> int:
 
 def write_jsonl(path: Path, records: Iterable[dict[str, object]]) -> None:
     """Write `records` to `path` as JSON Lines, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_tokens(path: Path, texts: Iterable[list[int]]) -> Path:
+    """Write the token ids of texts to `path` as JSON Lines, and return the path."""
+    write_jsonl(path, ({"input_ids": ids} for ids in texts))
+    return path
 
 
 def read_documents(
@@ -51,12 +57,6 @@ def read_documents(
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format a Markdown table.
-
-    >>> print(markdown_table(["n", "ms"], [[1, 2.5]]))
-    | n | ms |
-    |---|---|
-    | 1 | 2.5 |
-    """
+    """Format a Markdown table."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

@@ -14,7 +14,7 @@ import make_backbone
 from medusa.config import KINDS
 from medusa.files import write_json
 from medusa.records.sources import DOCUMENT_SEPARATOR
-from script_tools import write_jsonl
+from script_tools import write_tokens
 from scripts.gpu_battery.run import Run
 
 SHORTEST = 500  # characters of a source that is used
@@ -34,14 +34,12 @@ def backbone(run: Run) -> None:
     size = (run.backbone / "model.safetensors").stat().st_size / 1e6
     run.keep(seconds=round(time.monotonic() - start), source_mb=sum(map(len, seen)) / 1e6, megabytes=size)
     openings = itertools.islice(itertools.cycle(text[:PROMPT] for text in seen), run.scale.texts)
-    write_tokens(run, run.output / "openings.jsonl", list(openings))
-    write_tokens(run, run.prompts, [text[:PROMPT] for text in held_out[: run.scale.prompts]])
-
-
-def write_tokens(run: Run, path: Path, texts: list[str]) -> None:
-    """Write prompts of equal length as JSON Lines of ids: the first tokens of each text."""
-    encoded = AutoTokenizer.from_pretrained(run.backbone)(texts)["input_ids"]
-    write_jsonl(path, ({"input_ids": ids[: run.scale.prompt_tokens]} for ids in encoded))
+    tokenizer, prompts = (
+        AutoTokenizer.from_pretrained(run.backbone),
+        [t[:PROMPT] for t in held_out[: run.scale.prompts]],
+    )
+    for path, texts in ((run.output / "openings.jsonl", list(openings)), (run.prompts, prompts)):
+        write_tokens(path, (ids[: run.scale.prompt_tokens] for ids in tokenizer(texts)["input_ids"]))
 
 
 def python_sources(limit: int) -> list[str]:
