@@ -50,6 +50,15 @@ def test_a_full_last_row_needs_no_padding() -> None:
     assert len(PackedDataset([example(1, 2), example(3, 4)], sequence_length=4)) == 1
 
 
+def test_documents_are_joined_once_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining at every document would copy an open row again and again."""
+    joins, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda *args, **kwargs: joins.append(1) or cat(*args, **kwargs))
+    rows = PackedDataset([Example([number], [True]) for number in range(40)], 10)
+    assert rows.input_ids.flatten().tolist() == list(range(40))
+    assert len(joins) <= 5
+
+
 def test_positions_restart_with_every_document_and_every_row() -> None:
     assert positions_of(torch.tensor([0, 0, 0, 1, 1, 2, -1, -1])).tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     packed = PackedDataset([example(*range(1, 8))], sequence_length=4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +33,7 @@ def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCoun
         for number, example in enumerate(examples):
             counts.add(example)
             columns = [example.input_ids, example.loss_mask, [number] * len(example.input_ids)]
-            yield torch.tensor(columns, dtype=torch.int32)
+            yield torch.from_numpy(np.array(columns, dtype=np.int32))  # far faster than torch.tensor for lists
 
     for row in _first_fit(documents(), length) if whole else _end_to_end(documents(), length):
         counts.rows += 1
@@ -40,12 +41,16 @@ def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCoun
 
 
 def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    open_row = torch.empty(3, 0, dtype=torch.int32)
+    parts, held = [], 0  # joined once they fill a row, not with every document
     for document in documents:
-        *rows, open_row = torch.cat([open_row, document], dim=1).split(length, dim=1)
-        yield from rows
-    if open_row.numel():
-        yield open_row
+        parts.append(document)
+        held += document.shape[1]
+        if held > length:
+            *rows, rest = torch.cat(parts, dim=1).split(length, dim=1)
+            yield from rows
+            parts, held = [rest], rest.shape[1]
+    if held:
+        yield torch.cat(parts, dim=1)
 
 
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
