@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from medusa.errors import RequestError
@@ -49,7 +49,6 @@ class AcceptanceRule(NamedTuple):
         return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class DecodingOptions(Options):
     """The options of drafting and acceptance, which `model.generate` does not have."""
 
@@ -121,7 +120,6 @@ class DecodingOptions(Options):
             raise RequestError("stop-drafting cannot be combined with draft sample; use draft topk")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(DecodingOptions):
     """All generation settings; the defaults mean greedy decoding until EOS or 256 new tokens."""
 

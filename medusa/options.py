@@ -3,7 +3,6 @@
 The options of a command are one dataclass. Its `option` fields are arguments; its `group` fields hold the options of
 another dataclass, which form an argument group:
 
-    @dataclass(frozen=True, kw_only=True)
     class GenerateOptions(Options):
         settings: Settings = group(Settings, "generation", max_new_tokens=128)     # another default
         plain: bool = option(False, "decode without a drafter")
@@ -16,7 +15,7 @@ import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from medusa.errors import RequestError
 
@@ -73,9 +72,15 @@ class OptionError(RequestError):
     """An invalid value of an option. The message begins with the option's name."""
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Options:
-    """Base class of dataclasses whose fields are options. A new instance raises OptionError if a value is invalid."""
+    """Base class of options: each subclass becomes a frozen dataclass, whose arguments are keyword-only by default.
+
+    A new instance raises OptionError if a value is invalid."""
+
+    def __init_subclass__(cls, kw_only: bool = True) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -186,8 +191,7 @@ def _make(make: Callable[..., Made], options: Sequence[Field[object]], args: arg
     return made
 
 
-@dataclass(frozen=True)
-class LoadOptions(Options):
+class LoadOptions(Options, kw_only=False):
     """Options for loading a backbone; RequestError if a value is invalid or this machine does not have the device."""
 
     dtype: str | None = option(

@@ -161,7 +161,6 @@ def write_page(path: Path, rows: Sequence[Row]) -> None:
     write_text(path, f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckOptions(Options):
     """Options of check_architectures.py."""
 

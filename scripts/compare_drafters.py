@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +42,6 @@ from script_tools import markdown_table, run_script, script_parser
 DRAFTERS = ("heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftersOptions(MeasuringOptions):
     """Options of compare_drafters.py."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice
 
@@ -50,7 +50,6 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch'
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product_attention"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class KindsOptions(MeasuringOptions):
     """Options of compare_kinds.py."""
 

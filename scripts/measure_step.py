@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -190,7 +190,6 @@ def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepOptions(MeasuringOptions):
     """Options of measure_step.py."""
 

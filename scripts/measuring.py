@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from medusa.options import count, group
 GENERATION = {"max_new_tokens": 128, "ignore_eos": True}  # defaults of what is generated
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(CommandOptions):
     """Options of the scripts that measure: greedy decoding of one prompt at a time, which continues after EOS."""
 

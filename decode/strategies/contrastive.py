@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ MIN_LOG_PROB = -1e4
 """Lower log probabilities of the amateur are raised to this value, so that all scores are finite."""
 
 
-@dataclass(frozen=True)
-class Contrast(ContrastOptions):
+class Contrast(ContrastOptions, kw_only=False):
     """The scoring function of contrastive decoding, with its constants.
 
     Without `beta` a score is log p(expert) - log p(amateur), as in the paper. With it, a score is
@@ -71,7 +70,7 @@ class Amateur:
     """The small model of contrastive decoding and the scoring function (a `decode.verify.VerifierFactory`)."""
 
     model: PreTrainedModel
-    contrast: Contrast = Contrast()
+    contrast: Contrast = field(default_factory=Contrast)
     name: str = "amateur"
 
     @classmethod

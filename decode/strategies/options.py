@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from medusa.options import Options, count, option, share
 
 
-@dataclass(frozen=True)
-class ContrastOptions(Options):
+class ContrastOptions(Options, kw_only=False):
     """The constants of contrastive decoding; the defaults are those of Li et al. (2022, arXiv 2210.15097)."""
 
     alpha: float = share(
@@ -35,7 +33,6 @@ class ContrastOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchOptions(Options):
     """Options of beam search and best-first beam search."""
 

@@ -12,7 +12,6 @@ Plain decoding is our own loop that generates one token per step. tau is the mea
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,6 @@ def temperatures(text: str) -> list[float]:
     return values
 
 
-@dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions(CommandOptions):
     """Options of `medusa benchmark`."""
 

@@ -11,8 +11,6 @@ the texts is held out, to measure tau (the mean number of tokens per step) with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from decode.settings import Settings
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
 from medusa.errors import RequestError
@@ -21,7 +19,6 @@ from medusa.options import REQUIRED, count, group, option
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(CommandOptions):
     """Options of `medusa calibrate`."""
 

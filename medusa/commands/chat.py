@@ -12,7 +12,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -37,7 +36,6 @@ HELP = """\
 Ctrl-C stops an answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Page(Network):
     """Options of the chat in the browser."""
 
@@ -48,7 +46,6 @@ class Page(Network):
             raise RequestError(f"--{names[0]} belongs to the page in the browser; add --web, or leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatOptions(CommandOptions):
     """Options of `medusa chat`."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,6 @@ PIECE = 2**16
 """Characters that are tokenised at once. A longer text is cut after a line, which may change the tokens there."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DatastoreOptions(Options):
     """Options of `medusa datastore`."""
 

@@ -10,7 +10,7 @@ Each of the four stages prints the command that runs it alone. The demo takes un
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,6 @@ TEXT_SECONDS = 50  # time limit for generating text; a slower machine trains on 
 SLOWER = 10  # the factor by which the stories are shown slower than they were generated
 
 
-@dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
     """Options of `medusa demo`."""
 

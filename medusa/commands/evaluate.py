@@ -8,8 +8,6 @@ heads' guesses are compared with this text, not with the text of the file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rich.progress import track
 from rich.table import Table
 
@@ -22,7 +20,6 @@ from medusa.records.sources import DOCUMENT_SEPARATOR
 OPENING = 16  # number of tokens that the backbone continues, of a record that is not a prompt
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
     """Options that name the data to read: prompts, conversations or texts."""
 
@@ -36,7 +33,6 @@ class DataOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(CommandOptions):
     """Options of `medusa evaluate`."""
 

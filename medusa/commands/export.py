@@ -9,7 +9,7 @@ exported heads, and what decoding in that server lacks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from medusa.export.card import Facts
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportOptions(Options):
     """Options of `medusa export`."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from train.features.recorder import Recorder
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(CommandOptions):
     """Options of `medusa generate`."""
 

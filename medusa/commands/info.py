@@ -6,8 +6,6 @@ medusa info runs/my-heads --json info.json
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rich.table import Table
 
 from medusa.commands.options import Output
@@ -15,7 +13,6 @@ from medusa.files import read_json
 from medusa.options import REQUIRED, Options, group, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class InfoOptions(Options):
     """Options of `medusa info`."""
 

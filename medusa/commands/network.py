@@ -5,13 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
-from dataclasses import dataclass
 
 from medusa.errors import RequestError
 from medusa.options import Options, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class Network(Options):
     """Options for the network address of a server."""
 

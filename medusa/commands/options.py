@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Models(Options):
     """Options that name the models, the drafter and its tree."""
 
@@ -43,7 +41,6 @@ class Models(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Prompts(Options):
     """Options that name the prompts."""
 
@@ -76,7 +73,6 @@ def read_prompts(place: str, split: str, most: int | None = None, separator: str
     return list(islice(read_records(place, split=split, separator=separator), most))
 
 
-@dataclass(frozen=True, kw_only=True)
 class RuntimeOptions(Options):
     """Options for the random seed and the number of CPU threads."""
 
@@ -101,7 +97,6 @@ class RuntimeOptions(Options):
         transformers.utils.logging.disable_progress_bar()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Output(Options):
     """Options for results and progress messages."""
 
@@ -151,7 +146,6 @@ class Output(Options):
             write_json(Path(self.json), content)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Contrasting(ContrastOptions):
     """Options of contrastive decoding."""
 
@@ -170,7 +164,6 @@ class Contrasting(ContrastOptions):
 NO_CONTRAST = Contrasting()
 
 
-@dataclass(frozen=True, kw_only=True)
 class CommandOptions(Options):
     """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 

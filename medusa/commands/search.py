@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ Cost = dict[str, float]
 SEARCHES = ("beam", "best-first-beam")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Strategy(SearchOptions):
     """Options that choose how texts are generated: by decoding, or by a beam search for the most probable text."""
 

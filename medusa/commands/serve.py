@@ -9,15 +9,12 @@ so on; the options below are the defaults.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from medusa.commands.network import Network
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
 from medusa.errors import RequestError
 from medusa.options import count, group, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServeOptions(CommandOptions):
     """Options of `medusa serve`."""
 

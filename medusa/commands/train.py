@@ -12,13 +12,11 @@ would learn from the data. It does not train, and does not load the weights of t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from medusa.commands.options import Output, RuntimeOptions
 from medusa.options import REQUIRED, Options, count, group, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
     """Options of `medusa train`."""
 

@@ -12,7 +12,6 @@ through the same experiment and are expected to differ. The report is an HTML pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from decode.settings import Settings
@@ -23,7 +22,6 @@ from medusa.options import count, group, option
 GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
 
 
-@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(CommandOptions):
     """Options of `medusa verify`."""
 

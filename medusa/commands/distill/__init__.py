@@ -13,7 +13,6 @@ the reason why the text ended. The same command continues an interrupted run, an
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -42,7 +41,6 @@ BYTES_PER_LINE = 100  # of one answer, without its tokens
 BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of the token
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistillOptions(CommandOptions):
     """Options of `medusa distill`."""
 
