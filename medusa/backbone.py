@@ -11,7 +11,6 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -51,38 +50,24 @@ class Backbone:
         if head is None:
             raise RequestError(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
         self.head: nn.Module = head
+        self.hidden_size: int = self.head_weight.shape[1]
+        self.vocab_size: int = self.config.vocab_size
+        self.context: int | None = getattr(self.config, "max_position_embeddings", None)
+        """The model's context length in tokens; `None` if the config does not give it."""
+        self.rope_boundary = longrope_boundary(model)
+        """The text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
+        self.rereads = self.config.model_type in REREADS
+        """Whether `model.generate` computes the whole text again when the text passes `rope_boundary`."""
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._seen: list[Tensor] | None = None
         if self.head not in _SPLITS:
             _SPLITS[self.head] = self._splits()
         self.splits = _SPLITS[self.head]
 
     @property
-    def hidden_size(self) -> int:
-        return self.head_weight.shape[1]
-
-    @property
     def head_weight(self) -> Tensor:
         """The weight [V, H] of the LM head (V tokens, hidden size H)."""
         return cast("Tensor", self.head.weight)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @cached_property
-    def context(self) -> int | None:
-        """The model's context length in tokens; `None` if the config does not give it."""
-        return getattr(self.config, "max_position_embeddings", None)
-
-    @cached_property
-    def rope_boundary(self) -> int | None:
-        """The text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
-        return longrope_boundary(self.model)
-
-    @property
-    def rereads(self) -> bool:
-        """Whether `model.generate` computes the whole text again when the text passes `rope_boundary`."""
-        return self.config.model_type in REREADS
 
     @property
     def device(self) -> torch.device:
@@ -134,17 +119,12 @@ class Backbone:
             hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
             read = at(hidden, last)
             return Readout(hidden if all_hidden else read, self.head(read))
-        if last is not None and not all_hidden and self.keeps_logits:
+        if last is not None and not all_hidden and self._keeps_logits:
             # The model takes one list of positions for all rows, so compute every position that some row asks for.
             kept, last = last.unique(return_inverse=True)
             kwargs["logits_to_keep"] = kept.cpu()  # an index on the CPU works on every device
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
-
-    @cached_property
-    def keeps_logits(self) -> bool:
-        """Whether the model's forward has the argument `logits_to_keep`."""
-        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     @contextmanager
     def watched(self) -> Iterator[None]:
