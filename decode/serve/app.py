@@ -9,12 +9,13 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
@@ -39,30 +40,24 @@ class ApiAnswer:
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.head = {"id": number, "created": int(time.time()), "model": model}
-        self.rows: list[BatchRow] = []
-        """The requested texts, one row for each choice of the answer, in order."""
+        self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
-    def listener(self, index: int) -> Callable[[RowEvent], None]:
-        """Return a callback for the worker thread, which passes the events of row `index` to the HTTP thread."""
-
-        def put(event: RowEvent) -> None:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
-
-        return put
+    def put(self, index: int, event: RowEvent) -> None:
+        """Pass an event of row `index` from the worker thread to the HTTP thread."""
+        self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
     async def whole(self, request: HttpRequest) -> dict[str, object]:
         """Wait until all texts are finished, and return the answer as one JSON object.
 
-        `request`: shows whether the client has disconnected; the request's body must have been read.
-
-        Raises:
-            ApiError: decoding failed, or the client has disconnected."""
+        Raise an `ApiError` if decoding failed, or if the client has disconnected. The body of `request` must have been
+        read, because then `request` reports only the disconnection.
+        """
         texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
-        left = asyncio.ensure_future(_disconnected(request))
+        left = asyncio.ensure_future(self._watch(request))
         try:
-            async for index, event in self._until_all_ended(left):
+            async for index, event in self._until_all_ended():
                 texts[index] += event.text
                 reasons[index] = event.finish_reason or ""
         finally:
@@ -99,21 +94,19 @@ class ApiAnswer:
         kind = chat_kind if self.is_chat else "text_completion"
         return self.head | {"object": kind, "choices": choices} | more
 
-    async def _until_all_ended(self, left: asyncio.Future[None] | None = None) -> AsyncIterator[tuple[int, RowEvent]]:
-        """Yield the worker's events, each with the index of its row, until all rows of this answer have ended.
+    async def _watch(self, request: HttpRequest) -> None:
+        """Wait until the client has disconnected, and then end this answer with an error."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.events.put_nowait((0, RowEvent(error=ApiError("the client has disconnected", 499))))
 
-        `left`: a future that is done when the client has disconnected.
-
-        Raises:
-            ApiError: decoding failed, or the client has disconnected."""
+    async def _until_all_ended(self) -> AsyncIterator[tuple[int, RowEvent]]:
+        """Yield the events, each with the index of its row, until all rows have ended; raise errors as `ApiError`."""
         running = len(self.rows)
         while running:
-            following = asyncio.ensure_future(self.events.get())
-            await asyncio.wait({following} | ({left} if left else set()), return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                following.cancel()
-                raise ApiError("the client has disconnected", 499)
-            index, event = following.result()
+            index, event = await self.events.get()
+            if isinstance(event.error, ApiError):
+                raise event.error
             if isinstance(event.error, RequestError):
                 raise ApiError(str(event.error))
             if event.error is not None:
@@ -131,7 +124,7 @@ class ApiAnswer:
         return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
 
 
-def _choice(index: int, reason: str | None, said: Mapping[str, object]) -> dict[str, object]:
+def _choice(index: int, reason: str | None, said: dict[str, dict[str, str]] | dict[str, str]) -> dict[str, object]:
     return {"index": index, "finish_reason": reason, "logprobs": None, **said}
 
 
@@ -139,22 +132,14 @@ def _line(content: dict[str, object]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-async def _disconnected(request: HttpRequest) -> None:
-    """Wait until the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """Make the endpoints for one model.
+        """Make the endpoints for the model that requests call `name`.
 
-        Args:
-            name: the name that requests call the model by.
-            settings: defaults for the parameters that a request leaves out.
-            seed: the random seed from which requests without a seed get different seeds.
+        `settings` are defaults for the parameters that a request leaves out. Requests without a seed get different
+        seeds, which follow from `seed`.
         """
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
@@ -180,7 +165,7 @@ class CompletionApi:
                 Route("/health", self.health),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))],
-            exception_handlers={ApiError: _refuse, 404: _no_such_route, 405: _no_such_route},
+            exception_handlers={ApiError: _refuse, 404: _refuse, 405: _refuse},
             lifespan=lifespan,
         )
 
@@ -203,7 +188,7 @@ class CompletionApi:
             raise ApiError(f"model is {name!r}; this server has {self.name!r}", 404, "model")
 
     async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
-        """Answer a request for completions or for a chat. `kind`: the class that the request's body is parsed into."""
+        """Answer a request for completions or for a chat, whose body is parsed into the class `kind`."""
         content = bytearray()
         async for part in request.stream():
             content += part
@@ -211,17 +196,15 @@ class CompletionApi:
                 raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
         asked = parse(bytes(content), kind)
         answer = self.begin(asked)
-        if asked.stream:
-            return StreamingResponse(
-                answer.chunks(bool(asked.stream_options.include_usage)), media_type="text/event-stream"
-            )
-        return JSONResponse(await answer.whole(request))
+        if not asked.stream:
+            return JSONResponse(await answer.whole(request))
+        chunks = answer.chunks(bool(asked.stream_options.include_usage))
+        return StreamingResponse(chunks, media_type="text/event-stream")
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Check a request, give a row for each requested text to the worker, and return the answer that collects them.
+        """Give a row for each requested text to the worker, and return the answer that collects the texts.
 
-        Raises:
-            ApiError: the request is invalid, as its model, parameters or prompts show."""
+        Raise an `ApiError` if the request is invalid, as its model, parameters or prompts show."""
         self._require_model(asked.model or self.name)
         try:
             settings = asked.settings(self.settings)
@@ -238,22 +221,20 @@ class CompletionApi:
         for index in range(count):
             number, copy = divmod(index, asked.n)
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
-            offset = index if asked.seed is None else copy
-            answer.rows.append(BatchRow(prompts[number], settings, (seed + offset) % 2**63, answer.listener(index)))
+            own = (seed + (index if asked.seed is None else copy)) % 2**63
+            answer.rows.append(BatchRow(prompts[number], settings, own, partial(answer.put, index)))
         for row in answer.rows:
             self.worker.add(row)
         return answer
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
+    """Answer with the error object of the API: for an invalid request, and for a route that does not exist."""
+    if isinstance(error, HTTPException):
+        routes = "there are /v1/models, /v1/completions, /v1/chat/completions"
+        error = ApiError(f"{request.method} {request.url.path}: {routes}", error.status_code)
     assert isinstance(error, ApiError)
     return JSONResponse(error.to_json(), error.status)
-
-
-async def _no_such_route(request: HttpRequest, error: Exception) -> Response:
-    routes = "there are /v1/models, /v1/completions, /v1/chat/completions"
-    status = int(getattr(error, "status_code", 404))
-    return await _refuse(request, ApiError(f"{request.method} {request.url.path}: {routes}", status))
 
 
 def serve(

@@ -38,7 +38,7 @@ class ApiError(Exception):
     """An error that the API reports to the client: an invalid request, or a failure of the server."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
-        """Make an error. `status`: the HTTP status; `param`: the name of the wrong parameter."""
+        """Make an error with its HTTP status; `param` is the name of the wrong parameter."""
         super().__init__(message)
         self.status, self.param = status, param
 
@@ -57,8 +57,7 @@ class StrictModel(BaseModel):
 class StreamOptions(StrictModel):
     """The object `stream_options` of a request."""
 
-    include_usage: bool | None = None
-    """Whether the stream ends with the token counts."""
+    include_usage: bool | None = None  # whether the stream ends with the token counts
 
 
 class TextPart(StrictModel):
@@ -74,10 +73,6 @@ class Message(StrictModel):
     role: str
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
 
 WholeNumber = Annotated[int | None, Field(description="a whole number")]
 Number = Annotated[float | None, Field(allow_inf_nan=False, description="a number")]
@@ -89,10 +84,6 @@ def _require_temperature(value: float | None) -> float | None:
     return value
 
 
-def _as_strings(stop: object) -> object:
-    return [stop] if isinstance(stop, str) else stop
-
-
 class GenerationRequest(StrictModel):
     """The parameters that completion requests and chat requests share. Null means the server's default.
 
@@ -100,7 +91,6 @@ class GenerationRequest(StrictModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
     model: str | None = Field(None, description="the name of the model")
     max_tokens: WholeNumber = None
     max_completion_tokens: WholeNumber = None
@@ -112,22 +102,16 @@ class GenerationRequest(StrictModel):
     min_p: Number = None
     repetition_penalty: Number = Field(None, ge=0.01, description="a number of at least 0.01")
     ignore_eos: bool | None = Field(None, description="true or false")
-    stop: Annotated[list[str] | None, BeforeValidator(_as_strings)] = Field(
-        None, description="a string or a list of strings"
-    )
+    stop: str | list[str] | None = Field(None, description="a string or a list of strings")
     seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
-    """Number of texts to generate for each prompt."""
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")  # texts per prompt
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions = Field(StreamOptions(), description='an object such as {"include_usage": true}')
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
-        """Remove null values, ignored parameters, and unsupported parameters that are switched off.
-
-        Raises:
-            ApiError: an unsupported parameter is switched on."""
+        """Remove null values, ignored parameters, and unsupported parameters that are off; refuse those that are on."""
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         for name in filter(given.__contains__, UNSUPPORTED):
             value, neutral = given.pop(name), UNSUPPORTED[name]
@@ -137,15 +121,15 @@ class GenerationRequest(StrictModel):
         return given
 
     def settings(self, defaults: Settings) -> Settings:
-        """Return the decoding settings for the request. `defaults`: the settings of parameters that it leaves out.
+        """Return the decoding settings for the request; `defaults` are those of the parameters that it leaves out.
 
-        Raises:
-            RequestError: a value is out of range, or two parameters cannot be combined."""
+        Raise a `RequestError` if a value is out of range, or if two parameters cannot be combined."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
         for limit in (self.max_tokens, self.max_completion_tokens):
             asked |= {} if limit is None else {"max_new_tokens": limit}
-        asked |= {} if self.stop is None else {"stop": tuple(self.stop)}
+        if self.stop is not None:
+            asked["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return replace(defaults, **asked)
 
 
@@ -163,10 +147,7 @@ class CompletionRequest(GenerationRequest):
     )
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the token ids of each prompt.
-
-        Raises:
-            RequestError: the text of a prompt is empty."""
+        """Return the token ids of each prompt; raises a `RequestError` if the text of a prompt is empty."""
         return [
             prompt_ids(Record("prompt", text=part, is_prompt=True), tokenizer) if isinstance(part, str) else part
             for part in self.prompt
@@ -183,14 +164,16 @@ class ChatRequest(GenerationRequest):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
-        Raises:
-            ApiError: the tokenizer has no chat template, or the last message has the role `assistant`.
-            RequestError: the chat template raises an error."""
+        Raise an `ApiError` if there is no chat template, or if the last message is the assistant's, and a
+        `RequestError` if the template fails."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":
             raise ApiError("the last message is the assistant's; end with the user's message", param="messages")
-        plain = [{"role": message.role, "content": message.text} for message in self.messages]
+        plain: list[dict[str, object]] = []
+        for message in self.messages:
+            parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
+            plain.append({"role": message.role, "content": "".join(parts)})
         return [prompt_ids(Record("messages", messages=plain), tokenizer)]
 
 
@@ -198,10 +181,7 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and check the body of a request. `kind`: the request class to return.
-
-    Raises:
-        ApiError: the body is not a JSON object, a parameter is unknown or unsupported, or a value has a wrong type."""
+    """Parse the body of a request into the class `kind`, or raise an `ApiError` that names the first mistake."""
     try:
         body = json.loads(content)
     except ValueError as error:
