@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,8 +36,7 @@ class Turn:
 class Conversation:
     """A conversation with its turns so far. Without a chat template, messages and answers form one continued text.
 
-    Raises:
-        RequestError: a system message is given, but the tokenizer has no chat template."""
+    Raise a `RequestError` if a system message is given, but the tokenizer has no chat template."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
@@ -53,13 +53,9 @@ class Conversation:
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
         """Make the turn for a message. The turn joins the conversation when its answer is passed to `keep`.
 
-        Without a chat template, an empty message continues the text.
-
-        Args:
-            models: the models whose contexts must have room for the prompt and at least one token.
-
-        Raises:
-            RequestError: the message is empty, the chat template fails, or the context of a model is full."""
+        Without a chat template, an empty message continues the text. Raise a `RequestError` if the message is empty,
+        the template fails, or the context of one of the `models` has no room for the prompt and a token.
+        """
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
         prompt = self._templated(message) if self.has_template else self._continued(message)
@@ -95,7 +91,6 @@ class Conversation:
 
 
 REFRESH = 0.08  # seconds between two snapshots of a growing text
-Returned = TypeVar("Returned")
 
 
 class Side:
@@ -108,7 +103,7 @@ class Side:
 
     @property
     def result(self) -> Result:
-        """The result of this text so far, with its decoding time so far."""
+        """The result so far, with the decoding time so far."""
         self.run.results[0].seconds = self.run.seconds
         return self.run.results[0]
 
@@ -148,12 +143,11 @@ class Snapshot(NamedTuple):
     tokens: int
     seconds: float
     tau: float
-    finish_reason: str | None
-    """The reason why the text ended; `None` while it is decoded."""
+    finish_reason: str | None  # why the text ended; `None` while it is decoded
 
     @classmethod
     def at(cls, side: Side) -> Snapshot:
-        """Make a snapshot of one side of a race between plain decoding and a drafter, at this moment."""
+        """Make a snapshot of a side at this moment."""
         result = side.result
         reason = result.finish_reason if side.finished else None
         return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)
@@ -179,9 +173,8 @@ def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:
         return f"different texts: acceptance {settings.rule.name} is lossy"
     if settings.do_sample:
         return "two samples of the same distribution"
-    length = min(len(ours), len(theirs))
-    at = next((place for place in range(length) if ours[place] != theirs[place]), length)
-    return f"the texts diverge at token {at + 1}: two tokens are nearly tied, and rounding decides"
+    at = next(place for place, (a, b) in enumerate(zip_longest(ours, theirs), 1) if a != b)
+    return f"the texts diverge at token {at}: two tokens are nearly tied, and rounding decides"
 
 
 class ChatWorker:
@@ -191,26 +184,16 @@ class ChatWorker:
         self.generator = generator
         self.thread = ThreadPoolExecutor(1, "chat")
         self.turn = asyncio.Lock()
-        self.waiting = 0
-        """Number of requested answers that are not finished."""
-
-    def call(self, work: Callable[..., Returned], *args: object) -> Returned:
-        """Run a function in the worker's thread, and wait for its result."""
-        return self.thread.submit(work, *args).result()
+        self.waiting = 0  # number of requested answers that are not finished
 
     async def write(
         self, begin: Callable[[], list[Side]], show: Callable[[list[Snapshot]], None], stopped: threading.Event
     ) -> list[Side]:
         """Decode the texts of one race until all are finished, or until `stopped` is set, and return them.
 
-        The race waits for earlier races. If `stopped` is set before its turn, the returned list is empty.
-
-        Args:
-            begin: starts the texts; called in the worker's thread.
-            show: callback that receives snapshots of the growing texts, in the event loop's thread.
-
-        Raises:
-            RequestError: raised by `begin`."""
+        The race waits for earlier races. If `stopped` is set before its turn, the returned list is empty. `begin`
+        starts the texts in the worker's thread. `show` receives their snapshots in the event loop's thread.
+        """
         loop = asyncio.get_running_loop()
 
         def work() -> list[Side]:

@@ -105,16 +105,12 @@ class Card:
                 ui.label(title).classes("title")
                 ui.label(subtitle).classes("subtitle")
             self.text = ui.html("", sanitize=False).classes("text")
+            self.figures = []
             with ui.element("footer"):
-                units = ("tokens/s", "tokens per step", "tokens", "seconds")
-                self.figures = [self._figure(unit) for unit in units]
-
-    @staticmethod
-    def _figure(unit: str) -> ui.label:
-        with ui.element("div").classes("figure"):
-            value = ui.label("–").classes("value")
-            ui.label(unit).classes("unit")
-        return value
+                for unit in ("tokens/s", "tokens per step", "tokens", "seconds"):
+                    with ui.element("div").classes("figure"):
+                        self.figures.append(ui.label("–").classes("value"))
+                        ui.label(unit).classes("unit")
 
     def show(self, now: Snapshot) -> None:
         """Show the text and the metrics of a snapshot."""
@@ -135,8 +131,7 @@ class ChatPage:
         self.templated = self.conversation.has_template
         self.settings = config.settings
         self.answers = 0
-        self.stopped: threading.Event | None = None
-        """The event that stops the current answer when it is set; `None` while no answer is written."""
+        self.stopped: threading.Event | None = None  # set it to stop the current answer; `None`: no answer is written
 
     def build(self) -> None:
         """Add the header, the log of messages and the input field to the page."""

@@ -18,8 +18,7 @@ from decode.settings import Settings
 from decode.tree_check import require_tree_forward
 
 WARM_UP_STEPS = 5
-INCOMPLETE = "\ufffd"
-"""The replacement character, which tokenizers return for an incomplete or invalid UTF-8 character."""
+INCOMPLETE = "\ufffd"  # tokenizers return this character for an incomplete or invalid UTF-8 character
 KEPT_BEFORE = 8  # ids of the earlier text with which new ids are decoded, since a token's text may depend on them
 
 
@@ -40,10 +39,9 @@ class TextGenerator:
         return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
 
     def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
-        """Start decoding after the token ids `prompt`. `plain`: whether to decode without the drafter.
+        """Start decoding after the token ids `prompt`, with `plain` without the drafter.
 
-        Raises:
-            RequestError: the request is invalid (`decode.request.prepare`)."""
+        Raise a `RequestError` if the request is invalid (`decode.request.prepare`)."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
         begun = decoding(self.model, None if plain else self.source, requests, settings)
@@ -59,8 +57,7 @@ class TextPiece(NamedTuple):
     """A piece of decoded text."""
 
     text: str
-    drafted: bool
-    """Whether the text comes from accepted guesses; otherwise it is a root, which the backbone itself predicted."""
+    drafted: bool  # whether it comes from accepted guesses; otherwise it is a root, which the backbone itself predicted
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
@@ -78,16 +75,12 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        """Make a stream of text pieces that is still empty.
-
-        `before`: token ids of the text before the new ids. These ids decide whether the new text begins with a space.
-        """
+        """Make an empty stream. The ids of the text `before` it decide whether the new text begins with a space."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
         self.waiting: list[TextPiece] = []
-        self.ended = False
-        """Whether the text contains a stop string, which ends it."""
+        self.ended = False  # whether the text contains a stop string, which ends it
 
     def step(self, ids: Sequence[int]) -> list[TextPiece]:
         """Add the ids of a decoding step, root first, and return the pieces of text that can no longer change."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,17 +33,15 @@ class RowEvent(NamedTuple):
     error: Exception | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class BatchRow:
     """One requested text: its prompt and settings, and the callback that receives the text while it is decoded."""
 
     prompt: list[int]
     settings: Settings
     seed: int
-    tell: Callable[[RowEvent], object]
-    """Callback that the worker thread calls with each event."""
-    left: threading.Event = field(default_factory=threading.Event)
-    """Set to end the text early, because the client has disconnected or the server stops."""
+    tell: Callable[[RowEvent], object]  # the worker thread calls it with each event
+    left: threading.Event = field(default_factory=threading.Event)  # set if the client has disconnected, or at the end
     new_tokens: int = 0
 
     @property
@@ -51,19 +50,14 @@ class BatchRow:
         return replace(self.settings, max_new_tokens=1, stop=(), ignore_eos=False)
 
     def request(self, generator: TextGenerator) -> Request:
-        """Prepare the decoding of the row.
-
-        Raises:
-            RequestError: the request is invalid (`decode.request.prepare`)."""
+        """Prepare the decoding of the row, or raise a `RequestError` if the request is invalid."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
         return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
 
 
 class RowEnd(StoppingCriteria):
-    """A stopping criterion: ends a row whose client has disconnected, or whose new text contains a stop string.
-
-    As in OpenAI's API, stop strings in the prompt do not count."""
+    """Ends a row whose client has disconnected, or whose text after the prompt contains a stop string."""
 
     def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
         self.row, self.tokenizer = row, tokenizer
@@ -96,19 +90,15 @@ class BatchWorker:
         return self.thread is not None and self.thread.is_alive()
 
     def start(self, warm_up: Callable[[], object]) -> None:
-        """Start the thread, and wait until it has called `warm_up`.
-
-        Raises:
-            Exception: any error that `warm_up` raised in the thread."""
-        ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        """Start the thread, and wait until it has called `warm_up`; errors of `warm_up` are raised here."""
+        ready: Future[object] = Future()
 
         def run() -> None:
             try:
-                warm_up()
-            except Exception as error:  # raised in the thread that called `start`
-                ready.put(error)
+                ready.set_result(warm_up())
+            except Exception as error:
+                ready.set_exception(error)
                 return
-            ready.put(None)
             while (batch := self.next_batch()) is not None:
                 self.running = batch
                 if batch:
@@ -116,8 +106,7 @@ class BatchWorker:
 
         self.thread = threading.Thread(target=run, name="batches", daemon=True)
         self.thread.start()
-        if (error := ready.get()) is not None:
-            raise error
+        ready.result()
 
     def add(self, row: BatchRow) -> None:
         """Add a row to the queue of rows that wait for a batch."""
@@ -147,7 +136,7 @@ class BatchWorker:
         alike = [row for row in self.waiting if row.batch_key == first.batch_key]
         alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # a stable sort: `first` stays first
         batch = alike[: self.batch_size]
-        self.waiting = [row for row in self.waiting if not any(row is taken for taken in batch)]
+        self.waiting = [row for row in self.waiting if row not in batch]
         return batch
 
     def decode(self, asked: list[BatchRow]) -> None:

@@ -94,7 +94,7 @@ def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settin
 
     worker, page = ChatWorker(generator), options.page
     with options.warming_up():
-        worker.call(generator.warm_up, begin, settings)
+        worker.thread.submit(generator.warm_up, begin, settings).result()
     names = options.models.backbone, options.models.drafter or "heads"
     config = PageConfig(worker, settings, *names, options.system, options.runtime.seed)
     serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
