@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,16 +23,11 @@ from medusa.heads.independent import MedusaHeads
 class DrafterFactory(ABC):
     """A factory of drafters: it holds the loaded models and tables, and makes a drafter for each batch of texts."""
 
-    num_nodes: int
-    """Number of nodes of the largest draft, including the root and side branches."""
-    num_bytes: int = 0
-    """Bytes of weights and tables, without the backbone and without memory that grows with the text."""
-    heads: MedusaHeads | None = None
-    """The Medusa heads that draft; `None` if there are none. A session keeps the KV caches of these heads."""
-    can_draw: bool = False
-    """Whether drafts can be sampled from the drafter's own distributions (`--draft sample`)."""
-    warm_up: int = 0
-    """Number of steps that the drafter needs to collect guesses; tests of losslessness start after these steps."""
+    num_nodes: int  # of the largest draft, including the root and side branches
+    num_bytes: int = 0  # of weights and tables, without the backbone and without memory that grows with the text
+    heads: MedusaHeads | None = None  # the Medusa heads that draft, if any; a session keeps the KV caches of these heads
+    can_draw: bool = False  # whether drafts can be sampled from the drafter's own distributions (`--draft sample`)
+    warm_up: int = 0  # steps in which the drafter collects guesses; tests of losslessness start after these steps
 
     @abstractmethod
     def start(self, session: Session, drawn: bool = False) -> Drafter:
@@ -42,13 +38,14 @@ class DrafterFactory(ABC):
         return self
 
 
+@dataclass(eq=False)
 class TextDrafterFactory(DrafterFactory):
     """A factory of drafters that use no model, only the texts of a session."""
 
-    def __init__(
-        self, num_nodes: int, make: Callable[[Session], Drafter], num_bytes: int = 0, warm_up: int = 0
-    ) -> None:
-        self.num_nodes, self.make, self.num_bytes, self.warm_up = num_nodes, make, num_bytes, warm_up
+    num_nodes: int
+    make: Callable[[Session], Drafter]
+    num_bytes: int = 0
+    warm_up: int = 0
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         return self.make(session)
@@ -59,14 +56,11 @@ class DrafterContext(NamedTuple):
 
     model: PreTrainedModel
     heads: MedusaHeads | None = None
-    tree: TreeLike = None
-    """The tree for drafts of the heads; `None`: the tree saved with the heads, or a default."""
-    tokenizer: PreTrainedTokenizerBase | None = None
-    """The backbone's tokenizer; without it, a draft model's vocabulary is compared by its size only."""
+    tree: TreeLike = None  # for drafts of the heads; `None`: the tree saved with the heads, or a default
+    tokenizer: PreTrainedTokenizerBase | None = None  # without it, a draft model's vocabulary is compared by size only
     name: str = "the backbone"
     trust_remote_code: bool = False
-    stop_drafting: float = 0.0
-    """Path probability below which a dynamic tree of the heads prunes nodes; 0: no pruning."""
+    stop_drafting: float = 0.0  # path probability below which a dynamic tree of the heads prunes nodes; 0: no pruning
 
 
 class DrafterConfig(ABC):
@@ -75,40 +69,29 @@ class DrafterConfig(ABC):
     Subclasses are dataclasses. Their fields are the options, and `__post_init__` rejects invalid values.
     """
 
-    compiles: ClassVar[bool] = False
-    """Whether `--compile` can compile the steps of this drafter."""
-    can_draw: ClassVar[bool] = False
-    """Whether drafts can be sampled (`DrafterFactory.can_draw`)."""
-    first: ClassVar[str | None] = None
-    """The option whose name can be left out, such as `model` in `model:demo`."""
-    rest: ClassVar[str | None] = None
-    """The option whose value is all text after the other options, commas included."""
-    needs: str = "nothing"
-    """What a user must provide for this drafter, such as trained heads; tables of results show it."""
+    compiles: ClassVar[bool] = False  # whether `--compile` can compile the steps of this drafter
+    can_draw: ClassVar[bool] = False  # whether drafts can be sampled (`DrafterFactory.can_draw`)
+    first: ClassVar[str | None] = None  # the option whose name can be left out, such as `model` in `model:demo`
+    rest: ClassVar[str | None] = None  # the option whose value is all text after the other options, commas included
+    needs: str = "nothing"  # what a user must provide, such as trained heads; tables of results show it
     needs_heads: bool = False
-    takes_tree: bool = False
-    """Whether `--tree` sets the tree of this drafter."""
+    takes_tree: bool = False  # whether `--tree` sets the tree of this drafter
 
     def check(self, config: PretrainedConfig) -> None:
-        """Check that the drafter fits the backbone's configuration, before the backbone's weights are loaded.
-
-        Raises:
-            RequestError: this drafter cannot draft for this backbone."""
+        """Raise a `RequestError` if the drafter cannot draft for a backbone with this configuration."""
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """Return the trees that hold the guesses of `heads`; an empty list if the drafter uses no heads.
+        """Return the trees that hold the guesses of `heads`; an empty tuple if the drafter uses no heads.
 
-        Raises:
-            RequestError: `heads` have too few heads or guesses for a tree."""
+        Raise a `RequestError` if `heads` have too few heads or guesses for a tree."""
         return ()
 
     @abstractmethod
     def factory(self, context: DrafterContext) -> DrafterFactory:
         """Load the models and tables of the drafter, and make its factory.
 
-        Raises:
-            RequestError: a model or table is missing, or does not fit the backbone."""
+        Raise a `RequestError` if a model or table is missing, or does not fit the backbone."""
 
 
 DrafterLike = DrafterFactory | DrafterConfig | str | None
