@@ -29,13 +29,10 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import RankPath, Tree, load_tree
 
-TOP = 16
-"""Number of most probable guesses of each head that a dynamic tree considers."""
+TOP = 16  # number of most probable guesses of each head that a dynamic tree considers
 MAX_NODES, MAX_CANDIDATES = 256, 1024
-MIN_LOG_CONFIDENCE = -50.0
-"""Smaller log confidences are raised to this value. Guesses this improbable never enter a tree."""
-STEEPNESS = 1e-4
-"""Amount subtracted from the log confidence at each level, so that rounding never ranks a child above its parent."""
+MIN_LOG_CONFIDENCE = -50.0  # smaller log confidences are raised to it; guesses this improbable never enter a tree
+STEEPNESS = 1e-4  # subtracted from log confidences at each level, so that rounding never ranks a child above its parent
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +41,8 @@ class DynamicTree:
 
     num_nodes: int
     candidates: Tree
-    temperatures: tuple[float, ...] = ()
-    """Softmax temperature of each head, for at least as many heads as the candidates are deep; empty: all are 1."""
-    min_probability: float = 0.0
-    """Nodes with a lower path probability are pruned, with their subtrees; 0: no pruning."""
+    temperatures: tuple[float, ...] = ()  # of each head's softmax, for at least `max_depth` heads; empty: all are 1
+    min_probability: float = 0.0  # nodes with a lower path probability are pruned, with their subtrees; 0: no pruning
     is_dynamic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -63,8 +58,7 @@ class DynamicTree:
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
         """Make a dynamic tree of `num_nodes` nodes, root included, for the guesses of `num_heads` heads.
 
-        Raises:
-            RequestError: the number of nodes is out of range."""
+        Raise a `RequestError` if the number of nodes is out of range."""
         most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
@@ -107,10 +101,7 @@ class DynamicTree:
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
-        """Log-softmax [k, B, V] of the first k heads' logits [k, B, V], each divided by its head's temperature.
-
-        With `head`, all logits [..., V] come from the head with this index.
-        """
+        """Log-softmax of logits [k, B, V] of the first k heads at their temperatures, or [..., V] of one `head`."""
         if self.temperatures and head is not None:
             logits = logits.float() / self.temperatures[head]
         elif self.temperatures:
@@ -182,10 +173,8 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:
     """Return the tree that `tree` describes; for `None`, the tree saved with the heads, or a default tree.
 
-    `stop_drafting`: the path probability below which a dynamic tree prunes nodes; 0: no pruning.
-
-    Raises:
-        RequestError: `tree` describes no tree, or `stop_drafting` is set for a static tree.
+    A dynamic tree prunes nodes with a path probability below `stop_drafting`; 0: no pruning. Raise a `RequestError` if
+    `tree` describes no tree, or if `stop_drafting` is set for a static tree.
     """
     resolved = _resolved(tree, heads)
     if not stop_drafting:

@@ -32,14 +32,10 @@ from medusa.vocabulary import lm_head_for, over_all, token_ids
 class Level(NamedTuple):
     """One level of a static tree: M nodes of equal depth, whose parents are the W expanded nodes of the level above."""
 
-    parent: Tensor
-    """[M] index of each node's parent among the W expanded nodes of the level above."""
-    rank: Tensor
-    """[M] rank of each node's token among the guesses for its parent's children, from 0."""
-    place: Tensor
-    """[M] index of each node among its siblings."""
-    expanded: Tensor
-    """[W of the next level] indices of the expanded nodes among the M nodes of this level."""
+    parent: Tensor  # [M] index of each node's parent among the W expanded nodes of the level above
+    rank: Tensor  # [M] rank of each node's token among the guesses for its parent's children, from 0
+    place: Tensor  # [M] index of each node among its siblings
+    expanded: Tensor  # [W of the next level] indices of the expanded nodes among the M nodes of this level
 
 
 def levels_of(tree: Tree) -> list[Level]:
@@ -145,7 +141,13 @@ class LevelwiseDrafter(ABC):
             num_nodes += count
             index = parent[:, :width, None].to(state[0].device)
             state = tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)
-        return _most_probable(tree, *(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
+        ids, parent, log_p, depths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        chosen = tree.most_probable(log_p)
+        nodes = chosen.shape[1]
+        place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))
+        parent = place.gather(1, parent.gather(1, chosen))
+        topology = Topology.from_parents(parent, depths.gather(1, chosen), tree.max_depth, nodes - 1)
+        return Draft(ids.gather(1, chosen), topology)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Sample a tree for each row of `frontier`, or `copies` independent trees for its only row.
@@ -185,16 +187,6 @@ class LevelwiseDrafter(ABC):
             of_children.append(own)
         proposal = Proposal(torch.cat(distributions), torch.cat(of_children, dim=1))
         return Draft(torch.cat(ids, dim=1), self.topology, proposal)
-
-
-def _most_probable(tree: DynamicTree, ids: Tensor, parent: Tensor, log_probs: Tensor, depth: Tensor) -> Draft:
-    """Make a draft of the root and the most probable nodes, from tensors [B, nodes] of all nodes that were grown."""
-    chosen = tree.most_probable(log_probs)
-    nodes = chosen.shape[1]
-    place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))
-    parent = place.gather(1, parent.gather(1, chosen))
-    topology = Topology.from_parents(parent, depth.gather(1, chosen), tree.max_depth, nodes - 1)
-    return Draft(ids.gather(1, chosen), topology)
 
 
 class PathDrafter(LevelwiseDrafter):

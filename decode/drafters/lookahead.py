@@ -37,12 +37,9 @@ from decode.topology import Topology
 class LookaheadConfig(DrafterConfig):
     """Options of `--drafter lookahead` (lookahead decoding)."""
 
-    window: int = 10
-    """Number of columns of the window; each column gives one n-gram per step."""
-    n: int = 4
-    """Number of tokens of an n-gram: the last token of the text, and `n` - 1 tokens to draft."""
-    guesses: int = 10
-    """Maximum number of n-grams to keep for each first token, and to draft; the latest ones are kept."""
+    window: int = 10  # number of columns of the window; each column gives one n-gram per step
+    n: int = 4  # number of tokens of an n-gram: the last token of the text, and `n` - 1 tokens to draft
+    guesses: int = 10  # maximum number of n-grams to keep for each first token, and to draft; the latest ones are kept
 
     def __post_init__(self) -> None:
         require_at_least(1, "lookahead", window=self.window, guesses=self.guesses)
@@ -66,15 +63,14 @@ def window_topology(window: int, levels: int, device: torch.device) -> Topology:
 
 
 class Pool:
-    """A store of n-grams, which keeps the latest n-grams that start with each token."""
+    """A store of n-grams, which keeps the latest n-grams, at most `most`, that start with each token."""
 
     def __init__(self, most: int) -> None:
-        """Make an empty pool, which keeps up to `most` n-grams for each first token."""
         self.most = most
         self.after: dict[int, dict[tuple[int, ...], None]] = {}  # inner dicts serve as ordered sets, oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Store an n-gram under its first token, as the newest; at most `most` n-grams are kept per first token."""
+        """Store an n-gram under its first token, as the newest."""
         held, rest = self.after.setdefault(ngram[0], {}), tuple(ngram[1:])
         held.pop(rest, None)
         held[rest] = None
@@ -94,8 +90,7 @@ class Window:
         starts = [column * len(text) // config.window for column in range(config.window)]
         self.levels = [[text[(start + level) % len(text)] for start in starts] for level in range(config.n - 1)]
         self.pool = Pool(config.guesses)
-        self.length = 0
-        """Length of the text when the backbone last read the window."""
+        self.length = 0  # of the text when the backbone last read the window
 
     def tokens(self, root: int, length: int) -> list[int]:
         """Set the window's first token to `root`, which ends a text of `length` tokens; returns the other tokens."""
@@ -120,8 +115,8 @@ class LookaheadDrafter(TextDrafter):
         self.config = config
         self.topology = window_topology(config.window, config.n - 1, device)
         self.rows: dict[int, Window] = {}
+        # Rows of the last step, and the backbone's predictions after their columns [B, W], kept on the device.
         self.answers: tuple[list[int], Tensor] | None = None
-        """Rows of the last step, and the backbone's predictions after their columns [B, W], kept on the device."""
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft n-grams from each row's pool, with its window as a side branch that the backbone reads."""

@@ -29,11 +29,8 @@ from medusa.heads.independent import MedusaHeads
 class MixConfig(DrafterConfig):
     """Options of `--drafter mix`: several drafters, whose drafts are joined."""
 
-    parts: str
-    """The drafters joined by `+`, best first, such as `heads+ngram:n=2,tokens=5`. This option comes last."""
-    nodes: int = 0
-    """Maximum number of nodes of the union, root included; 0: no limit."""
-
+    parts: str  # the drafters joined by `+`, best first, such as `heads+ngram:n=2,tokens=5`; this option comes last
+    nodes: int = 0  # maximum number of nodes of the union, root included; 0: no limit
     rest = "parts"
 
     def __post_init__(self) -> None:
@@ -71,8 +68,7 @@ class Mix(DrafterFactory):
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
         """Make a mix of the drafter factories `parts`. A draft has at most `nodes` nodes, root included; 0: no limit.
 
-        Raises:
-            RequestError: two drafters use different heads; a session has KV caches for one set of heads only."""
+        Raise a `RequestError` if two parts use different heads: a session has KV caches for one set of heads only."""
         self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
         if len(several) > 1:
@@ -84,10 +80,7 @@ class Mix(DrafterFactory):
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """Make every drafter of the mix for the texts of `session`, and join them into one drafter.
-
-        Raises:
-            RequestError: `drawn` is set; a mix cannot sample its drafts."""
+        """Make every drafter of the mix for the texts of `session`, and join them; `drawn` is a `RequestError`."""
         if drawn:  # siblings would come from several distributions, and p / q needs one
             raise RequestError("guesses of a mix cannot be drawn; use draft topk")
         return MixDrafter([part.start(session) for part in self.parts], self.num_nodes)

@@ -44,18 +44,12 @@ from medusa.tree_support import LayerKinds, Mask
 class DraftModelConfig(DrafterConfig):
     """Options of `--drafter model`: a small language model drafts."""
 
-    model: str
-    """A local folder, a Hub id, or `demo`, the draft model that comes with the embedded backbone."""
-    tokens: int = 4
-    """Number of tokens to draft."""
-    widths: str = ""
-    """Number of children of a node by depth, such as 3x2x1, for a tree instead of a chain; replaces `tokens`."""
-    nodes: int = 0
-    """Nodes of a dynamic tree of depth `tokens`, root included; 0: no dynamic tree."""
-    topk: int = 0
-    """With `--draft sample`: sample only among this many most probable tokens; 0: among all."""
-    confidence: float = 0.0
-    """Stop drafting when the probability of the whole chain falls below this value; 0: never stop early."""
+    model: str  # a local folder, a Hub id, or `demo`, the draft model that comes with the embedded backbone
+    tokens: int = 4  # number of tokens to draft
+    widths: str = ""  # number of children of a node by depth, such as 3x2x1, for a tree; replaces `tokens`
+    nodes: int = 0  # nodes of a dynamic tree of depth `tokens`, root included; 0: no dynamic tree
+    topk: int = 0  # with `--draft sample`: sample only among this many most probable tokens; 0: among all
+    confidence: float = 0.0  # stop drafting when the chain's probability falls below it; 0: never stop early
 
     first = "model"
     can_draw = True
@@ -99,8 +93,7 @@ class DraftModel(DrafterFactory):
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
         """Make a factory from a loaded model; `topk` and `confidence` are as in `DraftModelConfig`.
 
-        Raises:
-            RequestError: the model does not support tree attention, or the tree is wider than its vocabulary."""
+        Raise a `RequestError` if the model has no tree attention, or if the tree is wider than its vocabulary."""
         require_tree_support(model)
         require_tree_forward(model)
         tree.require_fit(tree.max_depth, Backbone(model).vocab_size)
@@ -131,10 +124,9 @@ class ModelDrafter(LevelwiseDrafter):
         self.is_chain = not self.tree.is_dynamic and self.tree.candidates.max_rank == 0 and target is None
         self.cache = TreeCache(source.model.config, len(session.sequences), session.verifier.cache.capacity)
         self.rows = list(range(len(session.sequences)))
-        self.text_lengths: list[int] = []
-        """Length of each row's text, root included. In the cache, the nodes of the last draft start at this slot."""
+        self.text_lengths: list[int] = []  # root included; the last draft starts at these slots of the cache
+        # For each level of the last draft: tokens [B, W], and the slots of their parents [B, W] (-1: the root).
         self.levels_read: list[tuple[Tensor, Tensor]] = []
-        """For each level of the last draft: tokens [B, W], and the slots of their parents [B, W] (-1: the root)."""
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft a chain or a tree, or only the root if the text and a draft exceed the draft model's context."""

@@ -19,16 +19,11 @@ from decode.drafters.tries import TextDrafter, Trie
 class NgramConfig(DrafterConfig):
     """Options of `--drafter ngram` (prompt lookup decoding)."""
 
-    n: int = 3
-    """Length of the longest n-gram to look up, in tokens."""
-    min_n: int = 1
-    """Length of the shortest n-gram to look up, in tokens."""
-    tokens: int = 10
-    """Maximum number of tokens to draft after an earlier occurrence."""
-    matches: int = 1
-    """Maximum number of earlier occurrences to draft from (1: a chain); longer n-grams first, then later ones."""
-    nodes: int = 0
-    """Maximum number of nodes of the trie, root included; 0: no limit."""
+    n: int = 3  # length of the longest n-gram to look up, in tokens
+    min_n: int = 1  # length of the shortest n-gram to look up, in tokens
+    tokens: int = 10  # maximum number of tokens to draft after an earlier occurrence
+    matches: int = 1  # maximum number of occurrences to draft from (1: a chain); longer n-grams first, then later ones
+    nodes: int = 0  # maximum number of nodes of the trie, root included; 0: no limit
 
     def __post_init__(self) -> None:
         require_at_least(1, "ngram", min_n=self.min_n, tokens=self.tokens, matches=self.matches)
@@ -45,12 +40,12 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """An index of a growing text: the positions where each n-gram occurs, without the n-grams at the text's end."""
+    """An index of a growing text: the positions after each n-gram, without the n-grams at the text's end."""
 
     def __init__(self, min_n: int, n: int) -> None:
         self.sizes = range(n, min_n - 1, -1)
         self.text: list[int] = []
-        self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> the positions after it
+        self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.indexed = 0  # n-grams that end at this position or before are indexed
 
     def extend(self, tokens: list[int]) -> None:

@@ -49,9 +49,7 @@ class BlockwiseConfig(HeadsDrafterConfig):
     The lossy rules of that paper's section 5 are `--acceptance topk:K` and `--acceptance distance:D` (`decode.accept`).
     """
 
-    tokens: int = 0
-    """Number of tokens to draft; 0: one per head."""
-
+    tokens: int = 0  # number of tokens to draft; 0: one per head
     takes_tree = False
 
     def __post_init__(self) -> None:
@@ -88,8 +86,7 @@ def heads_drafter(
 ) -> HeadsDrafter | PathDrafter:
     """Make the drafter for independent or sequential heads; with a `target`, it samples its drafts.
 
-    Raises:
-        RequestError: the heads do not fit the backbone, or cannot fill the tree."""
+    Raise a `RequestError` if the heads do not fit the backbone, or cannot fill the tree."""
     if isinstance(heads, SequentialHeads) and heads.follows_path:
         return PathDrafter(heads, backbone, tree, target)
     return HeadsDrafter(heads, backbone, tree, target)

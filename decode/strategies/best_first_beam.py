@@ -37,11 +37,9 @@ from medusa.tree_support import LayerKinds
 class Hypothesis(NamedTuple):
     """A finished text with its score."""
 
-    ids: list[int]
-    """The new tokens, including the EOS token if one ended the text."""
+    ids: list[int]  # the new tokens, including the EOS token if one ended the text
     log_probability: float
-    score: float
-    """`log_probability / len(ids) ** length_penalty`, which ranks the texts."""
+    score: float  # log_probability / len(ids) ** length_penalty, which ranks the texts
     finish_reason: str
 
 
@@ -49,15 +47,11 @@ class Hypothesis(NamedTuple):
 class Search:
     """The result of a search: the best texts, and counts of the work that was done."""
 
-    hypotheses: list[Hypothesis] = field(default_factory=list)
-    """The finished texts, best first."""
-    calls: int = 0
-    """Number of hypotheses that were expanded, the prompt included."""
-    read: int = 0
-    """Number of hypotheses that the model read; some are read in advance and never expanded."""
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # the finished texts, best first
+    calls: int = 0  # hypotheses that were expanded, the prompt included
+    read: int = 0  # hypotheses that the model read; some are read in advance and never expanded
     forwards: int = 0
-    dropped: int = 0
-    """Number of hypotheses dropped by `max_queued`; if 0, the texts are those of beam search."""
+    dropped: int = 0  # hypotheses dropped by `max_queued`; if 0, the texts are those of beam search
 
     def beam_calls(self, num_beams: int) -> int:
         """Minimum of `Search.calls` in beam search: 1 for the prompt, and `num_beams` for each further token."""
@@ -71,11 +65,8 @@ class _Partial:
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0
     is_end: bool = False
-    parent: _Partial | None = None
-    slots: tuple[int, ...] = ()
-    """Cache slots of `ids`, where 0 is the first slot after the prompt; set when the model reads the hypothesis."""
-    following: list[tuple[int, float]] | None = None
-    """The best next tokens and their log-probabilities; set when the model reads the hypothesis."""
+    slots: tuple[int, ...] = ()  # cache slots after the prompt, from 0, of those of `ids` that the model has read
+    following: list[tuple[int, float]] | None = None  # best next tokens with log-probabilities, once read
 
 
 Scorer = Callable[[Sequence[_Partial]], Tensor]
@@ -154,7 +145,7 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
             found.calls += 1
             for token, log_p in here.following:
                 is_end = token in ends or length + 1 == queue.longest
-                queue.push(_Partial((*here.ids, token), here.log_probability + log_p, is_end, here))
+                queue.push(_Partial((*here.ids, token), here.log_probability + log_p, is_end, here.slots))
         here = queue.pop()
     found.dropped = queue.dropped
     if not found.hypotheses:
@@ -179,10 +170,8 @@ class _Queue:
         self.max_queued = max_queued
         self.heap: list[tuple[float, int, _Partial]] = []
         self.number = count()  # breaks ties: the first hypothesis wins
-        self.taken: Counter[int] = Counter()
-        """Number of hypotheses given out to expand, by length; these are the beam."""
-        self.seen: dict[int, list[float]] = defaultdict(list)
-        """Log-probabilities of all hypotheses that left the queue, by length."""
+        self.taken: Counter[int] = Counter()  # hypotheses given out to expand, by length; these are the beam
+        self.seen: dict[int, list[float]] = defaultdict(list)  # log-probabilities of all that left the queue, by length
         self.dropped = 0
 
     def bound(self, partial: _Partial) -> float:
@@ -256,16 +245,14 @@ class OnTree:
         self.backbone, self.start = backbone, prompt
         self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256)
         self.layers = LayerKinds(backbone.config)
-        self.depths: list[int] = []
-        """Position of the token in each slot after the prompt, where 0 is the first position after the prompt."""
+        self.depths: list[int] = []  # position, from 0 after the prompt, of the token in each slot after the prompt
 
     def __call__(self, partials: Sequence[_Partial]) -> Tensor:
         backbone, device, prompt_length = self.backbone, self.backbone.device, len(self.start)
         if not partials[0].ids:  # the root, which is read alone
             return prefill(backbone, self.cache, torch.tensor([self.start], device=device), [prompt_length]).logits
         for slot, partial in enumerate(partials, len(self.depths)):
-            assert partial.parent is not None
-            partial.slots = (*partial.parent.slots, slot)
+            partial.slots = (*partial.slots, slot)
         self.depths += [len(partial.ids) - 1 for partial in partials]
         depth = torch.tensor([self.depths[-len(partials) :]], device=device)  # [1, W]
         deepest = int(depth.max()) + 1

@@ -29,8 +29,7 @@ from decode.verify import Verifier
 from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 
-MIN_LOG_PROB = -1e4
-"""Lower log probabilities of the amateur are raised to this value, so that all scores are finite."""
+MIN_LOG_PROB = -1e4  # lower log probabilities of the amateur are raised to it, so that all scores are finite
 
 
 class Contrast(ContrastOptions, kw_only=False):
@@ -75,10 +74,7 @@ class Amateur:
 
     @classmethod
     def of(cls, given: AmateurLike) -> Amateur | None:
-        """Make an `Amateur` from the argument `amateur` of `decode.generate`; `None` stays `None`.
-
-        Raises:
-            RequestError: `given` is not a model."""
+        """Make an `Amateur` from a model, the argument `amateur` of `decode.generate`; `None` stays `None`."""
         if given is None or isinstance(given, Amateur):
             return given
         if not isinstance(given, PreTrainedModel):

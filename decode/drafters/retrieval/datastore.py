@@ -23,7 +23,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,40 +31,31 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.retrieval.suffix_array import BLOCK, DEPTH, first_groups, sorted_places
 from medusa.errors import RequestError
-from medusa.files import disk_may_fill, read_json, require_absent, write_json
+from medusa.files import Json, disk_may_fill, read_json, require_absent, write_json
 
 TOKENS, ORDER, DONE, BUILDING = "tokens.bin", "order.bin", "datastore.json", "building.json"
 FORMAT = 1
-MOST = 2**32 - DEPTH
-"""Maximum number of tokens of a datastore, because positions are uint32."""
-Facts = dict[str, Any]
-"""The content of a JSON file."""
+MOST = 2**32 - DEPTH  # maximum number of tokens of a datastore, because positions are uint32
 
 
 class Piece(NamedTuple):
     """A passage of a document that is tokenised at once."""
 
-    where: str
-    """File and line of the piece, for error messages."""
-    content: str | list[int]
-    """Text, or token ids if the text is already tokenised."""
-    ends: bool = True
-    """Whether the document ends with this piece."""
+    where: str  # file and line, for error messages
+    content: str | list[int]  # text, or token ids if the text is already tokenised
+    ends: bool = True  # whether the document ends with this piece
 
     def to_bytes(self) -> bytes:
-        """Return the piece of text as bytes, for a hash by which a continued build checks that the text is the same."""
+        """Return the piece as bytes, for a hash by which a continued build checks that the text is the same."""
         return json.dumps([self.content, self.ends]).encode()
 
 
 class Match(NamedTuple):
-    """The occurrences of the last tokens of a text in a datastore."""
+    """The occurrences of a text's last `size` tokens in a datastore: the entries [first, last) of `Datastore.order`."""
 
     size: int
-    """Number of matching tokens at the end of the text."""
     first: int
-    """Index in `Datastore.order` of the first occurrence."""
     last: int
-    """Index in `Datastore.order` after the last occurrence."""
 
 
 class Datastore:
@@ -77,7 +68,7 @@ class Datastore:
             if (self.folder / BUILDING).is_file():
                 raise RequestError(f"the datastore {folder} is unfinished; run its `medusa datastore build` again")
             raise RequestError(f"no datastore at {folder}; `medusa datastore build` makes one")
-        self.about: Facts = read_json(self.folder / DONE)
+        self.about: Json = read_json(self.folder / DONE)
         if self.about.get("format") != FORMAT or self.about.get("depth") != DEPTH:
             raise RequestError(f"the datastore {folder} has the format of another version; build it again")
         self.end = int(self.about["vocab_size"])
@@ -93,10 +84,7 @@ class Datastore:
             )
 
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
-        """Check that the datastore was built with `tokenizer`, that of the backbone `name`; `None` skips the check.
-
-        Raises:
-            RequestError: the datastore was built with another tokenizer."""
+        """Raise a `RequestError` if the datastore's tokenizer is not `tokenizer`, that of `name`; `None`: no check."""
         known, given = self.about["tokenizer"], tokenizer_fingerprint(tokenizer)
         if known is not None and given is not None and known != given:
             raise RequestError(
@@ -150,7 +138,7 @@ def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Facts | None:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Json | None:
     """The vocabulary size and SHA-256 that identify a tokenizer; `None` if there is no tokenizer."""
     if tokenizer is None:
         return None
@@ -177,22 +165,18 @@ def build(
     folder: Path,
     pieces: Iterable[Piece],
     encode: Callable[[Piece], list[int]],
-    about: Facts,
+    about: Json,
     overwrite: bool = False,
     tell: Callable[[str], None] = lambda message: None,
-) -> Facts:
+) -> Json:
     """Build a datastore in `folder`, or continue an unfinished build; returns the content of datastore.json.
 
-    Args:
-        pieces: the text; to continue a build, give the same pieces in the same order.
-        encode: returns the token ids of a piece.
-        about: `backbone`, `tokenizer` (`tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids
-            depend on; to continue a build, give the same.
-        tell: a callback for progress messages.
+    `encode` returns the token ids of a piece. `about` holds `backbone`, `tokenizer` (`tokenizer_fingerprint`),
+    `vocab_size`, and every other setting that the ids depend on. To continue a build, give the same `pieces` in the
+    same order, and the same `about`. `tell` receives progress messages.
 
     Raises:
-        RequestError: `folder` holds other files, a finished datastore, or a build with other settings or text; the
-            text is empty, or has ids of another tokenizer.
+        RequestError: `folder` holds something else, or the text is empty or has ids of another tokenizer.
         RunError: the disk is full.
     """
     builder = _Builder(folder, about | {"format": FORMAT, "depth": DEPTH}, overwrite)
@@ -206,7 +190,7 @@ def build(
 class _Builder:
     """Writes the files of a datastore, and records the progress of the build in building.json."""
 
-    def __init__(self, folder: Path, about: Facts, overwrite: bool) -> None:
+    def __init__(self, folder: Path, about: Json, overwrite: bool) -> None:
         require_output(folder, overwrite)
         self.folder, self.about = folder, json.loads(json.dumps(about))
         self.end = int(about["vocab_size"])
@@ -218,7 +202,7 @@ class _Builder:
             path.unlink()
         counts = {"pieces": 0, "groups": 0, "largest": 0, "documents": 0, "bytes": {TOKENS: 0, ORDER: 0}}
         digest = hashlib.sha256().hexdigest()  # of the pieces that were read
-        self.state: Facts = {"about": self.about, "digest": digest, "read": False} | counts
+        self.state: Json = {"about": self.about, "digest": digest, "read": False} | counts
         if (folder / BUILDING).is_file():
             self.state = read_json(folder / BUILDING)
             if self.state.get("about") != self.about:
@@ -270,7 +254,7 @@ class _Builder:
                 self._record(file, ORDER, groups=number + 1)
                 tell(f"{file.tell() // 4 / 1e6:.0f} of {len(tokens) / 1e6:.0f} M tokens sorted")
 
-    def finish(self) -> Facts:
+    def finish(self) -> Json:
         """Write datastore.json and remove building.json; returns the content of datastore.json."""
         tokens = self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH
         counts = {name: self.state[name] for name in ("documents", "largest", "digest")}

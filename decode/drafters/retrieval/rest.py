@@ -24,18 +24,12 @@ from medusa.errors import RequestError
 class RestConfig(DrafterConfig):
     """Options of `--drafter rest` (retrieval from a datastore)."""
 
-    datastore: str
-    """A folder made by `medusa datastore build`."""
-    nodes: int = 16
-    """Maximum number of nodes of a draft, root included."""
-    tokens: int = 6
-    """Maximum number of tokens to draft after an occurrence."""
-    n: int = DEPTH
-    """Length of the longest suffix of the text to look up, in tokens."""
-    min_n: int = 2
-    """Length of the shortest suffix of the text to look up, in tokens."""
-    matches: int = 100
-    """Maximum number of occurrences whose continuations are counted; of more, evenly spaced ones are taken."""
+    datastore: str  # a folder made by `medusa datastore build`
+    nodes: int = 16  # maximum number of nodes of a draft, root included
+    tokens: int = 6  # maximum number of tokens to draft after an occurrence
+    n: int = DEPTH  # length of the longest suffix of the text to look up, in tokens
+    min_n: int = 2  # length of the shortest suffix of the text to look up, in tokens
+    matches: int = 100  # maximum number of occurrences whose continuations are counted; of more, evenly spaced ones
 
     first = "datastore"
     needs = "a datastore"
