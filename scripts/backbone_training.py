@@ -20,8 +20,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from train.callbacks import ProgressBar
-from train.time_budget import TimeBudget
+from train.callbacks import ProgressBar, TimeBudget
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ class MedusaTrainingArguments(TrainingArguments):
     dpace_smoothing: Annotated[float, Ge(0), Le(1)] = 0.5
     """Smoothing of the probabilities in dpace's weights: 0 for none; 1 weights heads as if all were always right."""
     hidden_noise: Annotated[float, Ge(0)] = 0.0
-    """Amplitude a of uniform noise on the hidden states that heads read in training; 0: none. Each component gets noise
-    from -a r to a r, where r is the root mean square of the hidden state (EAGLE: from -0.1 to 0.1)."""
+    """Amplitude a of the noise on hidden states in training, uniform from -a r to a r, where r is the root mean square
+    of the hidden state (EAGLE: from -0.1 to 0.1); 0: none."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout rate on the outputs of the heads' blocks (Hydra++: 0.2); 0: none."""
     scheduled_sampling: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Probability that a head reads the previous head's guess instead of the text's token. It rises from 0 to this
-    value over the run. Only for kinds of heads that follow the path."""
+    """Probability, rising from 0 over the run, that a head reads the previous head's guess instead of the text's token;
+    only for kinds of heads that follow the path."""
     loss_backend: Annotated[str, OneOf(*BACKENDS)] = "auto"
     """How the loss is computed: chunked (the choice of auto), plain (all logits at once) or liger (its kernels; needs a
     GPU)."""
@@ -108,22 +108,16 @@ class MedusaTrainingArguments(TrainingArguments):
 
 @cache
 def training_section() -> type[Section]:
-    """Make the pydantic class of a recipe's section `training` from the fields of `MedusaTrainingArguments`.
-
-    It checks the values of fields with a plain type, such as `int` or `str | None`.
-    """
+    """Make the pydantic class of a recipe's section `training` from the fields of `MedusaTrainingArguments`."""
     hints = get_type_hints(MedusaTrainingArguments, include_extras=True)
-    kinds: dict[str, tuple[object, None]] = {
-        field.name: (_yaml_type(hints[field.name]), None) for field in fields(MedusaTrainingArguments)
-    }
+    kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(MedusaTrainingArguments)}
     return create_model("TrainingSection", __base__=Section, **kinds)  # type: ignore[call-overload]
 
 
 def _yaml_type(hint: object) -> object:
     """The type that a field's values must have in YAML, derived from the field's type annotation `hint`.
 
-    Enumerations are removed, because YAML gives them as strings. A type that is not plain becomes `object`, which
-    accepts any value. Limits such as `Ge(0)` are kept.
+    Enumerations are strings in YAML. A type that is not plain becomes `object`, which accepts any value.
     """
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)

@@ -19,13 +19,12 @@ from train.data.datasets import PackedDataset, load_dataset
 from train.data.streaming import StreamedDataset
 from train.features.dataset import Features, open_features
 from train.features.files import is_features
-from train.frequent_tokens import most_frequent
 from train.heads import new_heads, require_same_heads
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
 from train.sharding import placement, shard_backbone
 from train.trainer import MedusaTrainer
-from train.vocabulary import require_worthwhile
+from train.vocabulary import most_frequent, require_worthwhile
 
 Rows = PackedDataset | StreamedDataset | Features
 

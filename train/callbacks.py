@@ -1,16 +1,18 @@
-"""Trainer callbacks: one shows a progress bar, and one writes a line of the training log at each checkpoint."""
+"""Trainer callbacks: the progress bar, lines of the training log at checkpoints, and the time budget of a run."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from train.time_budget import TimeBudget
+from transformers.trainer_callback import ExportableState
 
 
 def say(message: str) -> None:
@@ -32,22 +34,70 @@ class LogBeforeSaving(TrainerCallback):
     on_epoch_end = on_step_end
 
 
+class TimeBudget(TrainerCallback, ExportableState):
+    """Callback that ends training after `seconds`, and computes a learning rate factor that falls with the time spent.
+
+    Checkpoints store the time spent, so a resumed run continues with the rest of the budget.
+    """
+
+    def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
+        """Make a time budget whose clock starts when training begins; with `cpu`, the clock is this process's CPU time.
+
+        An interrupted run has already spent `elapsed` seconds.
+        """
+        self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
+        self._clock = time.process_time if cpu else time.monotonic
+        self._resumed_at: float | None = None
+        self._agreed: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The state to store in a checkpoint, in the form from which transformers restores a callback."""
+        return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
+
+    def spent(self) -> float:
+        """Seconds of training so far in this process, including the time before an interruption."""
+        return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
+
+    def agreed(self) -> float:
+        """Seconds of training so far as the first process measures them, so that all processes use the same clock."""
+        return self.spent() if self._agreed is None else self._agreed
+
+    def progress(self) -> float:
+        """Share of the time budget that is spent, from 0 to 1."""
+        return min(1.0, self.agreed() / self.seconds)
+
+    def learning_rate_factor(self, warmup: float) -> float:
+        """Share of the peak learning rate: it rises linearly in the share `warmup` of the budget, then falls to 0."""
+        progress = self.agreed() / self.seconds
+        if not progress:
+            return 1e-3  # before the first step the clock stands at 0; a rate of 0 would waste that step
+        return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self._resumed_at = self._clock()
+
+    def on_optimizer_step(self, args: TrainingArguments, *_: object, **__: object) -> None:
+        # All processes use the same clock; otherwise learning rates would differ, and one process would stop early.
+        if args.world_size > 1:
+            self._agreed = broadcast_object_list([self.spent()])[0]
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.agreed() >= self.seconds:
+            control.should_training_stop = True
+
+
 class ProgressBar(TrainerCallback):
     """Callback that shows a progress bar, which counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
         """Make a progress bar; it appears when training begins.
 
-        Args:
-            lines: print every line of the log above the bar; otherwise only the bar shows the latest metrics.
-            budget: function that returns the time budget of the run, or `None` if there is none.
+        With `lines`, every line of the log is printed above the bar; otherwise only the bar shows the latest metrics.
         """
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if not state.is_local_process_zero:
             return
         columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
@@ -61,15 +111,9 @@ class ProgressBar(TrainerCallback):
             budget = self._budget()
             self.progress.update(self.task, completed=round(budget.spent()) if budget else state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **_: object,
-    ) -> None:
-        if self.progress is None or not logs or not ("loss" in logs or "eval_loss" in logs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        logs = state.log_history[-1]
+        if self.progress is None or not ("loss" in logs or "eval_loss" in logs):
             return
         summary = summarize(logs)
         if not self.lines:
@@ -78,7 +122,7 @@ class ProgressBar(TrainerCallback):
             rate = f"  lr {logs['learning_rate']:.1e}" if "learning_rate" in logs else ""
             self.progress.console.print(f"step {state.global_step:>6}  {summary}{rate}", highlight=False)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None

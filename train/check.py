@@ -21,6 +21,8 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the se
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
     """Check a recipe before any weights are loaded, and return its training arguments and its backbone's configuration.
 
+    With `quiet`, the training arguments turn the progress bar off.
+
     Raises:
         RequestError: the data or the backbone does not exist, or two keys exclude each other.
     """
@@ -40,22 +42,14 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
             "warning: accelerate launch --cpu starts one process for any --num_processes; "
             "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
         )
-    arguments = training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
+    arguments = _training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     return arguments, sizes
 
 
-def training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """Make the training arguments from the recipe's section `training`, with defaults from the rest of the recipe.
-
-    Args:
-        hidden_size: hidden size of the backbone, from which the default learning rate follows.
-        quiet: show no progress bar.
-
-    Raises:
-        RequestError: a value is not allowed by `TrainingArguments` or by the rest of the recipe.
-    """
+def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
+    """Make the training arguments from the recipe's section `training`, with defaults from the rest of the recipe."""
     given: Json = {
         "dataloader_pin_memory": config.device not in (None, "cpu"),
         "learning_rate": learning_rate(hidden_size),

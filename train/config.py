@@ -28,18 +28,17 @@ class HeadsConfig(Section):
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
     block: Annotated[str | None, OneOf(*BLOCKS)] = None
-    """Residual block of the heads: square (the paper's; servers load it in heads of kind medusa), mlp, or gated (the
-    layer of EAGLE-3, which servers load; only for kind eagle)."""
+    """Residual block: square (the paper's; servers load it in heads of kind medusa), mlp, or gated (the layer of
+    EAGLE-3, which servers load; only for kind eagle)."""
     layers: int | None = Field(default=None, ge=1)
     """Number of residual blocks in each head."""
     expansion: float | None = Field(default=None, gt=0)
     """Width of an mlp or gated block, as a multiple of the hidden size."""
     lm_head: Annotated[str | None, OneOf(*LM_HEADS)] = None
-    """LM head that a head uses: own (one for each head, of vocabulary x hidden size weights) or shared (the
-    backbone's)."""
+    """LM head: own (one for each head, of vocabulary x hidden size weights) or shared (the backbone's)."""
     vocabulary: int | None = None
-    """Number of tokens that the heads guess among, the most frequent ones of the training text; 0: all. It makes
-    decoding faster if the backbone's vocabulary is large."""
+    """Number of tokens that the heads guess among, the most frequent ones of the training text, to decode faster with a
+    large vocabulary; 0: all."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
     start: str | None = None
@@ -74,15 +73,14 @@ class DataConfig(Section):
     drop keep each document in one row; a document that is longer than a row loses its end (truncate) or is left out
     (drop)."""
     streaming: bool = False
-    """Pack rows while training reads them, for data that does not fit into memory; needs training.max_steps or
-    training.max_minutes."""
+    """Pack rows while training reads them, for data larger than memory; needs training.max_steps or max_minutes."""
     shuffle_buffer: int = Field(default=256, ge=1)
     """Number of streamed rows from which the next row is drawn at random; 1 keeps the order of the data."""
     max_examples: int | None = None
     """Number of records to read, by default all."""
     exclude: str | None = None
-    """A file, folder or dataset of test prompts. Training examples that share `exclude_window` consecutive tokens with
-    it are dropped."""
+    """Test prompts: a file, folder or dataset. Training examples that share `exclude_window` consecutive tokens with
+    them are dropped."""
     exclude_window: int = Field(default=32, ge=1)
     """Number of consecutive shared tokens for which `exclude` drops an example."""
 
@@ -122,8 +120,7 @@ class AdapterConfig(Section):
     heads_first: float = Field(default=0.1, ge=0, lt=1)
     """Share of the run, at its start, in which only the heads learn. Use 0 with trained heads (heads.start)."""
     quality_data: str | None = None
-    """Texts on which the perplexity of the backbone is measured before and after; by default a part of the training
-    data."""
+    """Texts on which the backbone's perplexity is measured before and after; by default a part of the training data."""
     merge: bool = False
     """Also write the backbone with the adapter merged into it, to output_dir/merged."""
 
@@ -140,8 +137,7 @@ class TrainConfig(Section):
     """A whole training recipe: its top-level keys and its sections."""
 
     backbone: str = Field(min_length=1)
-    """The model that the heads are for: a local folder, a Hub id, or demo (a small model that comes with this
-    package)."""
+    """The model that the heads are for: a local folder, a Hub id, or demo (a small model in this package)."""
     data: DataConfig
     """Texts to train on."""
     output_dir: str = Field(min_length=1)
@@ -154,8 +150,7 @@ class TrainConfig(Section):
     adapter: AdapterConfig | None = None
     """Train the backbone too, through a LoRA adapter (Medusa-2)."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Training arguments: fields of transformers' TrainingArguments and of `train.arguments`, such as objective or
-    max_minutes."""
+    """Training arguments: fields of transformers' TrainingArguments and of `train.arguments`, such as objective."""
     cache_features: bool = False
     """Run the backbone only once, and train the heads from its hidden states on disk (`train.features`)."""
     features_dir: str | None = None
@@ -185,20 +180,15 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _keys_go_together(self) -> TrainConfig:
         adapter, streaming = self.adapter, self.data.streaming
-        for wrong, message in (
-            (streaming and self.cache_features, "data.streaming has no end to cache; leave cache_features out"),
-            (adapter and self.eval_data, "eval_data is for a frozen backbone; with an adapter, leave it out"),
-            (
-                adapter and self.shard_backbone,
-                "a sharded backbone cannot be adapted; leave shard_backbone or adapter out",
-            ),
-            (
-                adapter and streaming and adapter.quality_data is None,
-                "data.streaming has no end to measure a perplexity on; name a file as adapter.quality_data",
-            ),
-        ):
-            if wrong:
-                raise RequestError(message)
+        if streaming and self.cache_features:
+            raise RequestError("data.streaming has no end to cache; leave cache_features out")
+        if adapter and self.eval_data:
+            raise RequestError("eval_data is for a frozen backbone; with an adapter, leave it out")
+        if adapter and self.shard_backbone:
+            raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
+        if adapter and streaming and adapter.quality_data is None:
+            end = "data.streaming has no end to measure a perplexity on"
+            raise RequestError(f"{end}; name a file as adapter.quality_data")
         return self
 
     @property

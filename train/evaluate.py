@@ -1,14 +1,12 @@
-"""The accuracy of heads on texts: how often the backbone's own token is among a head's best guesses.
+"""The accuracy of heads on texts: how often the right token is among a head's best guesses.
 
-Guesses are compared with the backbone's greedy continuation, not with the dataset's text, because acceptance compares
-with it too. In a text that the backbone wrote greedily, the rest of the text is that continuation at every position.
-
-Shapes: K heads, P positions, T tokens, C positions in a chunk.
+`medusa evaluate` compares guesses with the backbone's greedy continuation, not with the dataset's text, because
+acceptance compares with it too. Shapes: K heads, P positions, T tokens, C positions in a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -16,13 +14,80 @@ import torch
 from torch import Tensor
 
 from medusa.backbone import Backbone
-from medusa.heads.guesses import ranks_of
+from medusa.heads.guesses import accepted, ranks_of
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
-from train.guess_counts import TOPS, GuessCounts, HeadAccuracy
 from train.loss.chunks import chunk_rows
 from train.loss.labels import IGNORE, head_labels
+
+TOPS = (1, 5, 10)
+
+
+@dataclass(frozen=True)
+class HeadAccuracy:
+    """The accuracy of one head: how often its guesses are right."""
+
+    head: int
+    """Number of the head, counted from 1."""
+    top: dict[str, float]
+    """Share of labels that are among the head's best 1, 5 and 10 guesses, with the keys "1", "5" and "10"."""
+    conditional_top1: float
+    """Share of labels that are the head's best guess, at positions where the best guesses of earlier heads are all
+    right."""
+
+
+class GuessCounts:
+    """Counts of the heads' right guesses, added up over batches and processes.
+
+    The counts give the accuracy of each head and the expected tau (tokens per decoding step) of a tree: one plus the
+    mean number of accepted guesses. The expected tau takes every position as equally likely to start a step; in
+    decoding, a step starts where the step before ended. It usually rises and falls with the measured tau.
+    """
+
+    def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
+        self.tree = tree
+        self.hits = torch.zeros(num_heads, max(TOPS), dtype=torch.float64)  # labels by their rank among the guesses
+        self.labels = torch.zeros(num_heads, dtype=torch.float64)
+        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all earlier heads are right
+        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # those of them where this head is right, too
+        self.walks = torch.zeros(2, dtype=torch.float64)  # numbers of accepted guesses and of positions
+
+    def add(self, ranks: Tensor, labelled: Tensor) -> None:
+        """Count right guesses, from the labels' ranks [K, P] (`label_ranks`); `labelled` [K, P] marks existing labels.
+
+        Only positions where all heads have a label count for the conditional accuracies and the expected tau.
+        """
+        ranks, labelled = ranks.cpu(), labelled.cpu()
+        for rank in range(max(TOPS)):
+            self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)
+        self.labels += labelled.sum(1)
+        whole = ranks[:, labelled.all(0)]
+        right = (whole == 0).long().cumprod(0)  # where this head and all earlier ones are right
+        self.given += torch.cat([torch.ones_like(right[:1]), right[:-1]]).sum(1)
+        self.chained += right.sum(1)
+        if self.tree is not None:
+            self.walks += torch.tensor([accepted(self.tree, whole.T).sum(), whole.shape[1]])
+
+    def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
+        """Replace each count by its sum over all processes, which the function `over_processes` computes."""
+        for name in ("hits", "labels", "given", "chained", "walks"):
+            setattr(self, name, over_processes(getattr(self, name)))
+
+    def figures(self) -> list[HeadAccuracy]:
+        """Compute the accuracy of each head from the counts."""
+        within = (self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]).tolist()
+        chained = (self.chained / self.given.clamp_min(1)).tolist()
+        return [
+            HeadAccuracy(head, {str(top): round(shares[top - 1], 4) for top in TOPS}, round(chain, 4))
+            for head, (shares, chain) in enumerate(zip(within, chained, strict=True), 1)
+        ]
+
+    @property
+    def expected_tau(self) -> float:
+        """Expected tau of the tree: the mean number of tokens per decoding step, including the root."""
+        return float(1 + self.walks[0] / self.walks[1].clamp_min(1))
 
 
 class OwnText(NamedTuple):
@@ -48,8 +113,7 @@ class Accuracy:
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> Accuracy:
     """Measure the accuracy of all heads on texts that the backbone continued greedily.
 
-    In each text, positions run from the prompt's last token, where decoding starts, to the last position at which
-    every head has a label. All heads are therefore measured at the same positions.
+    Positions run from a prompt's last token, where decoding starts, to the last one at which every head has a label.
     """
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
@@ -60,14 +124,9 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """For each head, find the rank of the right token among the guesses of the head, from the prompt's end on.
+    """Find the ranks [K, P] of the right tokens among the heads' guesses (`label_ranks`), from the prompt's end on.
 
-    Args:
-        ids: [1, T] the T token ids of the prompt and its continuation.
-        prompt_tokens: number of tokens in the prompt.
-
-    Returns:
-        The ranks [K, P] for K heads at P positions, from 0; `MISSED` for a token outside the head's ten best guesses.
+    The text `ids` [1, T] is the prompt, of `prompt_tokens` tokens, and its continuation.
     """
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
@@ -78,14 +137,9 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Find the rank of each label among its head's guesses, for K heads at P positions.
+    """Find the rank of each label [K, P] among its head's guesses, from the inputs of the heads at the P positions.
 
-    Args:
-        inputs: inputs of the heads at the P positions.
-        labels: [K, P] token ids.
-
-    Returns:
-        The ranks [K, P], from 0; `MISSED` for a label that is not among the head's best ten guesses.
+    The ranks [K, P] count from 0; a label that is not among the head's best ten guesses has the rank `MISSED`.
     """
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)

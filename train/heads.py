@@ -31,7 +31,7 @@ def new_heads(
     Args:
         name: path or Hub id of the backbone, for its fingerprint.
         revision: revision of the backbone on the Hub, for its fingerprint.
-        vocabulary: ids [N] of the tokens that the heads guess among (`train.frequent_tokens`), by default all tokens.
+        vocabulary: ids [N] of the tokens that the heads guess among (`train.vocabulary`), by default all tokens.
 
     Raises:
         RequestError: the backbone has no linear LM head, or the trained heads in `asked.start` differ from `asked`.

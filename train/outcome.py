@@ -1,15 +1,21 @@
-"""The metrics of a finished training run: time, loss, memory, file sizes and accuracies."""
+"""The outcome of a finished training run: its metrics, and a plot of its loss and accuracies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from medusa.files import replacing
 from medusa.memory import bytes_of, peak_memory
 from train.callbacks import top1_shares
 from train.checkpoints import size_on_disk, whole_checkpoints
 from train.medusa2.perplexity import Perplexities
 from train.trainer import MedusaTrainer
+
+PICTURE = "training.png"
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,25 @@ class RunFigures:
         memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in self.peak_memory_bytes.items())
         saved = "" if self.checkpoint_bytes is None else f"; a checkpoint {self.checkpoint_bytes / 1e6:,.1f} MB"
         return f"peak memory: {memory}; heads {self.heads_bytes / 1e6:,.1f} MB{saved}"
+
+
+def draw_curves(log: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Plot the loss and each head's top-1 accuracy by training step from a run's log, as a PNG file."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    loss, guesses = figure.subplots(1, 2)
+    for prefix, style in (("", "-"), ("eval_", "--")):
+        lines = [line for line in log if f"{prefix}loss" in line]
+        steps = [line["step"] for line in lines]
+        if lines:
+            loss.plot(steps, [line[f"{prefix}loss"] for line in lines], style, color="black", label=f"{prefix}loss")
+        for head in range(len(top1_shares(lines[-1], prefix)) if lines else 0):
+            shares = [line.get(f"{prefix}head{head + 1}_top1") for line in lines]
+            guesses.plot(steps, shares, style, color=f"C{head}", label=f"{prefix}head {head + 1}")
+    loss.set(xlabel="step", ylabel="weighted loss (nats)")
+    guesses.set(xlabel="step", ylabel="top-1", ylim=(0, 1))
+    for axes in (loss, guesses):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

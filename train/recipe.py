@@ -31,15 +31,15 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
     if not isinstance(content, dict):
         raise RequestError(f"{path} must hold a mapping with backbone, data, output_dir, heads and training")
     for override in overrides:
-        apply_override(content, override)
+        _apply_override(content, override)
     return parse_recipe(content, str(path))
 
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
-    """Check the content of a recipe, read from the file `source`, and turn it into a `TrainConfig`.
+    """Check the content of a recipe, and turn it into a `TrainConfig`. Error messages start with the name `source`.
 
     Raises:
-        RequestError: a key is unknown or missing, or a value is not allowed. The message starts with `source`.
+        RequestError: a key is unknown or missing, or a value is not allowed.
     """
     config = validated(TrainConfig, content, f"{source}: ")
     section = training_section()
@@ -50,12 +50,8 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
     return config
 
 
-def apply_override(content: Json, override: str) -> None:
-    """Apply one override `section.key=value` to the content of a recipe, in place. The value is read as YAML.
-
-    Raises:
-        RequestError: the override has no key or no valid YAML value, or sets a key in something that is no section.
-    """
+def _apply_override(content: Json, override: str) -> None:
+    """Apply one override `section.key=value` to the content of a recipe, in place. The value is read as YAML."""
     name, separator, text = override.partition("=")
     if not separator or not name:
         raise RequestError(f"{override!r} is no override; write key=value, for example training.learning_rate=1e-3")

@@ -25,7 +25,6 @@ from train.checkpoints import (
     way_out_of_full_disk,
 )
 from train.config import TrainConfig
-from train.curves import PICTURE, draw_curves
 from train.data.datasets import PackedDataset
 from train.data.streaming import StreamedDataset
 from train.features.cache import FeatureCache
@@ -33,7 +32,7 @@ from train.features.plan import FeaturePlan
 from train.heads import describe
 from train.medusa2.adapter import write_merged
 from train.medusa2.perplexity import Perplexities, measure_perplexities
-from train.outcome import RunFigures
+from train.outcome import PICTURE, RunFigures, draw_curves
 from train.trainer import MedusaTrainer
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")

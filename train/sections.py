@@ -34,20 +34,16 @@ class OneOf:
 
 
 class Section(BaseModel):
-    """Base class of a recipe's sections. Unknown keys and values of a wrong type are errors.
-
-    Values that YAML reads as another type than the field has are converted first (`as_meant`). The docstring after a
-    field is the field's description.
-    """
+    """Base class of a recipe's sections. Unknown keys and values of a wrong type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _undo_yaml(cls, content: object) -> object:
-        return (
-            {key: cls.as_meant(key, value) for key, value in content.items()} if isinstance(content, dict) else content
-        )
+        if not isinstance(content, dict):
+            return content
+        return {key: cls.as_meant(key, value) for key, value in content.items()}
 
     @classmethod
     def as_meant(cls, key: str, value: object) -> object:
@@ -71,11 +67,9 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def validated(section: type[AnySection], content: object, source: str = "", prefix: str = "") -> AnySection:
-    """Check the content of a section, and return the section.
+    """Check the content of a section, as read from YAML, and return the section.
 
     Args:
-        section: class of the section.
-        content: keys and values, as read from YAML.
         source: start of every error message, such as the file's name and a colon.
         prefix: path of the section in the recipe, such as "training.".
 
@@ -89,12 +83,9 @@ def validated(section: type[AnySection], content: object, source: str = "", pref
 
 
 def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> str:
-    """Describe the first validation error of a section in one line: key with its path, value, and what is allowed.
-
-    Unknown keys are reported before missing keys, because a misspelled required key is both, and a suggestion for the
-    unknown key helps more.
-    """
+    """Describe the first validation error of a section in one line: key with its path, value, and what is allowed."""
     errors = refusal.errors(include_url=False)
+    # A misspelled required key is both unknown and missing; a suggestion for the unknown key helps more.
     error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
     kind = error["type"]
     if kind == "value_error":  # raised by a section's own validator
@@ -120,10 +111,7 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
 
 
 def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
-    """Find the key that a validation error is about. Return its path, its section's class and its field.
-
-    The field is `None` if the section has no such key.
-    """
+    """Find the path, the section's class and the field of an error's key; the field of an unknown key is `None`."""
     parts: tuple[str, ...] = ()
     field = None
     for part in map(str, error["loc"]):

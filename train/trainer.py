@@ -1,7 +1,4 @@
-"""A transformers `Trainer` that trains heads on a frozen backbone and saves only the heads.
-
-Shapes: K heads.
-"""
+"""A transformers `Trainer` that trains heads on a frozen backbone and saves only the heads. Shapes: K heads."""
 
 from __future__ import annotations
 
@@ -22,14 +19,12 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
-from train.callbacks import LogBeforeSaving, ProgressBar
+from train.callbacks import LogBeforeSaving, ProgressBar, TimeBudget
 from train.data.packing import Batch
-from train.evaluate import label_ranks
-from train.guess_counts import GuessCounts
+from train.evaluate import GuessCounts, label_ranks
 from train.loss.heads import HeadLosses
 from train.loss.labels import IGNORE, head_labels
 from train.module import HeadsOnBackbone
-from train.time_budget import TimeBudget
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
 MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
@@ -61,6 +56,8 @@ class MedusaTrainer(Trainer):
         if self.minutes:
             callbacks.append(TimeBudget(60 * self.minutes, cpu=args.max_cpu_minutes is not None))
         self.trained = self.assemble(heads, model, args)
+        self.backbone: Backbone = self.trained.backbone
+        """The frozen backbone whose hidden states the heads read."""
         super().__init__(self.trained, args, None, train_dataset, eval_dataset, callbacks=callbacks)
         for noisy in (PrinterCallback, ProgressCallback):  # they print to stdout, which is for results
             self.remove_callback(noisy)
@@ -78,19 +75,12 @@ class MedusaTrainer(Trainer):
         """Make the module to train from the heads and the backbone."""
         return HeadsOnBackbone(heads, model, args)
 
-    @property
-    def backbone(self) -> Backbone:
-        """The frozen backbone whose hidden states the heads read."""
-        return self.trained.backbone
-
     # --- the length of the run ---------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> TimeBudget | None:
-        """The callback with the time budget of the run, or `None` if the run has no time budget.
-
-        It is looked up at each call, because the Trainer replaces the callback object when a run resumes.
-        """
+        """The callback with the time budget of the run, or `None` if the run has no time budget."""
+        # Looked up at each call, because the Trainer replaces the callback object when a run resumes.
         found = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
         if found is not None and self.minutes is not None:  # a resumed run may ask for a longer budget
             found.seconds = 60 * self.minutes
@@ -113,18 +103,15 @@ class MedusaTrainer(Trainer):
         return outcome
 
     def fit_budget(self) -> None:
-        """If there is a time budget, set `max_steps` well above the number of steps that fit into the budget.
-
-        That number is estimated from a few training steps, which are then undone.
-        """
+        """Set `max_steps` well above the number of steps that fit into the time budget, if there is one."""
         if self.budget is not None:
             seconds = broadcast_object_list([self.seconds_per_step()])[0]
             self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Measure the seconds that a training step takes, without changing the heads.
+        """Measure the seconds of a training step, without `prepare`, a function applied to every batch before the loss.
 
-        The function `prepare` is applied to every batch before the loss; its time is not included.
+        The steps that are measured are undone.
         """
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
@@ -197,21 +184,15 @@ class MedusaTrainer(Trainer):
         return torch.stack([losses.loss * losses.total, losses.correct, losses.total])
 
     def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
-        """The loss to minimise: the sum of the heads' weighted losses.
-
-        `of_step` [K] is the number of labels of each of K heads in the whole optimiser step; `None` in an evaluation.
-        """
+        """The sum of the heads' weighted losses; `of_step` [K] counts the labels of an optimiser step (see `share`)."""
         return (losses.objective * self.share(losses.total, of_step)).sum()
 
     def share(self, labels: Tensor, of_step: Tensor | None) -> Tensor | float:
         """The weight of a micro-batch's mean loss in the mean over all labels of an optimiser step.
 
         The Trainer adds up the losses of micro-batches and averages those of processes. With these weights, loss and
-        gradients do not depend on how the labels are distributed over micro-batches and processes.
-
-        Args:
-            labels: number of labels in the micro-batch.
-            of_step: number of labels in the optimiser step, or `None` in an evaluation.
+        gradients do not depend on how the labels are distributed over micro-batches and processes. The micro-batch has
+        `labels` labels, and the step `of_step`, which is `None` in an evaluation.
         """
         if of_step is None:  # evaluation averages batches
             return 1.0
@@ -235,7 +216,6 @@ class MedusaTrainer(Trainer):
         return self.compute_loss(model, batch).detach(), None, None
 
     def _guess_figures(self) -> dict[str, float]:
-        """Accuracies and expected tau of the evaluation that has just ended, as metrics by their names in the log."""
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)
         guesses.reduce(lambda sums: self.accelerator.reduce(sums.to(self.args.device), "sum").cpu())
         figures = {"eval_tau": round(guesses.expected_tau, 4)}
@@ -248,8 +228,7 @@ class MedusaTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a line of the log, with each head's mean loss in nats and top-1 accuracy since the last line.
 
-        The line of an evaluation also has each head's top-5, top-10 and conditional accuracy, and the expected tau of
-        `eval_tree`.
+        The line of an evaluation also has top-5, top-10 and conditional accuracy, and the expected tau of `eval_tree`.
         """
         split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
         if split in self._seen and f"{prefix}loss" in logs:
@@ -260,10 +239,7 @@ class MedusaTrainer(Trainer):
         super().log(logs, start_time)
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Mean loss and top-1 accuracy of each head, by their names in the log.
-
-        For K heads, `sums` [3, K] are the results of the method `sums`, added up over batches and processes.
-        """
+        """Mean loss and top-1 accuracy of each of K heads, by their names in the log, from the totals `sums` [3, K]."""
         figures = {}
         for head, (loss, correct, count) in enumerate(sums.T.tolist(), 1):
             figures[f"{prefix}head{head}_loss"] = round(loss / max(count, 1.0), 4)

@@ -40,14 +40,13 @@ from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.data.streaming import StreamedDataset
 from train.evaluate import label_ranks
-from train.frequent_tokens import most_frequent
 from train.loss.heads import head_losses, head_losses_plain
 from train.loss.labels import IGNORE
 from train.loss.teacher import BackboneTeacher
 from train.loss.weighting import Weighting
 from train.recipe import parse_recipe
 from train.run import train
-from train.vocabulary import vocabulary_gain
+from train.vocabulary import most_frequent, vocabulary_gain
 
 WORDS, HEADS = 40, 3
 LM_HEADS = ["own", "shared"]

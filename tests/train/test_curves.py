@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import random_ids, tiny_model
 from train.callbacks import summarize, top1_shares
-from train.curves import draw_curves
+from train.outcome import draw_curves
 from train.recipe import parse_recipe
 from train.run import train
 

@@ -16,8 +16,7 @@ from medusa.heads.guesses import MISSED, accepted
 from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from tests.helpers import VOCAB, random_heads, random_ids
-from train.evaluate import OwnText, guess_ranks, head_accuracy
-from train.guess_counts import TOPS, GuessCounts
+from train.evaluate import TOPS, GuessCounts, OwnText, guess_ranks, head_accuracy
 
 HEADS = 3
 

@@ -20,8 +20,7 @@ from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.examples import Example
 from train.heads import new_heads
-from train.module import HeadsOnBackbone
-from train.regularization import with_noise, with_own_guesses
+from train.module import HeadsOnBackbone, with_noise, with_own_guesses
 
 HEADS, STEPS = 3, 6
 GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "scheduled_sampling": 0.5}

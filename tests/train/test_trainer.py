@@ -24,7 +24,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
-from train.callbacks import summarize
+from train.callbacks import TimeBudget, summarize
 from train.checkpoints import whole_checkpoints
 from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
@@ -34,7 +34,6 @@ from train.heads import describe, new_heads
 from train.loss.weighting import Weighting
 from train.recipe import parse_recipe
 from train.run import train
-from train.time_budget import TimeBudget
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
@@ -514,7 +513,7 @@ def test_a_cpu_time_budget_does_not_count_waiting(model: Any, texts: list[OwnTex
 
 def test_the_learning_rate_follows_steps_or_the_clock_whichever_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("train.time_budget.time.monotonic", lambda: now)
+    monkeypatch.setattr("train.callbacks.time.monotonic", lambda: now)
     for spent, factor, where in [
         (0.5, 0.5, "half of the warm-up"),
         (5.5, 0.5, "half of the fall"),
