@@ -35,6 +35,7 @@ class LoadedRun(NamedTuple):
     config: TrainConfig
     arguments: MedusaTrainingArguments
     loaded: Loaded
+    backbone: Backbone
     dataset: Rows
     evaluated: Rows | None
     quality_rows: Rows
@@ -43,21 +44,16 @@ class LoadedRun(NamedTuple):
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Check a recipe, load its backbone and its data, and make its heads.
-
-    Args:
-        checkpoint: checkpoint from which the run is to resume, if any.
-        quiet: print no information about the heads, and show no progress bar.
+    """Check a recipe, load its backbone and its data, and make its heads; `checkpoint` is the one to resume from.
 
     Raises:
-        RequestError: the recipe has an error, the backbone or the data cannot be loaded, or the recipe's heads differ
-            from the checkpoint's.
+        RequestError: the recipe has an error, or its heads differ from the checkpoint's, or something cannot be loaded.
     """
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
+    backbone = Backbone(loaded.model)
     if checkpoint is not None:
         require_same_heads(checkpoint, config, loaded.model)
-    backbone = Backbone(loaded.model)
     reading = (loaded.tokenizer, backbone.vocab_size, backbone.context)
     dataset: Rows
     if is_features(config.data.path):
@@ -70,29 +66,25 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         changed = {"path": config.adapter.quality_data, "exclude": None, "streaming": False}
         quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
     set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
-    heads = _heads(config, loaded, dataset, quiet)
+    heads = _heads(config, backbone, dataset, quiet)
     require_adaptable(config, heads)
-    return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
+    return LoadedRun(config, arguments, loaded, backbone, dataset, evaluated, quality_rows, heads)
 
 
-def _heads(config: TrainConfig, loaded: Loaded, dataset: Rows, quiet: bool) -> MedusaHeads:
-    asked = config.heads
+def _heads(config: TrainConfig, backbone: Backbone, dataset: Rows, quiet: bool) -> MedusaHeads:
+    asked, model = config.heads, backbone.model
     if not asked.vocabulary or asked.start is not None:
-        return new_heads(loaded.model, asked, config.backbone, config.revision)
-    frequent = most_frequent(dataset, asked.vocabulary, Backbone(loaded.model).vocab_size)
-    heads = new_heads(loaded.model, asked, config.backbone, config.revision, frequent.ids)
-    gain = require_worthwhile(heads, loaded.model, frequent.coverage, asked.force_vocabulary)
+        return new_heads(model, asked, config.backbone, config.revision)
+    frequent = most_frequent(dataset, asked.vocabulary, backbone.vocab_size)
+    heads = new_heads(model, asked, config.backbone, config.revision, frequent.ids)
+    gain = require_worthwhile(heads, model, frequent.coverage, asked.force_vocabulary)
     if not quiet:
         say(gain)
     return heads
 
 
 def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
-    """Check that the recipe's LoRA adapter, if any, can be trained together with these heads.
-
-    Raises:
-        RequestError: the adapter's options do not allow a reduced vocabulary, or a shared LM head, of the heads.
-    """
+    """Raise RequestError if the recipe's LoRA adapter cannot be trained together with these heads."""
     if config.adapter is not None and config.adapter.teacher_tilt and heads.vocabulary is not None:
         raise RequestError(
             "adapter.teacher_tilt needs heads that guess among all tokens; "

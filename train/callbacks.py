@@ -24,8 +24,7 @@ def say(message: str) -> None:
 class LogBeforeSaving(TrainerCallback):
     """Callback that writes a line of the log at every checkpoint, so that resumed and uninterrupted runs log the same.
 
-    A line of the log shows means of losses and accuracies over the steps since the line before, and a checkpoint does
-    not store their sums. If a run resumed between two lines, the next means would lack the steps before the checkpoint.
+    A line of the log shows means over the steps since the line before, and a checkpoint does not store their sums.
     """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -129,10 +128,7 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Top-1 accuracy of each head in a line of the log: the share of labels that equal the head's best guess.
-
-    The metrics' names start with `prefix`, which is "eval_" for an evaluation.
-    """
+    """Top-1 accuracy of each head in a line of the log; the `prefix` of an evaluation's metrics is "eval_"."""
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(share)
@@ -140,10 +136,7 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 
 
 def summarize(logs: Mapping[str, float]) -> str:
-    """Summarize a line of the log in one line of text: the weighted loss in nats and each head's top-1 accuracy.
-
-    The text of an evaluation also has the expected tau (tokens per decoding step), and that of Medusa-2 the LM loss.
-    """
+    """Summarize a line of the log: weighted loss in nats, each head's top-1 accuracy, and expected tau or LM loss."""
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""

@@ -44,8 +44,6 @@ def is_whole(checkpoint: Path) -> bool:
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
     """Return the last complete checkpoint in `output` with --resume, or `None` without --resume.
 
-    Without --resume, also check that a new run may write to `output`.
-
     Raises:
         RequestError: there is no checkpoint to resume from, or a new run would replace heads without --overwrite.
     """
@@ -66,11 +64,7 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
 
 
 def require_room(output: Path, weights: int, arguments: TrainingArguments) -> None:
-    """Check that the disk of `output` can hold heads of `weights` bytes and all checkpoints that the run keeps.
-
-    Raises:
-        RequestError: the disk is too small.
-    """
+    """Raise RequestError if the disk of `output` cannot hold heads of `weights` bytes and the checkpoints to keep."""
     checkpoint = weights if arguments.save_only_model else (1 + ADAM_STATES) * weights
     # A new checkpoint is complete before the oldest one is deleted. Without a limit, room for one is required.
     kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0) + 1

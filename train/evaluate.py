@@ -50,9 +50,8 @@ class GuessCounts:
         self.tree = tree
         self.hits = torch.zeros(num_heads, max(TOPS), dtype=torch.float64)  # labels by their rank among the guesses
         self.labels = torch.zeros(num_heads, dtype=torch.float64)
-        self.given = torch.zeros(num_heads, dtype=torch.float64)  # positions where all earlier heads are right
-        self.chained = torch.zeros(num_heads, dtype=torch.float64)  # those of them where this head is right, too
-        self.walks = torch.zeros(2, dtype=torch.float64)  # numbers of accepted guesses and of positions
+        self.chained = torch.zeros(num_heads + 1, dtype=torch.float64)  # positions where the first 0, 1, ... are right
+        self.accepted = torch.zeros((), dtype=torch.float64)  # guesses that the tree accepts
 
     def add(self, ranks: Tensor, labelled: Tensor) -> None:
         """Count right guesses, from the labels' ranks [K, P] (`label_ranks`); `labelled` [K, P] marks existing labels.
@@ -64,21 +63,20 @@ class GuessCounts:
             self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)
         self.labels += labelled.sum(1)
         whole = ranks[:, labelled.all(0)]
-        right = (whole == 0).long().cumprod(0)  # where this head and all earlier ones are right
-        self.given += torch.cat([torch.ones_like(right[:1]), right[:-1]]).sum(1)
-        self.chained += right.sum(1)
+        self.chained[0] += whole.shape[1]
+        self.chained[1:] += (whole == 0).long().cumprod(0).sum(1)
         if self.tree is not None:
-            self.walks += torch.tensor([accepted(self.tree, whole.T).sum(), whole.shape[1]])
+            self.accepted += accepted(self.tree, whole.T).sum()
 
     def reduce(self, over_processes: Callable[[Tensor], Tensor]) -> None:
         """Replace each count by its sum over all processes, which the function `over_processes` computes."""
-        for name in ("hits", "labels", "given", "chained", "walks"):
+        for name in ("hits", "labels", "chained", "accepted"):
             setattr(self, name, over_processes(getattr(self, name)))
 
     def figures(self) -> list[HeadAccuracy]:
         """Compute the accuracy of each head from the counts."""
         within = (self.hits.cumsum(1) / self.labels.clamp_min(1)[:, None]).tolist()
-        chained = (self.chained / self.given.clamp_min(1)).tolist()
+        chained = (self.chained[1:] / self.chained[:-1].clamp_min(1)).tolist()
         return [
             HeadAccuracy(head, {str(top): round(shares[top - 1], 4) for top in TOPS}, round(chain, 4))
             for head, (shares, chain) in enumerate(zip(within, chained, strict=True), 1)
@@ -87,7 +85,7 @@ class GuessCounts:
     @property
     def expected_tau(self) -> float:
         """Expected tau of the tree: the mean number of tokens per decoding step, including the root."""
-        return float(1 + self.walks[0] / self.walks[1].clamp_min(1))
+        return float(1 + self.accepted / self.chained[0].clamp_min(1))
 
 
 class OwnText(NamedTuple):

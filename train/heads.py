@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone
-from medusa.config import GATED, ORIGINAL_HYDRA, Fingerprint, MedusaConfig
+from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -29,8 +29,7 @@ def new_heads(
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
 
     Args:
-        name: path or Hub id of the backbone, for its fingerprint.
-        revision: revision of the backbone on the Hub, for its fingerprint.
+        name, revision: path or Hub id of the backbone, and its revision on the Hub, for the fingerprint.
         vocabulary: ids [N] of the tokens that the heads guess among (`train.vocabulary`), by default all tokens.
 
     Raises:
@@ -41,7 +40,9 @@ def new_heads(
         kind = type(backbone.head).__name__
         raise RequestError(f"the backbone's LM head is a {kind}; heads are trained for a plain Linear one")
     if asked.start is not None:
-        return _trained_heads(asked.start, asked, backbone, fingerprint(model, name, revision))
+        heads = _trained_heads(asked.start, asked, backbone)
+        heads.config.backbone = fingerprint(model, name, revision)
+        return heads
     size = None if vocabulary is None else len(vocabulary)
     heads = MedusaHeads.from_config(new_config(asked, model, name, revision, size))
     if vocabulary is not None:
@@ -55,7 +56,7 @@ def new_config(
 ) -> MedusaConfig:
     """The configuration of new heads: the keys set in `asked`, the recipe's section, and values that suit `model`."""
     backbone = Backbone(model)
-    if asked.lm_head is None and asked.block != "square" and _has_bias(backbone):
+    if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
         asked = asked.model_copy(update={"lm_head": "shared"})
     sizes = BackboneSizes(backbone.hidden_size, backbone.vocab_size, model.num_parameters())
@@ -72,35 +73,24 @@ def new_config(
     )
 
 
-def _has_bias(backbone: Backbone) -> bool:
-    return getattr(backbone.head, "bias", None) is not None
-
-
-def _trained_heads(
-    start: str, asked: HeadsConfig, backbone: Backbone, backbone_fingerprint: Fingerprint
-) -> MedusaHeads:
+def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> MedusaHeads:
     heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
     if held.block == ORIGINAL_HYDRA:
-        raise RequestError(
-            f"heads.start: {start} holds the original Hydra's heads, which can decode but not be trained"
-        )
+        original = f"{start} holds the original Hydra's heads"
+        raise RequestError(f"heads.start: {original}, which can decode but not be trained")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | {"hidden_size": backbone.hidden_size}
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size
     for key, value in wanted.items():
         if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
-    held.backbone, held.tree = backbone_fingerprint, None  # a stored tree was chosen for the old weights
+    held.tree = None  # it was chosen for the old weights
     return heads.train()
 
 
 def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
-    """Check that a recipe describes the same heads as the checkpoint from which its run is to resume.
-
-    Raises:
-        RequestError: the recipe describes other heads.
-    """
+    """Raise RequestError if a recipe describes other heads than the checkpoint from which its run is to resume."""
     held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
     if asked.start is None:
         wanted = new_config(asked, model, config.backbone, config.revision, asked.vocabulary or None)
@@ -122,7 +112,7 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
         f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "
         f"{tokens}{parameters:,} parameters ({parameters / backbone.model.num_parameters():.0%} of the backbone's)"
     )
-    if config.lm_head == "own" and _has_bias(backbone):
+    if config.lm_head == "own" and getattr(backbone.head, "bias", None) is not None:
         line += "; the backbone's LM head has a bias, which own ones lack: heads.lm_head=shared starts closer to it"
     if not config.servable:
         line += "; servers cannot load these heads, only square blocks of kind medusa and gated blocks of kind eagle"

@@ -77,12 +77,8 @@ class HeadsOnBackbone(nn.Module):
     ) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
-        Args:
-            input_ids: [B, T] token ids of B rows of T tokens.
-            position_ids: [B, T] positions within each document.
-            document_ids: [B, T] document of each token.
-            loss_mask: [B, T] True for tokens that count in the loss.
-            hidden: [B, T, H] hidden states of the backbone, by default computed here.
+        The arguments are the fields of a batch (`train.data.packing.Batch`), each [B, T], and the backbone's hidden
+        states [B, T, H], which are computed if they are not given.
         """
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares guesses with tokens, also with the objective distill.
@@ -111,19 +107,16 @@ class HeadsOnBackbone(nn.Module):
         return LabelledPositions(inputs, labels[:, places], teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states [B, T, H] from the token ids and positions [B, T] of B rows of T tokens.
-
-        Autocast is off, so that the heads read hidden states in the backbone's dtype, as in decoding.
-        """
+        """Compute the backbone's hidden states [B, T, H] from the token ids and positions [B, T] of a batch."""
+        # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """Add uniform noise to hidden states [..., H] of size H.
+    """Add uniform noise to hidden states [..., H], from -a r to a r, where a is `amplitude` and r a state's RMS.
 
-    The noise in every component lies between -a r and a r, where a is `amplitude` and r the root mean square of the
-    hidden state. (EAGLE, arXiv 2401.15077, adds noise between -0.1 and 0.1, whatever the scale of the hidden states.)
+    (EAGLE, arXiv 2401.15077, adds noise between -0.1 and 0.1, whatever the scale of the hidden states.)
     """
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
@@ -133,18 +126,11 @@ def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
 def with_own_guesses(
     heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, ids: Tensor, probability: float
 ) -> Tensor:
-    """Scheduled sampling: replace some tokens of the path that a head reads by the guesses of earlier heads.
+    """Scheduled sampling: replace some tokens `ids` [R, K] of the path that heads read by the guesses of earlier heads.
 
-    With the given probability, head k reads the guess of head k - 1 instead of the text's token. All guesses come from
-    one pass over the text's tokens (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
-
-    Args:
-        inputs: inputs of K heads at R positions, with the text's tokens as the path.
-        ids: [R, K] the text's tokens on the path. The first token, the root, is never replaced.
-        probability: probability that a token is replaced.
-
-    Returns:
-        The token ids [R, K] to use as the path.
+    With the given probability, head k reads the guess of head k - 1 instead of the text's token; the first token, the
+    root, is never replaced. All guesses come from one pass over `inputs`, which have the text's tokens as the path
+    (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
     """
     if ids.shape[1] == 1:
         return ids

@@ -32,8 +32,7 @@ class RunFigures:
     """Peak memory in bytes of the process and of each GPU, by name (`medusa.memory`)."""
     heads_bytes: int
     checkpoint_bytes: int | None
-    """Size of the last checkpoint, which also holds the state of the optimiser: about three times the heads' size.
-    `None` if the run has written no checkpoint."""
+    """Size of the last checkpoint, if there is one, with the optimiser's state: about three times the heads' size."""
     heads: dict[str, float]
     """Each head's loss and top-1 accuracy in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
     perplexities: Perplexities | None

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill
 from medusa.loading import load_backbone
@@ -18,12 +17,7 @@ from medusa.memory import bytes_of
 from medusa.options import LoadOptions
 from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
-from train.checkpoints import (
-    all_checkpoints,
-    checkpoint_to_resume,
-    require_room,
-    way_out_of_full_disk,
-)
+from train.checkpoints import all_checkpoints, checkpoint_to_resume, require_room, way_out_of_full_disk
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset
 from train.data.streaming import StreamedDataset
@@ -55,7 +49,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     run = load(config, checkpoint, quiet)
     require_room(output, bytes_of(run.heads), run.arguments)
     trainer = build_trainer(run)
-    trainer.provenance = provenance(run, trainer.args.max_steps)
+    trainer.provenance = _provenance(run, trainer.args.max_steps)
     first = trainer.args.process_index == 0
     if overwrite and first:
         for old in all_checkpoints(output):  # otherwise --resume could continue from an old one
@@ -63,7 +57,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     if not quiet:
         if not isinstance(run.dataset, StreamedDataset):
             say(f"data: {run.dataset.counts}")
-        say(describe(run.heads.config, run.heads.num_parameters, Backbone(run.loaded.model)))
+        say(describe(run.heads.config, run.heads.num_parameters, run.backbone))
     with disk_may_fill(output, lambda: way_out_of_full_disk(output)):
         if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
             _cache_features(_feature_cache(run, run.dataset), trainer, overwrite, quiet)
@@ -86,8 +80,6 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     """Estimate the disk space and the saved training time of the recipe's `cache_features`, without writing anything.
 
-    The time is estimated from a few training steps.
-
     Raises:
         RequestError: the training data are a folder of features already, or a stream.
     """
@@ -102,8 +94,7 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
 
 def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
     folder = Path(run.config.features_dir or Path(run.config.output_dir) / "features")
-    backbone, fingerprint = Backbone(run.loaded.model), run.heads.config.backbone
-    return FeatureCache(folder, dataset, backbone, fingerprint, run.config.features_dtype)
+    return FeatureCache(folder, dataset, run.backbone, run.heads.config.backbone, run.config.features_dtype)
 
 
 def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
@@ -129,7 +120,7 @@ def _perplexities(run: LoadedRun) -> Perplexities | None:
     if adapter is None:
         return None
     assert not isinstance(rows, StreamedDataset)  # the recipe's validation forbids a stream here
-    found = measure_perplexities(Backbone(run.loaded.model), rows)
+    found = measure_perplexities(run.backbone, rows)
     say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
     return found
 
@@ -143,7 +134,7 @@ def _merge(run: LoadedRun) -> None:
     say(f"merged backbone saved in {write_merged(base, loaded.tokenizer, run.heads, Path(config.output_dir))}")
 
 
-def provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
+def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
     """The provenance of trained heads, to save with them: command, recipe, data, backbone and versions of packages."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -1,7 +1,7 @@
 """Sharding of a frozen backbone over several processes (FSDP2), for a backbone that is too large for a single GPU.
 
-The decoder blocks are sharded, and each block is gathered only while it runs. The embedding and the LM head stay whole
-on every process, because the loss reads the LM head's weights in chunks. Heads are trained with DDP.
+Each decoder block is gathered only while it runs. The embedding and the LM head stay whole on every process, because
+the loss reads the LM head's weights in chunks. Heads are trained with DDP.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from medusa.options import LoadOptions
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """The options with which this process loads the backbone: device and dtype.
+    """The options with which this process loads the backbone: its own GPU, if a launcher started several processes.
 
-    If a launcher such as torchrun started several processes, each has its own GPU. With `shard`, the backbone is first
-    loaded into main memory, by default in the dtype of `config`.
+    With `shard`, the backbone is first loaded into main memory, by default in the dtype of `config`.
     """
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
@@ -36,10 +35,7 @@ def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> Lo
 
 
 def launched_alone() -> bool:
-    """Whether `accelerate launch --cpu` started a single process although it was asked for several.
-
-    accelerate 1.15 does so for any --num_processes.
-    """
+    """Whether `accelerate launch --cpu` started one process although asked for several, as accelerate 1.15 does."""
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return several and "RANK" not in os.environ
 

@@ -7,7 +7,7 @@ reads, as in `train.architecture`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,24 +33,21 @@ class FrequentTokens(NamedTuple):
     ids: Tensor
     """Ids [N] of the most frequent tokens, in order of falling frequency."""
     coverage: float
-    """Share of the labels that are among the N most frequent tokens. The labels of each half of the text are compared
-    with the most frequent tokens of the other half."""
+    """Share of the labels in each half of the text that are among the N most frequent tokens of the other half."""
 
 
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
-    """The `size` tokens that are most frequent among the labels of a dataset. Equally frequent tokens are sorted by id.
+    """The `size` most frequent tokens among the labels of a dataset. Equally frequent tokens are sorted by id.
 
     Raises:
         RequestError: the dataset is a stream, which has no end; or `size` is not smaller than the vocabulary.
     """
     if isinstance(dataset, StreamedDataset):
-        raise RequestError(
-            "heads.vocabulary is counted on the whole text, and data.streaming has no end; leave one out"
-        )
+        counted = "heads.vocabulary is counted on the whole text"
+        raise RequestError(f"{counted}, and data.streaming has no end; leave one out")
     if size >= vocab_size:
-        raise RequestError(
-            f"heads.vocabulary is {size}, but the backbone has {vocab_size} tokens; leave it out for all"
-        )
+        asked = f"heads.vocabulary is {size}"
+        raise RequestError(f"{asked}, but the backbone has {vocab_size} tokens; leave it out for all")
     counts = torch.zeros(2, vocab_size, dtype=torch.long)
     for number, labels in enumerate(_labels(dataset)):
         # Rows alternate between the two halves of the text; a single long row (features on disk) is cut in two.
@@ -66,18 +63,14 @@ def _first(counts: Tensor, size: int) -> Tensor:
 
 
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
-    """Yield the labels of the first head, [B, T] for B rows of T tokens at a time, to count their frequencies.
-
-    Later heads learn the same tokens, except the first ones of each document, so they are not counted separately.
-    """
+    """Yield labels [B, T] of the first head. Later heads learn the same tokens, but the first ones of each document."""
+    pieces: Iterable[Sequence[Tensor]]
     if isinstance(dataset, PackedDataset):
-        whole = {name: getattr(dataset, name) for name in PER_TOKEN}
-        starts = range(0, len(dataset), ROWS)
-        pieces = [{name: column[start : start + ROWS] for name, column in whole.items()} for start in starts]
+        pieces = zip(*(getattr(dataset, name).split(ROWS) for name in PER_TOKEN), strict=True)
     else:
-        pieces = [{name: shard[name][None] for name in PER_TOKEN} for shard in dataset.tokens]
-    for piece in pieces:
-        yield head_labels(piece["input_ids"].long(), piece["loss_mask"], piece["document_ids"].long(), 1)[0]
+        pieces = ([shard[name][None] for name in PER_TOKEN] for shard in dataset.tokens)
+    for ids, documents, mask in pieces:
+        yield head_labels(ids.long(), mask, documents.long(), 1)[0]
 
 
 def vocabulary_gain(
@@ -88,13 +81,12 @@ def vocabulary_gain(
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
         time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
-    K is the number of heads, H the hidden size, and `backbone` the number of the backbone's parameters. q is the share
-    of right guesses where all earlier guesses are right. TREE and OVERHEAD are constants (`train.architecture`).
+    K is the number of heads, H the hidden size, and `backbone` the number of the backbone's parameters. TREE and
+    OVERHEAD are constants (`train.architecture`).
 
     Args:
         blocks: number of parameters of the heads without their LM heads.
         lm_heads: number of LM heads that a step reads: K if each head has its own, or if heads run one after another.
-        vocabulary: number of tokens in the reduced vocabulary.
         coverage: c, the share of the labels that are in the reduced vocabulary.
     """
 
@@ -107,11 +99,7 @@ def vocabulary_gain(
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Check that a reduced vocabulary is expected to make decoding faster, and describe the expected gain in one line.
-
-    Args:
-        coverage: share of the labels that are in the reduced vocabulary.
-        force: accept a vocabulary that is expected to slow decoding down.
+    """Describe in one line how much faster decoding is expected to be with the reduced vocabulary of `heads`.
 
     Raises:
         RequestError: the vocabulary is expected to slow decoding down, and `force` is not set.
