@@ -78,10 +78,7 @@ def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:
     """The expected decoding speed with MLP heads, tau / (T(n) + T(heads)), up to a constant factor.
 
-    tau is the mean number of tokens per step; T(n) and T(heads) are the times of a step's backbone and heads.
-    Args:
-        inner: inner width of a head, summed over its blocks.
-        own: whether each head has its own LM head; otherwise all heads share the backbone's.
+    `inner` is the inner width of a head, summed over its blocks, and `own` whether each head has its own LM head.
     """
     lm_heads = (num_heads if own else 1) * sizes.hidden_size * sizes.vocab_size
     heads = num_heads * 2 * inner * sizes.hidden_size + lm_heads

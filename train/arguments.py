@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields
-from enum import EnumMeta
-from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import create_model
 from transformers import TrainingArguments
 
 from medusa.errors import RequestError
 from train.loss.heads import BACKENDS
 from train.loss.weighting import DECAY, WEIGHTINGS, Weighting
-from train.sections import OneOf, Section, validated
+from train.sections import OneOf, section_of, validated
 
 OBJECTIVES = ("text", "argmax", "distill")
-PLAIN = {int, str, float, bool, NoneType}
 
 
 @dataclass
@@ -61,31 +56,24 @@ class MedusaTrainingArguments(TrainingArguments):
     """Stop after this many evaluations in a row without a better metric_for_best_model (by default eval_loss)."""
     max_cpu_minutes: Annotated[float | None, Gt(0)] = None
     """Like max_minutes, but in CPU time of this process, to compare recipes fairly on a busy machine."""
-    learning_rate: float = 3e-3
-    """Peak learning rate; `medusa train` chooses its default by the hidden size."""
-    per_device_train_batch_size: int = 4
-    """Number of packed rows in a batch, for each device."""
-    warmup_steps: float = 0.02
-    """Number of warm-up steps; a value below 1 is a share of the run."""
-    adam_beta2: float = 0.95
-    """Adam's beta2; below the usual 0.999, because runs are short."""
+    # Fields of transformers with other defaults:
+    learning_rate: float = 3e-3  # the peak; `medusa train` chooses its default by the hidden size
+    per_device_train_batch_size: int = 4  # packed rows
+    warmup_steps: float = 0.02  # a share of the run
+    adam_beta2: float = 0.95  # below the usual 0.999, because runs are short
     logging_steps: float = 20
-    """Number of steps between two lines of the log."""
     save_total_limit: int | None = 2
-    """Number of checkpoints to keep."""
-    remove_unused_columns: bool = False
-    """Whether the Trainer drops columns of the data; must be false, because the loss reads all of them."""
-    ddp_find_unused_parameters: bool | None = False
-    """Whether DDP looks for parameters without a gradient; not needed, because all heads learn in every step."""
-    restore_callback_states_from_checkpoint: bool = True
-    """Whether a resumed run restores its callbacks, and so continues with the rest of its time budget."""
+    remove_unused_columns: bool = False  # the loss reads all columns
+    ddp_find_unused_parameters: bool | None = False  # all heads learn in every step
+    restore_callback_states_from_checkpoint: bool = True  # a resumed run has the rest of its time budget
 
     def __post_init__(self) -> None:
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_loss"
         super().__post_init__()
-        limited = (name for name, field in training_section().model_fields.items() if field.metadata)
-        validated(training_section(), {name: getattr(self, name) for name in limited}, prefix="training.")
+        section = section_of(MedusaTrainingArguments)
+        limited = (name for name, field in section.model_fields.items() if field.metadata)
+        validated(section, {name: getattr(self, name) for name in limited}, prefix="training.")
         if self.max_minutes is not None and self.max_cpu_minutes is not None:
             raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")
         if self.head_decay is not None and self.head_weighting == "dpace":
@@ -104,23 +92,3 @@ class MedusaTrainingArguments(TrainingArguments):
         """The rule for the loss weights of the heads, made from head_weighting, head_decay and dpace_smoothing."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
-
-
-@cache
-def training_section() -> type[Section]:
-    """Make the pydantic class of a recipe's section `training` from the fields of `MedusaTrainingArguments`."""
-    hints = get_type_hints(MedusaTrainingArguments, include_extras=True)
-    kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(MedusaTrainingArguments)}
-    return create_model("TrainingSection", __base__=Section, **kinds)  # type: ignore[call-overload]
-
-
-def _yaml_type(hint: object) -> object:
-    """The type that a field's values must have in YAML, derived from the field's type annotation `hint`.
-
-    Enumerations are strings in YAML. A type that is not plain becomes `object`, which accepts any value.
-    """
-    whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
-    kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))
-    plain: object = Union[kinds] if kinds and PLAIN.issuperset(kinds) else object  # noqa: UP007  a tuple of types
-    return Annotated[plain, *limits] if limits else plain

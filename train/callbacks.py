@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
@@ -49,7 +48,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         self._resumed_at: float | None = None
         self._agreed: float | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, dict[str, object]]:
         """The state to store in a checkpoint, in the form from which transformers restores a callback."""
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 

@@ -7,7 +7,7 @@ acceptance compares with it too. Shapes: K heads, P positions, T tokens, C posit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,8 +34,7 @@ class HeadAccuracy:
     top: dict[str, float]
     """Share of labels that are among the head's best 1, 5 and 10 guesses, with the keys "1", "5" and "10"."""
     conditional_top1: float
-    """Share of labels that are the head's best guess, at positions where the best guesses of earlier heads are all
-    right."""
+    """Share of labels that are the head's best guess, at positions where those of all earlier heads are right."""
 
 
 class GuessCounts:
@@ -101,10 +100,6 @@ class Accuracy:
 
     heads: list[HeadAccuracy]
     tokens: int
-
-    def to_dict(self) -> dict[str, object]:
-        """The accuracy as a JSON object, as `medusa evaluate --json` writes it."""
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -24,13 +24,10 @@ HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for nam
 def new_heads(
     model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
 ) -> MedusaHeads:
-    """Make the heads that the recipe's section `asked` describes, for the backbone `model`.
+    """Make the heads that the recipe's section `asked` describes, for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
-
-    Args:
-        name, revision: path or Hub id of the backbone, and its revision on the Hub, for the fingerprint.
-        vocabulary: ids [N] of the tokens that the heads guess among (`train.vocabulary`), by default all tokens.
+    Heads guess among the tokens with the ids `vocabulary` [N] (`train.vocabulary`), by default among all tokens.
 
     Raises:
         RequestError: the backbone has no linear LM head, or the trained heads in `asked.start` differ from `asked`.
@@ -98,10 +95,8 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
         wanted = MedusaHeads.from_pretrained(asked.start).config
     for key in ("hidden_size", "vocab_size", *HEADS_ASKED):
         if getattr(held, key) != getattr(wanted, key):
-            raise RequestError(
-                f"--resume: {checkpoint} has {key} {getattr(held, key)!r}, not {getattr(wanted, key)!r}; ask for the "
-                "same heads again, or start in another output_dir"
-            )
+            found = f"{checkpoint} has {key} {getattr(held, key)!r}, not {getattr(wanted, key)!r}"
+            raise RequestError(f"--resume: {found}; ask for the same heads again, or start in another output_dir")
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:

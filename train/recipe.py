@@ -8,9 +8,9 @@ import yaml
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from train.arguments import training_section
+from train.arguments import MedusaTrainingArguments
 from train.config import TrainConfig
-from train.sections import validated
+from train.sections import section_of, validated
 
 OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: its name in transformers 5.17
 
@@ -42,7 +42,7 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
         RequestError: a key is unknown or missing, or a value is not allowed.
     """
     config = validated(TrainConfig, content, f"{source}: ")
-    section = training_section()
+    section = section_of(MedusaTrainingArguments)
     known = section.model_fields
     given = {name if name in known else OLD_NAMES.get(name, name): value for name, value in config.training.items()}
     validated(section, given, f"{source}: ", "training.")

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from dataclasses import astuple
-from types import GenericAlias, NoneType
-from typing import TypeVar, get_args
+from dataclasses import astuple, fields
+from enum import EnumMeta
+from functools import cache
+from types import GenericAlias, NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from medusa.errors import RequestError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PLAIN = {int, str, float, bool, NoneType}
 KNOWN_SHOWN = 12  # number of valid keys that an error lists if none is similar to the unknown key
 QUOTED = re.compile(r"'([^']*)'")
 WANTED = {"string_type": "a string (quote it)", "dict_type": "a mapping of keys", "model_type": "a mapping of keys"}
@@ -61,6 +67,26 @@ class Section(BaseModel):
         if isinstance(value, bool) and str in kinds and bool not in kinds:
             return "yes" if value else "no"
         return value
+
+
+@cache
+def section_of(arguments: type[DataclassInstance]) -> type[Section]:
+    """Make a section from a dataclass. The section checks the values of fields with a plain type, such as `int`."""
+    hints = get_type_hints(arguments, include_extras=True)
+    kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
+    return create_model(arguments.__name__, __base__=Section, **kinds)  # type: ignore[call-overload]
+
+
+def _yaml_type(hint: object) -> object:
+    """The type that a field's values must have in YAML, derived from the field's type annotation `hint`.
+
+    Enumerations are strings in YAML. A type that is not plain becomes `object`, which accepts any value.
+    """
+    whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
+    kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))
+    plain: object = Union[kinds] if kinds and PLAIN.issuperset(kinds) else object  # noqa: UP007  a tuple of types
+    return Annotated[plain, *limits] if limits else plain
 
 
 AnySection = TypeVar("AnySection", bound=Section)

@@ -8,6 +8,8 @@ heads' guesses are compared with this text, not with the text of the file.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.progress import track
 from rich.table import Table
 
@@ -74,4 +76,4 @@ def run(options: EvaluateOptions) -> None:
         shares = [*head.top.values(), head.conditional_top1]
         table.add_row(str(head.head), *(f"{share:.3f}" for share in shares))
     output.console.print(table)
-    output.write(accuracy.to_dict())
+    output.write(asdict(accuracy))
