@@ -10,12 +10,10 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
@@ -38,15 +36,14 @@ class MedusaTrainer(Trainer):
         model: PreTrainedModel,
         heads: MedusaHeads,
         args: MedusaTrainingArguments,
-        *,
-        train_dataset: Dataset[Batch] | None = None,
-        eval_dataset: Dataset[Batch] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
         provenance: Mapping[str, object] | None = None,
+        *,
+        callbacks: list[TrainerCallback] | None = None,
+        **options: Any,
     ) -> None:
-        """Make a trainer of `heads` for the backbone `model`.
+        """Make a trainer of `heads` for the backbone `model`, with any other `options` of transformers' `Trainer`.
 
-        `provenance` says how the heads were made and is saved with them. Other arguments are those of `Trainer`.
+        `provenance` says how the heads were made and is saved with them.
         """
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
@@ -56,9 +53,8 @@ class MedusaTrainer(Trainer):
         if self.minutes:
             callbacks.append(TimeBudget(60 * self.minutes, cpu=args.max_cpu_minutes is not None))
         self.trained = self.assemble(heads, model, args)
-        self.backbone: Backbone = self.trained.backbone
-        """The frozen backbone whose hidden states the heads read."""
-        super().__init__(self.trained, args, None, train_dataset, eval_dataset, callbacks=callbacks)
+        self.backbone = self.trained.backbone
+        super().__init__(self.trained, args, callbacks=callbacks, **options)
         for noisy in (PrinterCallback, ProgressCallback):  # they print to stdout, which is for results
             self.remove_callback(noisy)
         if not args.disable_tqdm:
@@ -68,8 +64,7 @@ class MedusaTrainer(Trainer):
         self._seen: dict[str, list[Tensor]] = {}
         self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
-        self.reading_seconds = 0.0
-        """Seconds that training has spent waiting for batches."""
+        self.reading_seconds = 0.0  # that training has spent waiting for batches
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
         """Make the module to train from the heads and the backbone."""

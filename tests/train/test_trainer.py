@@ -118,6 +118,18 @@ def test_training_does_not_change_the_backbone(model: Any, texts: list[OwnText],
     assert not any(torch.equal(tensor, start[name]) for name, tensor in run.heads.state_dict().items()), "all learn"
 
 
+def test_the_trainer_takes_the_options_of_transformers(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    arguments = MedusaTrainingArguments(output_dir=str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True)
+    heads = new_heads(model, HeadsConfig(num=1), "tiny")
+    start = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+    frozen = torch.optim.SGD(heads.parameters(), lr=0.0)
+    rows = PackedDataset([Example(t.input_ids, [True] * len(t.input_ids)) for t in texts], sequence_length=52)
+    run = MedusaTrainer(model, heads, arguments, {"made": "here"}, train_dataset=rows, optimizers=(frozen, None))
+    run.train()
+    assert run.provenance == {"made": "here"}
+    assert all(torch.equal(tensor, start[name]) for name, tensor in heads.state_dict().items()), "it is the optimiser"
+
+
 def test_optimizer_and_files_hold_heads_only(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     run = trainer(
         model, texts, tmp_path, HeadsConfig(num=2, block="square", lm_head="own"), save_strategy="steps", save_steps=4
