@@ -36,8 +36,6 @@ TENSOR_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?P<part>(?:linear\.|u
 LM_HEAD_NAME = re.compile(r"\d+\.\d+\.weight")
 PREFIX = re.compile(r"medusa_heads?\.")
 """The prefix of the names of heads inside a model."""
-QUANTISED = ("_scale", "_scaling_factor", "_amax")
-"""Endings of the names of tensors that exist only in quantised heads."""
 SHARED, TOKEN_MAP = "lm_head.weight", "token_map"
 """vLLM's names of a shared LM head, and of the ids of the tokens in a reduced vocabulary."""
 
@@ -49,29 +47,24 @@ class Names:
     block: str
     lm_head: str
 
-    def called(self, published: str) -> str:
-        """Convert FasterDecoding's name of a tensor to its name in this format; return unknown names unchanged."""
-        match = TENSOR_NAME.fullmatch(published)
-        if match is None or match["part"] not in ("weight", "linear.weight", "linear.bias"):
-            return published
-        pattern = self.lm_head if match["part"] == "weight" else self.block
-        return pattern.format(h=match["head"], l=match["layer"], L=match["layer"], part=match["part"].split(".")[-1])
-
     def block_of(self, name: str) -> re.Match[str] | None:
         """Match a name in this format with groups h (head), l (block) and part; `None` for tensors outside blocks."""
         return re.fullmatch(_regex(self.block), name)
 
-    def to_published(self, name: str, num_layers: int) -> str:
-        """Convert a tensor's name in this format to FasterDecoding's name, for heads of `num_layers` blocks."""
-        if match := self.block_of(name):
-            return PUBLISHED.block.format(**match.groupdict())
-        match = None if self is PUBLISHED else re.fullmatch(_regex(self.lm_head), name)
-        return PUBLISHED.lm_head.format(h=match["h"], L=num_layers) if match else name
+    def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:
+        """Convert a tensor's name to its name in the format `to`; return unknown names unchanged.
+
+        From a format without the number of blocks in the LM heads' names, it is `num_layers`.
+        """
+        for pattern, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
+            if match := re.fullmatch(_regex(pattern), name):
+                return other.format(**{"L": num_layers} | match.groupdict())
+        return name
 
 
 def _regex(pattern: str) -> str:
     """Turn a pattern such as `{h}.{l}.linear.{part}` into a regular expression that matches tensors' names."""
-    groups = {"h": r"(?P<h>\d+)", "l": r"(?P<l>\d+)", "L": r"\d+", "part": "(?P<part>weight|bias)"}
+    groups = {"h": r"(?P<h>\d+)", "l": r"(?P<l>\d+)", "L": r"(?P<L>\d+)", "part": "(?P<part>weight|bias)"}
     return re.sub(r"\\{(\w+)\\}", lambda match: groups[match[1]], re.escape(pattern))
 
 
@@ -100,7 +93,7 @@ class HeadTensors:
 
     def called(self, published: str) -> str:
         """Convert FasterDecoding's name of a tensor to the tensor's name in the file."""
-        return self.prefix + self.names.called(published)
+        return self.prefix + PUBLISHED.renamed(published, self.names)
 
 
 def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> HeadTensors:
@@ -112,13 +105,13 @@ def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> H
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
     # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.
     inside = {name.removeprefix(prefix): name for name in stored if of_vllm or name.startswith(prefix)}
-    if scale := next((name for name in inside if name.endswith(QUANTISED)), None):
+    if scale := next((name for name in inside if name.endswith(("_scale", "_scaling_factor", "_amax"))), None):
         raise RequestError(
             f"{source} holds {prefix}{scale}: these weights are quantised; use the unquantised checkpoint"
         )
     names = next((names for names in (VLLM, TENSORRT_LLM) if any(map(names.block_of, inside))), PUBLISHED)
     layers = 1 + max((int(match["l"]) for match in map(names.block_of, inside) if match), default=-1)
-    tensors = {names.to_published(name, layers): stored[in_file] for name, in_file in inside.items()}
+    tensors = {names.renamed(name, PUBLISHED, layers): stored[in_file] for name, in_file in inside.items()}
     found = HeadTensors(tensors, names, prefix)
     if of_vllm:
         found.vocabulary = tensors.pop(TOKEN_MAP, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 
-from medusa.checkpoints.published import SHARED, VLLM, to_published
+from medusa.checkpoints.published import PUBLISHED, SHARED, VLLM, to_published
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.export.base import MODEL_WEIGHTS, Export, Written, quoted, require_square
 from medusa.export.eagle3 import write_eagle3
@@ -36,7 +36,7 @@ def write(export: Export) -> Written:
         return Written(serve, "one chain of best guesses instead of a tree", export.heads)
     require_square(config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
     heads, shared = with_own_lm_heads(export), config.lm_head == "shared"
-    tensors = {VLLM.called(name): tensor for name, tensor in to_published(heads).items()}
+    tensors = {PUBLISHED.renamed(name, VLLM): tensor for name, tensor in to_published(heads).items()}
     if shared:
         of_heads = [tensors.pop(VLLM.lm_head.format(h=head)) for head in range(config.num_heads)]
         tensors[SHARED] = of_heads[0]
