@@ -21,9 +21,6 @@ from transformers.cache_utils import Cache
 from medusa.errors import RequestError
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
-REREADS = {"phi3", "phimoe", "phi4_multimodal"}
-"""Model types whose `generate` drops the KV cache once, at the length at which `longrope` changes all rotations."""
-
 
 class Readout(NamedTuple):
     """The result of a forward of the backbone: the input and the output of its LM head."""
@@ -56,8 +53,8 @@ class Backbone:
         """The model's context length in tokens; `None` if the config does not give it."""
         self.rope_boundary = longrope_boundary(model)
         """The text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
-        self.rereads = self.config.model_type in REREADS
-        """Whether `model.generate` computes the whole text again when the text passes `rope_boundary`."""
+        self.rereads = self.config.model_type in ("phi3", "phimoe", "phi4_multimodal")
+        """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._seen: list[Tensor] | None = None
         if self.head not in _SPLITS:

@@ -9,8 +9,6 @@ from typing import NoReturn
 
 from medusa.errors import RequestError, RunError
 
-INTERRUPTED = 130  # the exit status after Ctrl-C in shells
-
 
 class OneLineParser(argparse.ArgumentParser):
     """An argparse parser that reports invalid arguments in one line, without the usage text."""
@@ -36,4 +34,4 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
         return 1
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 130  # as in shells

@@ -32,8 +32,6 @@ RankPath = tuple[int, ...]
 """The path of a node: the rank of the guess at each depth, from depth 1. Rank 0 is a head's best guess."""
 MAX_NODES = 4096
 """The largest number of nodes in a tree."""
-TREES = Path(__file__).parent / "trees.json"
-"""The file of the named trees."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +173,7 @@ def _checked(path: Sequence[int]) -> RankPath:
 
 def named_trees() -> dict[str, list[list[int]]]:
     """Return the node paths of each named tree, by name: nine trees of the original Medusa, and `eight` for CPUs."""
-    shipped = json.loads(TREES.read_text(encoding="utf-8"))
+    shipped = json.loads(Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))
     return shipped["trees"] | shipped["ours"]
 
 

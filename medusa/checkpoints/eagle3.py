@@ -29,8 +29,6 @@ from medusa.heads.context_kv import BASE, attention_heads
 
 LAYER = "layers.0."
 """The prefix of the names of the layer's tensors."""
-STEPS = 5
-"""The default number of heads, for a config without this number."""
 NAMES = {
     "feature_norm.weight": f"{LAYER}hidden_norm.weight",
     "token_norm.weight": f"{LAYER}input_layernorm.weight",
@@ -83,7 +81,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     config = MedusaConfig(
         hidden_size=size,
         vocab_size=published.get("vocab_size"),
-        num_heads=published.get("medusa_num_heads", STEPS),
+        num_heads=published.get("medusa_num_heads", 5),  # only files of this package have the number
         kind="eagle",
         block=GATED,
         expansion=len(tensors[f"{LAYER}mlp.gate_proj.weight"]) / size,

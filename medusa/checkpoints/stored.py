@@ -26,8 +26,6 @@ HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
 """All files that contain only heads, in the order in which they are looked for."""
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """The index files of a model whose weights are in several files."""
-SUFFIXES = (".safetensors", ".bin", ".pt")
-"""The suffixes of files of weights. In each folder, only the files with the first suffix present are read."""
 
 
 class Stored(Mapping[str, Tensor]):
@@ -54,11 +52,13 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Map a model's tensors: those in its index file or, without an index, all tensors in all its files."""
+        """Map a model's tensors: those in its index or, without an index, in the files with the first suffix found."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
-        found = ([path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()] for suffix in SUFFIXES)
-        return cls.of_files(next((paths for paths in found if paths), []))
+        for suffix in (".safetensors", ".bin", ".pt"):
+            if paths := [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]:
+                return cls.of_files(paths)
+        return cls()
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:

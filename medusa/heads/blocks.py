@@ -49,10 +49,6 @@ class MLPBlock(nn.Module):
         return x_KMH + self.dropout(torch.baddbmm(self.down_bias[heads], inner, self.down[heads]))
 
 
-STACKED_BLOCKS: dict[str, type[SquareBlock] | type[MLPBlock]] = {"square": SquareBlock, "mlp": MLPBlock}
-"""The classes of blocks of independent heads, by the name of the block in the config."""
-
-
 class Stack(nn.Module):
     """The residual blocks of one head, for input z [..., I] and residual stream x [..., H].
 

@@ -24,8 +24,6 @@ from medusa.errors import RequestError
 
 BASE = 10_000.0
 """The base of the rotary embeddings."""
-HEAD_SIZE = 64
-"""The preferred size of attention heads."""
 NOTHING = -1e4
 """The score of an unused own key, so that its weight is 0. It is finite, because 0 times infinity is NaN."""
 
@@ -100,7 +98,7 @@ def attention_heads(hidden_size: int) -> int:
             f"attention in heads needs an even hidden size, not {hidden_size}; take heads.kind=recurrent instead of "
             "eagle, and heads.prefix_layers=0"
         )
-    count = max(hidden_size // HEAD_SIZE, 1)
+    count = max(hidden_size // 64, 1)
     while hidden_size % (2 * count):
         count -= 1
     return count

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.blocks import STACKED_BLOCKS
+from medusa.heads.blocks import MLPBlock, SquareBlock
 from medusa.heads.context_kv import ContextKV, visible
 from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.heads.pretrained import PretrainedHeads
@@ -63,8 +63,8 @@ class MedusaHeads(PretrainedHeads):
 
     def make_blocks(self) -> None:
         """Create the heads' modules between the backbone's hidden state and the LM head."""
-        block, config = STACKED_BLOCKS[self.config.block], self.config
-        self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
+        block = SquareBlock if self.config.block == "square" else MLPBlock
+        self.blocks = nn.ModuleList(block(self.config) for _ in range(self.config.num_layers))
 
     def start_from(self, lm_head_weight_VH: Tensor) -> None:
         """Copy the weight [V, H] of the backbone's LM head into the LM head of each head, as the start of training."""

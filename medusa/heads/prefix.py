@@ -17,11 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from medusa.config import MedusaConfig, PrefixSizes
 from medusa.heads.context_kv import BASE, attention_heads, rope_angles
 
-EXPANSION = 4
-"""The width of the MLPs, as a multiple of the hidden size."""
-EPS = 1e-6
-"""The epsilon of the norms."""
-
 
 class Prefix(nn.Module):
     """The stack of prefix layers and an optional norm; it maps hidden states [B, T, H] to hidden states [B, T, H]."""
@@ -31,7 +26,7 @@ class Prefix(nn.Module):
         size = config.hidden_size
         heads = config.prefix["heads"] if config.prefix else attention_heads(size)
         sizes = config.prefix or PrefixSizes(
-            heads=heads, key_value_heads=heads, width=EXPANSION * size, eps=EPS, base=BASE, norm=False
+            heads=heads, key_value_heads=heads, width=4 * size, eps=1e-6, base=BASE, norm=False
         )
         self.config = LlamaConfig(
             hidden_size=size,

@@ -21,7 +21,6 @@ DOCUMENT_SEPARATOR = "<|endoftext|>"
 """The usual line between two documents in a text file."""
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"
 """The name endings of files that `medusa distill` writes next to its data. They contain no records."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_records(
@@ -114,15 +113,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Read a file's lines with their numbers, split only at newlines: JSON can contain characters such as U+2028."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
             try:
-                yield number, line.decode("utf-8").rstrip("\n").rstrip("\r")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # without a byte order mark
             except UnicodeDecodeError as error:
-                raise RequestError(
-                    f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}); "
-                    "convert the file, for example with iconv"
-                ) from None
+                wrong = f"byte {error.start + 1} of the line is {error.object[error.start]:#04x}"
+                way_out = "convert the file, for example with iconv"
+                raise RequestError(f"{path}:{number}: not UTF-8 ({wrong}); {way_out}") from None
+            yield number, text.rstrip("\n").rstrip("\r")
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
