@@ -47,8 +47,6 @@ class Page(Network):
 
 
 class ChatOptions(CommandOptions):
-    """Options of `medusa chat`."""
-
     batch_size: int = 1
     system: str | None = option(None, "start the conversation with this system message", metavar="TEXT")
     plain: bool = option(False, "start without a drafter: one token a step")
@@ -56,14 +54,12 @@ class ChatOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.models.heads is None and self.models.drafter is None and (self.page.web or not self.plain):
-            raise RequestError(
-                "there are no heads; give --heads H or --drafter ngram" + (", or --plain" * (not self.page.web))
-            )
-        if self.page.web:
-            for name, given in (("json", self.output.json), ("plain", self.plain)):
-                if given:
-                    raise RequestError(f"--{name} belongs to the chat in the terminal; leave out --web or --{name}")
+        web = self.page.web
+        if self.models.heads is None and self.models.drafter is None and (web or not self.plain):
+            raise RequestError("there are no heads; give --heads H or --drafter ngram" + ", or --plain" * (not web))
+        for name, given in (("json", self.output.json), ("plain", self.plain)):
+            if web and given:
+                raise RequestError(f"--{name} belongs to the chat in the terminal; leave out --web or --{name}")
 
 
 def run(options: ChatOptions) -> None:
@@ -83,9 +79,7 @@ def run(options: ChatOptions) -> None:
     with options.warming_up():
         generator.warm_up(begin, settings)
     terminal.run()
-    about = models.settings_json(options, settings, generator.source)
-    written = [result.to_json(generator.tokenizer, settings.stop) for result in terminal.results]
-    options.output.write({"settings": about, "results": written})
+    options.output.write(models.results_json(options, opened, terminal.results))
 
 
 def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:

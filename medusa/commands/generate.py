@@ -26,17 +26,12 @@ from medusa.files import disk_may_fill, readable
 from medusa.options import group, option
 
 if TYPE_CHECKING:
-    from transformers import TextStreamer
-
-    from decode.drafters.base import DrafterFactory
     from decode.results import Result
     from medusa.commands.models import Opened
     from train.features.recorder import Recorder
 
 
 class GenerateOptions(CommandOptions):
-    """Options of `medusa generate`."""
-
     prompts: Prompts = group(Prompts, "prompts")
     strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
     plain: bool = option(False, "decode without a drafter: one token per step")
@@ -57,72 +52,53 @@ def run(options: GenerateOptions) -> None:
 
     drafts = not options.plain and not options.strategy.is_search
     opened = models.open_models(options, options.prompts.read(), [options.models.drafter] if drafts else [])
-    settings, tokenizer = opened.settings, opened.loaded.tokenizer
-    if settings.stop:
+    if opened.settings.stop:
         models.require_tokenizer(opened.loaded, "--stop")
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
-    source = next(iter(opened.drafters), None)
-    results: list[Result] = []
     with _recording(options, opened) as recorder:
-        seconds = _generate(options, opened, source, recorder, results)
+        results = _generate(options, opened, recorder)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
+    seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time
     options.output.note(speed_line(tokens, seconds, per_step))
-    if source is not None and source.heads is not None and not options.output.quiet:
+    if opened.source is not None and opened.source.heads is not None and not options.output.quiet:
         warn_if_useless(tokens, per_step)
-    about = models.settings_json(options, settings, source)
-    options.output.write({"settings": about, "results": [r.to_json(tokenizer, settings.stop) for r in results]})
+    options.output.write(models.results_json(options, opened, results))
 
 
-def _generate(
-    options: GenerateOptions,
-    opened: Opened,
-    source: DrafterFactory | None,
-    recorder: Recorder | None,
-    results: list[Result],
-) -> float:
-    """Decode all prompts, print the texts, record them if asked, fill `results`, and return the seconds of decoding."""
-    from transformers import TextStreamer
-
+def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | None) -> list[Result]:
+    """Decode all prompts, print the texts, and record them if asked."""
     from decode.bench.methods import DrafterMethod
     from decode.results import prompt_seeds, text_of
+    from decode.serve.texts import TextStream, joined
+
+    def print_step(stream: TextStream, _row: int, ids: list[int]) -> None:
+        print(joined(stream.step(ids)), end="", flush=True)
 
     loaded, settings, prompts, _ = opened
-    tokenizer, seconds, shown = loaded.tokenizer, 0.0, not options.output.quiet
-    method = DrafterMethod(loaded.model, source, settings, tokenizer, keep_hidden=recorder is not None)
-    streams = shown and options.batch_size == 1 and not settings.stop
+    tokenizer, shown = loaded.tokenizer, not options.output.quiet
+    results: list[Result] = []
+    method = DrafterMethod(loaded.model, opened.source, settings, tokenizer, keep_hidden=recorder is not None)
     for batch in batches(prompts, options.batch_size):
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True) if streams and tokenizer is not None else None
+        stream = TextStream(tokenizer, settings.stop) if shown and tokenizer and len(batch) == 1 else None
         seeds = prompt_seeds(options.runtime.seed, range(len(results), len(results) + len(batch)))
-        new = method(batch, None if streamer is None else partial(_stream, streamer), seeds)
-        seconds += new[-1].seconds  # every result holds the time of the whole batch
+        new = method(batch, partial(print_step, stream) if stream else None, seeds)
         results += new
-        if streamer is not None:
-            streamer.end()
+        if stream:
+            print(joined(stream.end()))
         for result in new:
-            if shown and streamer is None:
+            if shown and not stream:
                 print(text_of(result.new_ids, tokenizer, settings.stop) if tokenizer else result.new_ids)
             if recorder is not None and result.hidden is not None:
                 recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
                 result.hidden = None  # frees memory
-    return seconds
-
-
-def _stream(streamer: TextStreamer, row: int, ids: list[int]) -> None:
-    """Pass the tokens of a decoding step to a `TextStreamer`, one per call, because the streamer accepts only one."""
-    import torch
-
-    for token in ids:
-        streamer.put(torch.tensor([token]))
+    return results
 
 
 @contextlib.contextmanager
 def _recording(options: GenerateOptions, opened: Opened) -> Iterator[Recorder | None]:
-    """Yield the recorder of --record, if given, and write its texts to disk at the end, even after an error or Ctrl-C.
-
-    Raises:
-        RequestError: the folder holds other files or another backbone's hidden states, or its disk is too small."""
+    """Yield the recorder of --record, if given, and write its texts at the end, even after an error or Ctrl-C."""
     if options.record is None:
         yield None
         return
@@ -134,9 +110,8 @@ def _recording(options: GenerateOptions, opened: Opened) -> Iterator[Recorder | 
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
     recorder = Recorder(Path(options.record), known, backbone.hidden_size, backbone.dtype)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
-    with disk_may_fill(
-        recorder.folder, lambda: "earlier recordings are complete: make room, or choose another folder for --record"
-    ):
+    advice = "earlier recordings are complete: make room, or choose another folder for --record"
+    with disk_may_fill(recorder.folder, lambda: advice):
         try:
             yield recorder
         finally:

@@ -28,6 +28,7 @@ from decode.drafters.small_model import (
 )
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
+from decode.results import Result
 from decode.serve.texts import TextGenerator
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
@@ -78,6 +79,11 @@ class Opened(NamedTuple):
     """The generation settings of the command, with the amateur of contrastive decoding if there is one."""
     prompts: list[list[int]]
     drafters: list[DrafterFactory]
+
+    @property
+    def source(self) -> DrafterFactory | None:
+        """The first drafter; `None` if the command decodes plainly."""
+        return next(iter(self.drafters), None)
 
 
 def open_models(
@@ -138,7 +144,7 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 def text_generator(opened: Opened, use: str) -> TextGenerator:
     """Make a text generator that uses the first drafter, if any. If the tokenizer is missing, an error names `use`."""
     tokenizer = require_tokenizer(opened.loaded, use)
-    return TextGenerator(opened.loaded.model, tokenizer, next(iter(opened.drafters), None))
+    return TextGenerator(opened.loaded.model, tokenizer, opened.source)
 
 
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
@@ -234,15 +240,17 @@ def tree_json(source: DrafterFactory | None) -> object:
     return None if tree is None else tree.to_json()
 
 
-def settings_json(command: CommandOptions, settings: Settings, source: DrafterFactory | None) -> dict[str, object]:
-    """Return the generation settings, the models and the drafter as JSON for the results of --json."""
-    return settings.to_dict() | {
+def results_json(command: CommandOptions, opened: Opened, results: Sequence[Result]) -> dict[str, object]:
+    """Return the settings, the models, the drafter and the finished texts as JSON for --json."""
+    settings, source = opened.settings, opened.source
+    about = settings.to_dict() | {
         "backbone": command.models.backbone,
         "heads": command.models.heads,
         "drafter": None if source is None else command.models.drafter or "heads",
         "tree": tree_json(source),
         "nodes": None if source is None else source.num_nodes,
     }
+    return {"settings": about, "results": [one.to_json(opened.loaded.tokenizer, settings.stop) for one in results]}
 
 
 def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:
