@@ -12,6 +12,7 @@ Plain decoding is our own loop that generates one token per step. tau is the mea
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from decode.bench.figures import BenchmarkResult
     from decode.bench.measure import BenchmarkJob
     from decode.drafters.base import DrafterFactory
+    from medusa.records.record import Record
 
 Earlier = list[tuple[str, "BenchmarkResult"]]
 """Results of earlier benchmarks, each with the name of its file."""
@@ -169,6 +171,24 @@ def read_benchmark(name: str) -> BenchmarkResult:
     return result
 
 
+def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
+    """Check that earlier benchmarks decoded the prompts `records`. Only the tokenizer of the backbone is loaded.
+
+    Raises:
+        RequestError: an earlier benchmark used other prompts."""
+    from decode.bench.measure import prompts_hash
+    from medusa.loading import load_tokenizer
+    from medusa.records.record import prompt_ids
+
+    tokenizer = load_tokenizer(options.models.backbone, options.load)
+    fingerprint = prompts_hash([prompt_ids(record, tokenizer) for record in records])
+    for name, result in earlier:
+        if result.settings.prompts_sha256 != fingerprint:
+            raise RequestError(
+                f"{name} was measured on other prompts; give the same --prompts, --prompt and --max-prompts"
+            )
+
+
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
@@ -181,20 +201,17 @@ def measure(
         RequestError: an option is invalid, a model does not fit the backbone, or an earlier benchmark used other
             prompts."""
     from decode.bench.compare import compare
-    from decode.bench.measure import BenchmarkJob, prompts_hash
+    from decode.bench.measure import BenchmarkJob
     from decode.bench.report.terminal import print_benchmark
     from medusa.commands import models
 
     options.require_measurable()
     output, specs = options.output, options.drafters
     records = options.prompts.read()
+    if earlier:
+        require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
     loaded, settings, prompts, (source, *others) = models.open_models(options, records, specs, calibrates)
     models.hint_at_bfloat16(loaded, output)
-    for name, result in earlier:
-        if result.settings.prompts_sha256 != prompts_hash(prompts):
-            raise RequestError(
-                f"{name} was measured on other prompts; give the same --prompts, --prompt and --max-prompts"
-            )
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
             loaded=loaded,

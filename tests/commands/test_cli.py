@@ -760,6 +760,20 @@ def test_incomparable_benchmarks_are_rejected(medusa: Any, place: Place, tmp_pat
         assert done.err.count("\n") == 1
 
 
+def test_other_prompts_are_rejected_before_the_backbone_is_loaded(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a large backbone, and choosing a tree for heads without one, may take minutes."""
+    file = tmp_path / "a.json"
+    assert medusa(*benchmark(place, "--json", file)).status == 0
+    monkeypatch.setattr("medusa.commands.models.load_backbone", None)
+    done = medusa(*benchmark(place, "--max-prompts", "2", "--tree", "auto", "--compare", file))
+    assert done.status == 2
+    assert done.err.rstrip().endswith(
+        "was measured on other prompts; give the same --prompts, --prompt and --max-prompts"
+    )
+
+
 # --- distill ---------------------------------------------------------------------------------------------------------
 
 
