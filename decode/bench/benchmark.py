@@ -30,12 +30,11 @@ STAGES = ("propose", "verify", "accept", "compact", "other")
 
 
 class StageTimer(Timer):
-    """Timer of a decoding loop: adds up the seconds that its steps spend in each stage (`STAGES`)."""
+    """Timer of a decoding loop: adds up the seconds that its steps spend in each stage (`STAGES`).
+
+    `synchronize` waits until the GPU has finished its work. Without it, this work may count for a later stage."""
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        """Make a timer whose stages all have 0 seconds.
-
-        `synchronize`: waits until the GPU has finished its work. Without it, this work may count for a later stage."""
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._synchronize, self._last = synchronize, 0.0
 
@@ -61,15 +60,13 @@ class Contender:
     batch_of: list[int] = field(default_factory=list)
     """Index of each prompt's batch. Prompts of one batch share its decoding time and are resampled together."""
 
-    def tokens_per_second(self, chosen: Sequence[int] | None = None) -> list[float]:
-        """Tokens per second in each round: new tokens of the chosen prompts, divided by the time of these prompts.
-
-        `chosen`: indices of prompts; by default all."""
-        rounds = [results if chosen is None else [results[index] for index in chosen] for results in self.rounds]
+    def tokens_per_second(self, chosen: Sequence[int]) -> list[float]:
+        """Tokens per second in each round: new tokens of the prompts `chosen` (indices), divided by their time."""
+        rounds = [[results[index] for index in chosen] for results in self.rounds]
         return [sum(len(r.new_ids) for r in picked) / max(sum(r.seconds for r in picked), 1e-9) for picked in rounds]
 
     def prompt_figures(self, chosen: Sequence[int]) -> list[PromptFigures]:
-        """Token counts, step counts and times of each prompt in `chosen`, a list of indices."""
+        """Token counts, step counts and times of each prompt in `chosen` (indices)."""
         found = []
         for index in chosen:
             seconds = [round(results[index].seconds, 6) for results in self.rounds]
@@ -93,15 +90,10 @@ def run_rounds(
     seed: int = 0,
     clock: Callable[[], float] | None = None,
 ) -> None:
-    """Decode `batches` of prompts with every contender, and store the results in the contenders.
+    """Decode all batches of prompts `rounds` times with every contender, and store the results in the contenders.
 
-    A prompt gets the same random seed with every contender, whatever the batch size.
-
-    Args:
-        rounds: number of times that all batches are decoded, after a warm-up with the first batch.
-        on_progress: called when all contenders have decoded a batch.
-        clock: returns the current time in seconds. By default, each result keeps the wall-clock time it came with.
-    """
+    A prompt gets the same random seed with every contender, whatever the batch size. `on_progress` is called after each
+    batch. `clock` returns the time in seconds; by default, results keep the wall-clock time they came with."""
     for contender in contenders:
         contender.method(batches[0])
         contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
@@ -109,7 +101,8 @@ def run_rounds(
             contender.clock.seconds = dict.fromkeys(STAGES, 0.0)
     seeds = prompt_seeds(seed, range(sum(map(len, batches))))
     for number in range(rounds):
-        finished: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
+        for contender in contenders:
+            contender.rounds.append([])
         first = 0
         for index, batch in enumerate(batches):
             turn = (number + index) % len(contenders)  # the first method may find colder caches, so turns rotate
@@ -119,29 +112,23 @@ def run_rounds(
                 taken = clock() - start if clock else None
                 for result in results:
                     result.seconds = (result.seconds if taken is None else taken) / len(batch)
-                finished[contender.name] += results
+                contender.rounds[-1] += results
             first += len(batch)
             on_progress()
-        for contender in contenders:
-            contender.rounds.append(finished[contender.name])
 
 
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
     """Compute the metrics of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories`: the category of each prompt, or `None`. If there are several categories, the result also has the
-    metrics of each category."""
+    `categories` has the category of each prompt. Several categories also get metrics of their own."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, category in enumerate(categories):
-        if category is not None:
-            groups[category].append(index)
+    names = dict.fromkeys(category for category in categories if category is not None)
+    groups = {name: [i for i, category in enumerate(categories) if category == name] for name in names}
     if len(groups) == 1:
         groups.clear()
-    found = {}
+    found, everything = {}, range(len(categories))
     for contender in contenders:
-        everything = range(len(contender.batch_of))
         figures = found[contender.name] = _figures(contender, *baselines, everything)
         figures.tau_by_position = tau_by_position(contender.rounds[0])
         figures.prompts = contender.prompt_figures(everything)
@@ -151,9 +138,7 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
 
 
 def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: Sequence[int]) -> MethodFigures:
-    """Compute the metrics of a contender on the prompts with the indices `chosen`.
-
-    `plain`, `stock`: the contenders of plain decoding and of `model.generate`, which the speedups are relative to."""
+    """Compute the metrics of a contender on the prompts `chosen` (indices). Speedups are over `plain` and `stock`."""
     rates = contender.tokens_per_second(chosen)
     results = [contender.rounds[0][index] for index in chosen]
     pairs = list(zip(contender.rounds, plain.rounds, strict=True))
@@ -189,9 +174,7 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
-    """tau (mean tokens per step) along the text: one value for each stretch of `POSITIONS` new tokens.
-
-    A step belongs to the stretch in which its root lies."""
+    """Compute tau of the steps whose roots lie in each stretch of `POSITIONS` new tokens."""
     stretches: dict[int, list[int]] = defaultdict(list)
     for result in results:
         at = 0
@@ -205,13 +188,9 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """For each node of the draft tree that some step accepted, the fraction of steps that accepted the node.
+    """Compute for each accepted node of the draft tree the fraction of steps that accepted the node.
 
-    Args:
-        ranks: for each text [P, K], the rank of the correct token among the guesses of each head, as
-            `decode.bench.calibration.recording.record` returns it.
-        results: the decoded texts that `ranks` was recorded from.
-    """
+    `ranks` has a tensor [P, K] for each text in `results`: the ranks of the correct tokens in a `Recording`."""
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     steps = 0
     for table, result in zip(ranks, results, strict=True):

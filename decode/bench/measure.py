@@ -54,15 +54,13 @@ class BenchmarkJob(Job):
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
     def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
-        """Decode the job's prompts with all contenders, `rounds` times. `title`: the title of the progress bar."""
+        """Decode the prompts with all contenders, `rounds` times. `title`: the title of the progress bar."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
         run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
 
     def by_transformers(self, name: str, settings: Settings, **assistance: object) -> Contender:
-        """Make a contender that decodes with transformers' `model.generate`.
-
-        `assistance`: options of assisted generation, such as `prompt_lookup_num_tokens`."""
+        """Make a contender that decodes with transformers' `model.generate` (`transformers_method`)."""
         return Contender(name, transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance))
 
 

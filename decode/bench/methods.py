@@ -38,7 +38,7 @@ StartProgress = Callable[[str, int], Callable[..., object]]
 
 
 class Method(Protocol):
-    """Protocol of a decoding method, which decodes a batch of prompts when it is called."""
+    """A decoding method, which decodes a batch of prompts when it is called."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
@@ -46,39 +46,11 @@ class Method(Protocol):
         """Decode `prompts` (token ids) until every text ends, and return one result per prompt.
 
         `seeds`: a random seed for each prompt, so that a sampled text does not depend on the other prompts."""
-        ...
 
 
 def one_by_one(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Result]:
     """Decode the prompts one at a time, each with its own random seed."""
     return [result for prompt, seed in zip(prompts, seeds, strict=True) for result in method([prompt], seeds=[seed])]
-
-
-def plain_method(
-    model: PreTrainedModel,
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    clock: Timer | None = None,
-    keep_hidden: bool = False,
-) -> Method:
-    """Make a method that decodes in our own loop without a drafter: one token per step."""
-    return DrafterMethod(model, None, settings, tokenizer, clock, keep_hidden)
-
-
-def medusa_method(
-    model: PreTrainedModel,
-    heads: MedusaHeads | None,
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    tree: TreeLike = None,
-    clock: Timer | None = None,
-    keep_hidden: bool = False,
-    drafter: DrafterLike = None,
-) -> Method:
-    """Make a method that decodes with `drafter`, by default with `heads` on `tree`. This call loads the drafter."""
-    stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
-    source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
-    return DrafterMethod(model, source, settings, tokenizer, clock, keep_hidden)
 
 
 @dataclass(frozen=True)
@@ -111,11 +83,33 @@ class DrafterMethod:
         return run.results
 
 
-def transformers_method(
+def plain_method(
     model: PreTrainedModel,
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **assistance: object,
+    keep_hidden: bool = False,
+) -> Method:
+    """Make a method that decodes in our own loop without a drafter: one token per step."""
+    return DrafterMethod(model, None, settings, tokenizer, keep_hidden=keep_hidden)
+
+
+def medusa_method(
+    model: PreTrainedModel,
+    heads: MedusaHeads | None,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tree: TreeLike = None,
+    drafter: DrafterLike = None,
+    keep_hidden: bool = False,
+) -> Method:
+    """Make a method that decodes with `drafter`, by default with `heads` on `tree`. This call loads the drafter."""
+    stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
+    source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
+    return DrafterMethod(model, source, settings, tokenizer, keep_hidden=keep_hidden)
+
+
+def transformers_method(
+    model: PreTrainedModel, settings: Settings, tokenizer: PreTrainedTokenizerBase | None = None, **assistance: object
 ) -> Method:
     """Make a method that calls transformers' `model.generate`.
 
@@ -153,8 +147,8 @@ def transformers_method(
         for result, ids in zip(group, out, strict=True):
             result.new_ids = ids
             _cut(result, ends, stops)
-            if assistance:
-                result.step_lengths, result.uncut_lengths = [], []
+            steps = 0 if assistance else len(result.new_ids)
+            result.step_lengths, result.uncut_lengths = [1] * steps, [1] * steps
 
     return decode
 
@@ -180,16 +174,15 @@ def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> No
     """Cut the new tokens of one row after its first end token or stop string, and set the finish reason.
 
     `generate` continues a finished row until all rows of the batch have ended."""
-    length = len(result.new_ids)
     for at, token in enumerate(result.new_ids, 1):
         if token in ends:
-            length, result.finish_reason = at, "eos"
-            break
-        if stops is not None and bool(stops(torch.tensor([result.input_ids + result.new_ids[:at]]), None).all()):
-            length, result.finish_reason = at, "stop"
-            break
-    result.new_ids = result.new_ids[:length]
-    result.step_lengths, result.uncut_lengths = [1] * length, [1] * length
+            result.finish_reason = "eos"
+        elif stops is not None and stops(torch.tensor([result.input_ids + result.new_ids[:at]]), None).all():
+            result.finish_reason = "stop"
+        else:
+            continue
+        result.new_ids = result.new_ids[:at]
+        return
 
 
 @dataclass(frozen=True, kw_only=True)
