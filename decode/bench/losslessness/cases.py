@@ -5,7 +5,7 @@ Shapes: V outcomes, which are the tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,25 +49,17 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
     if n == 0:
         return GoodnessOfFit(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 0)
     difference, variance = counts / n - p, p * (1 - p) / n
-    statistic, degrees = _chi2(counts, n * p)
-    impossible = int(counts[p == 0].sum())
-    return GoodnessOfFit(
-        draws=int(n),
-        total_variation=float(difference.abs().sum()) / 2,
-        expected_total_variation=float((2 * variance / torch.pi).sqrt().sum()) / 2,
-        std_of_difference=float(difference.square().mean().sqrt()),
-        expected_std=float(variance.mean().sqrt()),
-        chi2=statistic,
-        degrees_of_freedom=degrees,
-        p_value=_p_value(statistic, degrees, impossible),
-        impossible=impossible,
-    )
+    distances = {
+        "total_variation": float(difference.abs().sum()) / 2,
+        "expected_total_variation": float((2 * variance / torch.pi).sqrt().sum()) / 2,
+        "std_of_difference": float(difference.square().mean().sqrt()),
+        "expected_std": float(variance.mean().sqrt()),
+    }
+    return _fit(int(n), distances, *_chi2(counts, n * p), impossible=int(counts[p == 0].sum()))
 
 
 def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Compute Pearson's statistic and its degrees of freedom.
-
-    Outcomes expected fewer than MIN_EXPECTED times are pooled."""
+    """Compute Pearson's statistic and its degrees of freedom. Outcomes expected too rarely are pooled."""
     large = expected >= MIN_EXPECTED
     seen = torch.cat([observed[large], observed[~large].sum()[None]])
     wanted = torch.cat([expected[large], expected[~large].sum()[None]])
@@ -83,32 +75,24 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
 def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
     """Combine independent chi-square tests: add the statistics, and average the distances, weighted by draws."""
     draws = sum(part.draws for part in parts)
-    statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
-    impossible = sum(part.impossible for part in parts)
     means = {name: sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in DISTANCES}
+    statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
+    return _fit(draws, means, statistic, degrees, sum(part.impossible for part in parts))
+
+
+def _fit(draws: int, distances: dict[str, float], chi2: float, degrees: int, impossible: int) -> GoodnessOfFit:
+    """Make the result of a chi-square test, with its p-value. `distances`: the fields named in `DISTANCES`."""
+    p_value = 0.0 if impossible else 1.0
+    if degrees and not impossible:
+        half = torch.tensor([degrees / 2, chi2 / 2], dtype=torch.float64)
+        p_value = float(torch.special.gammaincc(half[0], half[1]))
     return GoodnessOfFit(
-        draws=draws,
-        **means,
-        chi2=statistic,
-        degrees_of_freedom=degrees,
-        p_value=_p_value(statistic, degrees, impossible),
-        impossible=impossible,
+        draws=draws, **distances, chi2=chi2, degrees_of_freedom=degrees, p_value=p_value, impossible=impossible
     )
 
 
-def _p_value(statistic: float, degrees: int, impossible: int) -> float:
-    if impossible:
-        return 0.0
-    if not degrees:
-        return 1.0
-    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
 FALSE_ALARM = 1e-4
-"""Probability that `medusa verify` reports a difference although the decoder is correct, over all tests of one run.
-
-The probability is as accurate as the chi-square approximation (docs/exactness.md)."""
+"""Probability that `medusa verify` reports a difference although the decoder is correct, over all tests of one run."""
 CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`MIN_EXPECTED`)
 
 
@@ -152,8 +136,6 @@ class Case:
     """Test of the first drafted token, which is the token after the root."""
     second: GoodnessOfFit
     """Test of the second drafted token given the first, on the steps that decided on both."""
-    joint: GoodnessOfFit
-    """The tests `first` and `second` combined."""
     frequencies: Tensor
     """[V] the observed frequencies of the first drafted token."""
     target: Tensor
@@ -161,12 +143,16 @@ class Case:
     draft: Tensor | None
     """[V] the probabilities of the first head; `None` for a drafter without heads."""
     mean_accepted: float
-    """Mean number of drafted tokens that a step accepted. The experiment cuts the user's tree to two levels, and for
-    drawn drafts to two children per node."""
+    """Mean number of drafted tokens that a step accepted; the experiment has cut the user's tree to two levels."""
 
-    def tests(self) -> Iterator[tuple[int, GoodnessOfFit]]:
-        """Yield the two tests to report: (1, test of the first drafted token) and (2, test of both drafted tokens)."""
-        yield from ((1, self.first), (2, self.joint))
+    @property
+    def joint(self) -> GoodnessOfFit:
+        """The tests `first` and `second` combined."""
+        return combined([self.first, self.second])
+
+    def tests(self) -> list[tuple[int, GoodnessOfFit]]:
+        """List the two tests to report: (1, test of the first drafted token) and (2, test of both drafted tokens)."""
+        return [(1, self.first), (2, self.joint)]
 
     def to_json(self) -> list[dict[str, object]]:
         """Return the entries of the case in `medusa verify --json`, one per test."""

@@ -2,9 +2,8 @@
 
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
 root is fixed, and the experiment samples the tokens after it. They must follow the target, which is the backbone's
-distribution after temperature, top-k, top-p and penalties. Prefill, drafter, verification of the tree, logits
-processors and acceptance are the production code. Only the decoding loop is replaced, because all R draws of a decoding
-step share one forward.
+distribution after temperature, top-k, top-p and penalties. Everything but the decoding loop is the production code. The
+loop is replaced because all R draws of a decoding step share one forward.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
@@ -74,10 +73,7 @@ class FixedContext:
     """
 
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
-        """Prefill the prompt, warm up the drafter and fix the root. `settings`: temperature, top-k and the like.
-
-        Raises:
-            RequestError: the prompt is too long for the context (`require_room`)."""
+        """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
         require_room([prompt], settings, model)
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
         self.model, self.source, self.amateur = model, source, settings.amateur
@@ -121,9 +117,7 @@ class FixedContext:
         return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
-        """Compute the target's scores after each text, [number of texts, V], by forwards without a tree.
-
-        `texts`: token ids of texts that have the same length."""
+        """Compute the target's scores after each of some equally long texts, [number of texts, V], without a tree."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
         found = []
         for part in ids.split(TEXTS):
@@ -136,10 +130,9 @@ class FixedContext:
         return torch.cat(found)
 
     def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
-        """Compute the target's scores by forwards over trees, as decoding does.
+        """Compute the target's scores by forwards over trees, as decoding does: [1, V] after the root.
 
-        With `tokens`, the result is [number of tokens, V]: the scores after the root and each of these tokens. Without
-        `tokens`, it is [1, V]: the scores after the root."""
+        With `tokens`, the scores are those after the root and each token, [number of tokens, V]."""
         device, found = self.session.backbone.device, []
         for start in range(0, len(tokens or [0]), STAR - 1):
             part = list(tokens or ())[start : start + STAR - 1]
@@ -163,22 +156,15 @@ class Experiment:
 
     @torch.inference_mode()
     def __init__(
-        self,
-        model: PreTrainedModel,
-        source: DrafterFactory,
-        prompt: list[int],
-        settings: Settings,
-        generator: torch.Generator,
+        self, model: PreTrainedModel, source: DrafterFactory, prompt: list[int], settings: Settings, random: Generator
     ) -> None:
         """Prefill `prompt`, and compute the target after the root and after each first token.
 
-        Args:
-            settings: temperature, top-k and the like.
-            generator: source of all random numbers, on the backbone's device.
+        All random numbers come from `random`, a generator on the backbone's device.
 
         Raises:
             RequestError: the prompt is too long for the context (`require_room`)."""
-        self.settings, self.draws = settings, SharedDraws(generator)
+        self.settings, self.draws = settings, SharedDraws(random)
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)
         self.vocab = context.session.backbone.vocab_size
@@ -190,7 +176,7 @@ class Experiment:
         self.firsts = self.after_root.softmax(-1).topk(min(FIRST_TOKENS, self.vocab)).indices.tolist()
         texts = [[*context.text, token] for token in self.firsts]
         self.after_firsts = context.expected(texts) if self.is_independent else context.verified(self.firsts)
-        known = [] if self.is_independent else zip(self.firsts, self.after_firsts, strict=True)
+        known = () if self.is_independent else zip(self.firsts, self.after_firsts, strict=True)
         self.known: dict[int, Tensor] = dict(known)
         """Cache of the target's scores [V] after the root and one more token, by this token; from tree forwards."""
 
@@ -212,16 +198,13 @@ class Experiment:
         truncated = truncation if rule.against == "truncated target" else None
         target = _truncated(after_root, truncated).double().softmax(-1).cpu()
         after = _truncated(after_firsts, truncated).double().softmax(-1).cpu()
-        found = goodness_of_fit(first, target)
-        then = combined([goodness_of_fit(counts, p) for counts, p in zip(second, after, strict=True)])
         return Case(
             prompt=number,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
             rule=rule,
-            first=found,
-            second=then,
-            joint=combined([found, then]),
+            first=goodness_of_fit(first, target),
+            second=combined([goodness_of_fit(counts, p) for counts, p in zip(second, after, strict=True)]),
             frequencies=first / draws,
             target=target,
             draft=None if self.head is None else self.head.cpu(),
@@ -229,14 +212,9 @@ class Experiment:
         )
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
-        """Sample `draws` steps with `take`, and count their tokens.
+        """Count the tokens of `draws` steps: after the root [V], after each first token [F, V], and all accepted ones.
 
-        Args:
-            same: whether all draws are equal, so that one draw is taken and counted `draws` times.
-
-        Returns:
-            counts of the token after the root [V], counts of the token after each first token [F, V], and the number
-            of drafted tokens that were accepted."""
+        With `same`, all draws are equal, so one draw is taken and counted `draws` times."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
@@ -244,10 +222,10 @@ class Experiment:
         for start in range(0, draws, draws if same else at_once):
             rows, weight = (1, draws) if same else (min(at_once, draws - start), 1)
             draft, accepted = take(rows)
-            written = torch.cat([draft.ids.gather(1, accepted.path.clamp_min(0)), accepted.next_root[:, None]], dim=1)
-            more = accepted.length - 1
-            one = torch.where(more > 0, written[:, min(1, written.shape[1] - 1)], accepted.next_root).cpu()
-            two = torch.where(more > 1, written[:, min(2, written.shape[1] - 1)], accepted.next_root).cpu()
+            path = draft.ids.gather(1, accepted.path.clamp_min(0))
+            more, deepest = accepted.length - 1, path.shape[1] - 1
+            one = torch.where(more > 0, path[:, min(1, deepest)], accepted.next_root).cpu()
+            two = torch.where(more > 1, path[:, min(2, deepest)], accepted.next_root).cpu()
             first += weight * one.bincount(minlength=self.vocab)
             both = (more.cpu() > 0) & (place[one] >= 0)
             cells = place[one[both]] * self.vocab + two[both]
@@ -257,10 +235,7 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores [F, V] after each of the F most probable tokens that can follow the root.
-
-        For tokens in the draft, the target's scores are taken from `scores` [N, V], which the forward over the draft
-        returned."""
+        """Return the target's scores [F, V] after each first token; a drafted token's are those in `scores`."""
         found = self.after_firsts.clone()
         for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
             token = int(draft.ids[0, node])

@@ -1,8 +1,6 @@
 """Runs a verification: compares greedy texts with and without the drafter, and tests samples for the first prompts.
 
 Where two greedy texts diverge, the gap between the logits of the two tokens shows whether rounding explains it.
-
-Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,13 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
 from decode.bench.losslessness.experiment import Experiment, require_room
 from decode.bench.methods import Job, Method
-from decode.strategies.contrastive import Amateur, Contrast
+from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 
@@ -56,7 +53,7 @@ class Divergence:
     plain_token: int | None
     """The token of plain decoding at `position`; `None` if this text is shorter."""
     medusa_token: int | None
-    """The token of decoding with the drafter at `position`; `None` if this text is shorter."""
+    """The token of decoding with the drafter there; `None` if this text is shorter."""
     gap: float | None
     """Logit of `plain_token` minus logit of `medusa_token`, from a forward without a tree; `None` if a text ended."""
     top2_gap: float
@@ -104,9 +101,7 @@ class GreedyOutcome:
         return {"prompts": self.prompts, "equal": self.equal, "rounding_ties": self.ties, "divergences": listed}
 
     def in_words(self, dtype: str) -> str:
-        """Describe the comparison of greedy texts in one to three sentences.
-
-        `dtype`: the name of the backbone's dtype."""
+        """Describe the comparison of greedy texts in one to three sentences. `dtype`: that of the backbone."""
         line = f"{self.equal} of {self.prompts} texts are equal, token by token."
         if self.ties:
             line += f" {self.ties} diverge where the two best logits are so close that {dtype} rounding decides."
@@ -193,38 +188,22 @@ def compare_greedy(
 def _divergence(
     model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int], amateur: Amateur | None
 ) -> Divergence:
-    """Find where the new tokens of two texts first differ, and measure the gaps between logits there."""
+    """Find where the new tokens of two texts first differ, and measure the gaps between logits or scores there."""
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
     ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
     token, other = (text[at] if at < len(text) else None for text in (plain, medusa))
-    bound = tie_bound(model.dtype, float(logits.max()))
-    if amateur is None:
-        best = logits.topk(2).values
-        gap = None if token is None or other is None else float(logits[token] - logits[other])
-        return Divergence(number, at, token, other, gap, float(best[0] - best[1]), bound)
-    theirs = amateur.model(input_ids=ids, use_cache=False).logits[0, -1].double()
-    gap, top2_gap = _contrast_gaps(amateur.contrast, logits, theirs, token, other)
-    own, of_amateur = amateur.contrast.weights
-    bound = own * bound + of_amateur * tie_bound(model.dtype, float(theirs.max()))
-    return Divergence(number, at, token, other, gap, top2_gap, bound)
-
-
-def _contrast_gaps(
-    contrast: Contrast, expert: Tensor, amateur: Tensor, token: int | None, other: int | None
-) -> tuple[float | None, float]:
-    """Compute the gap of contrastive scores between two tokens, and the gap between the two best tokens.
-
-    Rounding can also make a token plausible or implausible, which changes its score by a jump. So a gap is at most the
-    distance between the plausibility threshold and the token that is nearest to it.
-
-    `expert`, `amateur`: logits [V] of the backbone and of the small model."""
-    scores, edge = contrast(expert, amateur), contrast.margin(expert)
-    known = [some for some in (token, other) if some is not None]
-    nearest = min((float(edge[some].abs()) for some in known), default=float("inf"))
-    best = scores.topk(2).values
-    gap = None
-    if len(known) == 2:
-        gap = float(scores[known[0]] - scores[known[1]])  # nan if neither token is plausible
-        gap = nearest if not abs(gap) <= nearest else gap
-    return gap, min(float(best[0] - best[1]), nearest)
+    scores, nearest, bound = logits, float("inf"), tie_bound(model.dtype, float(logits.max()))
+    if amateur is not None:
+        contrast, theirs = amateur.contrast, amateur.model(input_ids=ids, use_cache=False).logits[0, -1].double()
+        scores, margin = contrast(logits, theirs), contrast.margin(logits)
+        # Rounding can also make a token plausible or implausible, which changes its score by a jump. So a gap is at
+        # most the distance between the plausibility threshold and the token that is nearest to it.
+        nearest = min((float(margin[some].abs()) for some in (token, other) if some is not None), default=nearest)
+        own, of_amateur = contrast.weights
+        bound = own * bound + of_amateur * tie_bound(model.dtype, float(theirs.max()))
+    gap, best = None, scores.topk(2).values
+    if token is not None and other is not None:
+        gap = float(scores[token] - scores[other])  # nan if neither token is plausible
+        gap = gap if abs(gap) <= nearest else nearest
+    return Divergence(number, at, token, other, gap, min(float(best[0] - best[1]), nearest), bound)
