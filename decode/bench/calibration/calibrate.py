@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from decode.bench.calibration.recording import Recording, Text, grow, predicted_tau, predicted_tau_held_out, record
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
 from decode.bench.machine import stopwatch
-from decode.bench.methods import Method, medusa_method, one_by_one
+from decode.bench.methods import medusa_method, one_by_one
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
@@ -48,17 +47,13 @@ def calibrate(
     rounds: int = 3,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> Calibration:
-    """Predict the speed of trees from texts that the backbone wrote, and choose the fastest tree.
+    """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
-    Args:
-        texts: prompts with their continuations, decoded by the backbone with `settings`.
-        sizes: numbers of nodes of the trees to try; by default those that `sizes_for` returns.
-        rounds: number of rounds, in each of which every tree is timed once.
-        on_progress: callback that receives the name of each stage when it begins.
+    `sizes`: numbers of nodes of the trees to try, by default those of `sizes_for`. Every tree is timed `rounds` times.
+    `on_progress` receives the name of each stage when it begins.
 
     Raises:
-        RequestError: no continuation has more tokens than there are heads.
-    """
+        RequestError: no continuation has more tokens than there are heads."""
     # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
@@ -77,12 +72,21 @@ def calibrate(
     trees = _trees(recording, sizes, temperatures if dynamic else (), on_progress)
     on_progress("timing")
     seconds = time_steps(model, heads, prompts, trees, settings, batch_size, rounds)
-    again = partial(medusa_method, model, heads, replace(settings, max_new_tokens=longest))
+
+    def expected_tau(tree: Layout) -> float:
+        if isinstance(tree, Tree):
+            return predicted_tau_held_out(tree.num_nodes, recording)
+        if not heads.follows_path:
+            return predicted_tau(tree, recording)  # one temperature per head cannot overfit the texts
+        # These heads guess differently on each path, which the recording cannot show, so prompts are decoded again.
+        method = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
+        return tau(one_by_one(method, prompts, range(len(prompts))))
+
     points = [
         CalibrationPoint(
             nodes=tree.num_nodes,
             paths=[] if tree.is_dynamic else tree.candidates.to_json(),
-            tau=_expected_tau(tree, recording, heads, again, prompts),
+            tau=expected_tau(tree),
             step_ms=1000 * of_step,
             dynamic=tree.is_dynamic,
         )
@@ -96,10 +100,8 @@ def calibrate(
 def sizes_for(device: torch.device, batch_size: int) -> list[int]:
     """List the numbers of nodes for which a tree may be faster than plain decoding.
 
-    On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. In a
-    batch of one text, trees of 2 or 3 nodes are never faster: such trees turn matrix-vector products into matrix-matrix
-    products, which costs more time than the trees save.
-    """
+    On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. For one
+    text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products."""
     most = max(256 // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
 
@@ -107,9 +109,9 @@ def sizes_for(device: torch.device, batch_size: int) -> list[int]:
 def _trees(
     recording: Recording, sizes: Sequence[int], temperatures: tuple[float, ...], on_progress: Callable[[str], object]
 ) -> list[Layout]:
-    """Make the trees to try: one node for plain decoding, and a static and a dynamic tree of each size.
+    """Make the trees to try: one node for plain decoding, and for each size a static and a dynamic tree.
 
-    `temperatures`: the heads' temperatures for dynamic trees; if empty, there are no dynamic trees."""
+    `temperatures`: those of the heads in dynamic trees; if empty, there are no dynamic trees."""
     grown: dict[int, Tree] = {1: Tree.chain(0)}
     for nodes in sizes:
         if nodes > 1:
@@ -122,20 +124,6 @@ def _trees(
     return trees
 
 
-def _expected_tau(
-    tree: Layout, recording: Recording, heads: MedusaHeads, method: Callable[..., Method], prompts: list[list[int]]
-) -> float:
-    """Predict tau (mean tokens per step) of a tree on new texts like the recorded ones.
-
-    `method`: makes the decoding method for a given tree."""
-    if isinstance(tree, Tree):
-        return predicted_tau_held_out(tree.num_nodes, recording)
-    if not heads.follows_path:
-        return predicted_tau(tree, recording)  # one temperature per head cannot overfit the texts
-    # These heads guess differently on each path, which the recording cannot show, so the prompts are decoded again.
-    return tau(one_by_one(method(tree=tree), prompts, range(len(prompts))))
-
-
 def time_steps(
     model: PreTrainedModel,
     heads: MedusaHeads,
@@ -146,12 +134,10 @@ def time_steps(
     rounds: int = 3,
     steps: int = 24,
 ) -> list[float]:
-    """Measure the seconds of a decoding step with each tree. The trees take turns in each round.
+    """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
 
     The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
-    The batch holds the first `batch_size` prompts, repeated if there are fewer. `steps`: number of steps to time for
-    each tree in each round.
-    """
+    The batch holds the first `batch_size` prompts, repeated if there are fewer."""
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 

@@ -36,6 +36,7 @@ BATCH_SIZE = 16  # prompts that are decoded together
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
 """The G temperatures that `fit_temperatures` chooses from."""
 AT_ONCE = 64  # positions whose logits are in memory at the same time
+MAX_ROUNDS = 8  # repetitions of counting and growing in `grow`; three are usual
 
 
 def continued_texts(
@@ -54,11 +55,9 @@ def continued_texts(
 
 
 def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> list[Text]:
-    """Generate texts with the backbone, for a user without prompts. Every call returns the same texts.
+    """Generate texts with the backbone and `settings`, for a user without prompts. All calls return the same texts.
 
-    The prompt of each text is sampled at temperature 1 after the BOS token `bos`, or after a random token if `bos` is
-    `None`. The continuations are decoded with `settings`.
-    """
+    The prompts are sampled at temperature 1 after the BOS token `bos`, or after random tokens if `bos` is `None`."""
     backbone = Backbone(model)
     random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
     first = [[token if bos is None else bos] for token in random_ids.tolist()]
@@ -74,9 +73,7 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
 class Recording:
     """The guesses of the heads at every position of some texts, compared with the correct tokens.
 
-    Each list has one tensor per text. Row p of a tensor belongs to the decoding step whose root is new token p of the
-    text.
-    """
+    Each list has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text."""
 
     ranks: list[Tensor]
     """[P, K] rank of the correct token among the guesses of each head; 0 is the best guess. MISSED if the token is
@@ -133,11 +130,9 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Rec
 
 
 def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> None:
-    """Add the heads' guesses for the P tokens `new` of one text to `recording`.
+    """Add the heads' guesses to `recording`, for `inputs` at the P positions just before the tokens `new` of one text.
 
-    `inputs`: the heads' inputs at the P positions just before these tokens. Each token is the root of a step, in which
-    head k (from 0) guesses the token k + 1 positions after the root.
-    """
+    Each token is the root of a step, in which head k (from 0) guesses the token k + 1 positions after the root."""
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
     targets = torch.stack([ahead.roll(-k) for k in range(1, num_heads + 1)])  # [K, P]; wrapped tokens are masked below
     features, parts, lm_head = heads.features(inputs), [], lm_head_for(heads, backbone)
@@ -156,11 +151,10 @@ def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs
     for head in range(num_heads):
         ended = slice(max(len(new) - head - 1, 0), None)
         ranks[ended, head], right[ended, head] = MISSED, torch.nan
-    for name, found in {"ranks": ranks, "best": best, "log_z": log_z, "right": right}.items():
-        getattr(recording, name).append(found)
-
-
-MAX_ROUNDS = 8  # repetitions of counting and growing in `grow`; three are usual
+    recording.ranks.append(ranks)
+    recording.best.append(best)
+    recording.log_z.append(log_z)
+    recording.right.append(right)
 
 
 def starts(lengths: Tensor, num_heads: int) -> list[int]:
@@ -187,9 +181,7 @@ def predicted_tau(tree: Layout, recording: Recording) -> float:
 def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
     """Predict tau of a grown tree of `nodes` nodes on new texts, by two-fold cross-validation.
 
-    A tree is grown from each half of the texts, and replayed on the other half. On the texts that it was grown from,
-    tau would be too high, above all for few texts and many nodes.
-    """
+    On the texts that a tree was grown from, tau would be too high, above all for few texts and many nodes."""
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
     if not all(half.has_steps for half in halves):
         return predicted_tau(grow(recording, nodes), recording)
@@ -205,15 +197,12 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
     The value of a node is the number of positions where all tokens on its path are correct. A path is never correct
     more often than its beginning, so the paths with the highest values form a tree. Positions count only if a step
-    starts there, which depends on the tree. So counting and growing are repeated until the same tree is grown again;
-    the first count uses all positions. The best tree of all repetitions is returned. It is smaller than `nodes` if too
-    few paths are ever correct.
-    """
+    starts there, which depends on the tree. So counting and growing are repeated until a tree is grown again; the first
+    count uses all positions. The best of these trees is returned. It is smaller if too few paths are ever correct."""
     best, best_tau, seen, tree = Tree.chain(0), 0.0, set(), None
     for _ in range(MAX_ROUNDS):
         counts = path_counts(recording, tree)
-        ranked = sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
-        paths = [path for path, _ in ranked[: nodes - 1]]
+        paths = sorted(counts, key=lambda path: (-counts[path], len(path), path))[: nodes - 1]
         tree = Tree.from_paths(paths)
         if (found := predicted_tau(tree, recording)) > best_tau:
             best, best_tau = tree, found
@@ -224,7 +213,7 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
 
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
-    """Count for each path, given as ranks of guesses, at how many positions all its tokens are correct.
+    """Count for each path (ranks of guesses) the positions where all its tokens are correct.
 
     `tree`: only positions where decoding steps with this tree start are counted; `None`: all positions."""
     counts: Counter[RankPath] = Counter()

@@ -62,7 +62,7 @@ class Calibration:
     temperatures: list[float]
     """One temperature per head, at which dynamic trees compute the probabilities of its guesses."""
     holds_for: dict[str, object]
-    """The machine, models and settings that the calibration is valid for (`situation`)."""
+    """What the calibration is valid for (`situation`)."""
     texts: RecordedTexts
 
     @property
@@ -128,19 +128,18 @@ def _entries(places: Sequence[Path]) -> Iterator[Any]:
 
 
 def store(places: Sequence[Path], calibration: Calibration) -> Path:
-    """Add a calibration to the first file in `places` that can be written, and return the path of this file.
+    """Store a calibration in the first file in `places` that can be written, and return the path of this file.
 
     In this file, the calibration replaces an earlier one of the same situation.
 
     Raises:
-        OSError: no file can be written.
-    """
-    for place in places:
-        try:
-            kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
-            write_json(place, [*kept, calibration.to_json()])
-            return place
-        except OSError:
-            if place == places[-1]:
-                raise
-    raise OSError("there is no file to keep a calibration in")
+        OSError: no file can be written."""
+    place, *others = places
+    try:
+        kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
+        write_json(place, [*kept, calibration.to_json()])
+        return place
+    except OSError:
+        if not others:
+            raise
+        return store(others, calibration)
