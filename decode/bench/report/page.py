@@ -36,19 +36,19 @@ class ReportPage:
     template: str
     title: str
     content: Mapping[str, object]
-    """The values that the template shows, by name."""
     figures: Mapping[str, Figure]
 
     def html(self) -> str:
         """Render the page as HTML."""
+        loader = FileSystemLoader(plots.FOLDER / "templates")
         environment = Environment(
-            loader=FileSystemLoader(plots.FOLDER / "templates"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
+            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        environment.filters |= {"interval": interval_in_words, "bytes": readable, "fixed": fixed}
+        environment.filters |= {
+            "interval": interval_in_words,
+            "bytes": readable,
+            "fixed": lambda value, digits=0: f"{value:.{digits}f}",
+        }
         return environment.get_template(self.template).render(
             self.content,
             title=self.title,
@@ -65,11 +65,6 @@ class ReportPage:
         """Write each figure to `folder` as a PNG file with a white background."""
         for name, figure in self.figures.items():
             figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight", facecolor="white")
-
-
-def fixed(value: float, digits: int = 0) -> str:
-    """Format a number with `digits` decimal places; a filter of the templates."""
-    return f"{value:.{digits}f}"
 
 
 def themed_svg(name: str, figure: Figure, caption: str) -> Markup:
@@ -113,11 +108,8 @@ def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]
 def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
     """Draw the pictures of a benchmark run, by name."""
     medusa, methods, alone = result.medusa, result.methods, plots.alone
-    height = plots.height_of(len(methods))
-    found = {
-        "speedups": alone(plots.speedups, methods, height=height),
-        "rates": alone(plots.rates, methods, height=height),
-    }
+    size = plots.height_of(len(methods))
+    found = {"speedups": alone(plots.speedups, methods, height=size), "rates": alone(plots.rates, methods, height=size)}
     if medusa.accepted_by_depth:
         found["depths"] = alone(plots.depths, medusa)
         found["positions"] = alone(plots.positions, medusa.tau_by_position)
@@ -128,7 +120,8 @@ def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
     if timed := {name: figures.step_ms for name, figures in methods.items() if figures.step_ms}:
         found["stages"] = alone(plots.stages, timed, height=3)
     if kinds := medusa.by_category:
-        found["categories"] = alone(plots.categories, kinds, height=plots.height_of(len(kinds)))
+        size = plots.height_of(len(kinds))
+        found["categories"] = alone(plots.speedups, kinds, "medusa", "drafter, times model.generate", height=size)
     if medusa.calibration is not None:
         for name in plots.CALIBRATED:
             found[f"calibration {name}"] = alone(plots.by_nodes, medusa.calibration, name)

@@ -44,47 +44,31 @@ def plain_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def speedups(axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue") -> None:
-    """Draw the speedup of each method over `model.generate`, with its interval.
-
-    `ink`: name of the colour of methods that have no colour in `INK`."""
-    spans = [figures.speedup_vs_generate_interval for figures in methods.values()]
-    bars(axes, list(methods), [figures.speedup_vs_generate for figures in methods.values()], spans, "{:.2f} x", ink)
+def speedups(
+    axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue", title: str = "times model.generate"
+) -> None:
+    """Draw the speedup of each method over `model.generate`, with its interval. `ink`: as in `bars`."""
+    rows = {name: (its.speedup_vs_generate, its.speedup_vs_generate_interval) for name, its in methods.items()}
+    bars(axes, rows, "{:.2f} x", ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
-    axes.set_title("times model.generate")
-
-
-def categories(axes: Axes, by_category: Mapping[str, MethodFigures]) -> None:
-    """Draw the speedup of the drafter over `model.generate` for each category of prompts."""
-    speedups(axes, by_category, "medusa")
-    axes.set_title("drafter, times model.generate")
+    axes.set_title(title)
 
 
 def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
     """Draw tokens per second of each method: the median round, and the range from the slowest round to the fastest."""
-    found = [figures.tokens_per_second for figures in methods.values()]
-    bars(axes, list(methods), [rate.median for rate in found], [(rate.min, rate.max) for rate in found], "{:.0f}")
+    found = {name: figures.tokens_per_second for name, figures in methods.items()}
+    bars(axes, {name: (rate.median, (rate.min, rate.max)) for name, rate in found.items()}, "{:.0f}")
     axes.set_title("tokens per second")
 
 
-def bars(
-    axes: Axes,
-    names: Sequence[str],
-    values: Sequence[float],
-    spans: Sequence[Interval | None],
-    form: str,
-    ink: str = "blue",
-) -> None:
-    """Draw horizontal bars, each with its value as text.
+def bars(axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], form: str, ink: str = "blue") -> None:
+    """Draw a horizontal bar for each name, with its value in the format `form` and with its interval, if it has one.
 
-    Args:
-        spans: the interval around each value, if it has one.
-        form: format string of the values.
-        ink: name of the colour of bars that have no colour in `INK`.
-    """
-    axes.barh(names, values, color=[INK.get(name, INK[ink]) for name in names], height=0.62)
-    ends = [max([value, *(span or [])]) for value, span in zip(values, spans, strict=True)]
-    for place, (value, span, end) in enumerate(zip(values, spans, ends, strict=True)):
+    `ink`: name of the colour of bars that have no colour in `INK`."""
+    colors = [INK.get(name, INK[ink]) for name in rows]
+    axes.barh(list(rows), [value for value, _ in rows.values()], color=colors, height=0.62)
+    ends = [max([value, *(span or [])]) for value, span in rows.values()]
+    for place, ((value, span), end) in enumerate(zip(rows.values(), ends, strict=True)):
         if span is not None:
             axes.plot(span, [place, place], color=INK["ink"], linewidth=1.4, marker="|", markersize=7)
         axes.annotate(form.format(value), (end, place), (6, 0), textcoords="offset points", va="center")
@@ -162,7 +146,7 @@ def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
 
 
 def tree_height(accepted: Sequence[AcceptedNode]) -> float:
-    """Return the height in inches of the drawing of a tree, which depends on its number of leaves."""
+    """Return the height in inches of a drawn tree."""
     inner = {tuple(node.path[:-1]) for node in accepted}
     leaves = sum(tuple(node.path) not in inner for node in accepted)
     return 1.2 + leaves * (0.36 if len(accepted) < 24 else 0.12)
@@ -220,10 +204,10 @@ def changes(axes: Axes, comparison: Comparison) -> None:
 
 
 def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
-    """Draw the tests of rejection sampling on one prompt, for the most probable tokens.
+    """Draw the tests of rejection sampling on one prompt, for the most probable tokens, with the labels of `name_of`.
 
-    The upper plot shows the probabilities of the backbone and of the draft, and the observed frequencies. The lower
-    plot shows the deviations of the frequencies in standard deviations. `name_of`: returns a token id's label."""
+    Above are the probabilities of the backbone and of the draft, and the observed frequencies. Below are the deviations
+    of the frequencies in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
     shown = target.topk(min(TOKENS_SHOWN, int((target > 0).sum()))).indices
