@@ -151,6 +151,13 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
             tensors[name] = tensor[found.vocabulary]
 
 
+def _names(config: MedusaConfig) -> dict[str, str]:
+    """Map the names in the state dict to FasterDecoding's names without the head's index, such as `0.linear.weight`."""
+    layers, parts = range(config.num_layers), PARTS[config.block].items()
+    names = {f"blocks.{layer}.{parameter}": f"{layer}.{part}" for layer in layers for parameter, part in parts}
+    return names | ({"lm_heads": f"{config.num_layers}.weight"} if config.lm_head == "own" else {})
+
+
 def to_published(checkpoint: Checkpoint) -> Tensors:
     """Return the tensors of heads under FasterDecoding's names; unchanged for heads without such names."""
     config, tensors = checkpoint.config, checkpoint.tensors
@@ -158,12 +165,9 @@ def to_published(checkpoint: Checkpoint) -> Tensors:
         return tensors
     out = {}
     for head in range(config.num_heads):
-        for layer in range(config.num_layers):
-            for parameter, published in PARTS[config.block].items():
-                stacked = tensors[f"blocks.{layer}.{parameter}"][head]  # matrices [in, out], biases [1, out]
-                out[f"{head}.{layer}.{published}"] = stacked[0] if "bias" in published else stacked.T
-        if config.lm_head == "own":
-            out[f"{head}.{config.num_layers}.weight"] = tensors["lm_heads"][head].T
+        for module, name in _names(config).items():
+            part = tensors[module][head]  # a matrix [in, out] or a bias [1, out]
+            out[f"{head}.{name}"] = part[0] if name.endswith("bias") else part.T
     return out
 
 
@@ -175,7 +179,11 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
     """
     config = _config_of(found, published, source)
     require_exactly(found.tensors, to_published(empty(config)), source, found.called)
-    stacked = _stacked(found.tensors, config)
+    stacked = {}
+    for module, name in _names(config).items():
+        of_heads = torch.stack([found.tensors[f"{head}.{name}"] for head in range(config.num_heads)])
+        # Matrices [K, out, in] become [K, in, out], and biases [K, out] become [K, 1, out].
+        stacked[module] = of_heads.unsqueeze(1) if name.endswith("bias") else of_heads.transpose(1, 2).contiguous()
     if found.vocabulary is not None:
         vocab_size = published.get("vocab_size") or 1 + int(found.vocabulary.max())
         config = replace(config, vocabulary=len(found.vocabulary), vocab_size=vocab_size)
@@ -241,23 +249,3 @@ def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
         held = f"holds the tensor {found.called(unknown[0])}" if unknown else "holds no tensor"
         raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
     return {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
-
-
-def _stacked(tensors: Tensors, config: MedusaConfig) -> Tensors:
-    """Stack the tensors of all K heads and name them as in the state dict: the inverse of `to_published`.
-
-    Matrices [out, in] become [K, in, out], and biases [out] become [K, 1, out].
-    """
-
-    def stack(name: str) -> Tensor:
-        stacked = torch.stack([tensors[f"{head}.{name}"] for head in range(config.num_heads)])
-        return stacked.transpose(1, 2).contiguous() if stacked.ndim == 3 else stacked.unsqueeze(1)
-
-    out = {
-        f"blocks.{layer}.{parameter}": stack(f"{layer}.{published}")
-        for layer in range(config.num_layers)
-        for parameter, published in PARTS[config.block].items()
-    }
-    if config.lm_head == "own":
-        out["lm_heads"] = stack(f"{config.num_layers}.weight")
-    return out

@@ -122,9 +122,9 @@ class MedusaHeads(PretrainedHeads):
             num_heads: the number of heads that will run; all heads by default.
         """
         hidden = hidden.to(self.device, self.dtype)
-        rows, length = hidden.shape[:2]
+        length = hidden.shape[1]
         if position_ids is None:
-            position_ids = torch.arange(length, device=hidden.device).expand(rows, -1)
+            position_ids = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
         read = self.read(hidden, position_ids, document_ids)
         ids = following_ids(input_ids, num_heads or self.config.num_heads)[:, :length]  # [B, T, K]
         context_kv = following = None
