@@ -86,11 +86,10 @@ class Tree:
     @classmethod
     def top_k(cls, widths: Sequence[int]) -> Tree:
         """Make a full tree in which each node of depth d has `widths[d]` children: the best guesses of head d + 1."""
+        name = f"topk:{','.join(map(str, widths))}"
         if not widths or min(widths) < 1:
-            raise RequestError(f"topk:{','.join(map(str, widths))} is no tree; give a width of 1 or more per head")
-        size = 1 + sum(accumulate(widths, operator.mul))
-        # Checked first, because a tree such as topk:100,100,100 would fill the memory.
-        _require_size(size, f"topk:{','.join(map(str, widths))}")
+            raise RequestError(f"{name} is no tree; give a width of 1 or more per head")
+        _require_size(1 + sum(accumulate(widths, operator.mul)), name)  # topk:100,100,100 would fill the memory
         levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
         return cls.from_paths(chain.from_iterable(levels))
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Tensors
@@ -29,19 +28,19 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 class Stored(Mapping[str, Tensor]):
-    """A mapping from names to tensors in files. Each tensor is read at its first use, because files can be large."""
+    """A mapping from names to tensors in files, which are mapped into memory, because they can be large."""
 
     def __init__(self, places: dict[str, Path] | None = None) -> None:
         """Make a mapping from `places`, the file of each tensor. No file is read yet."""
         self.places = places or {}
-        self._pickled: dict[Path, Tensors] = {}  # the content of each pickled file that was read
+        self._contents: dict[Path, Tensors] = {}  # the tensors of each file that was opened
 
     @classmethod
     def of_files(cls, paths: list[Path]) -> Stored:
         """Map all tensors in these files; RequestError if a file is damaged, or two contain the same tensor."""
         stored = cls()
         for path in paths:
-            names = stored._names(path)
+            names = stored._content(path)
             if twice := next((name for name in names if name in stored), None):
                 raise RequestError(
                     f"{stored.places[twice]} and {path.name} both hold {twice}, as if split for several GPUs; "
@@ -89,51 +88,39 @@ class Stored(Mapping[str, Tensor]):
         return len(self.places)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read the tensor with this name; raise RequestError if the tensor's file is missing or damaged."""
+        """Return the tensor with this name; raise RequestError if the tensor's file is missing or damaged."""
         path = self.places[name]
         if not path.is_file():
             raise RequestError(f"{path} does not exist, and should hold {name}; download it")
-        if path.suffix != ".safetensors":
-            if path not in self._pickled:
-                self._names(path)
-            if name not in self._pickled[path]:
-                raise RequestError(f"{path} does not hold {name}, though its index says so; download it again")
-            return self._pickled[path][name]
-        with _damage_reported(path), safe_open(path, framework="pt") as file:
-            tensor = file.get_tensor(name)
-        return tensor
+        content = self._content(path)
+        if name not in content:
+            raise RequestError(f"{path} does not hold {name}, though its index says so; download it again")
+        return content[name]
 
-    def _names(self, path: Path) -> list[str]:
-        """Return the names of the tensors in a file. A pickled file is read completely and cached."""
-        with _damage_reported(path):
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as file:
-                    return list(file.keys())
-            content = _unpickled(path)
-        if not isinstance(content, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-        ):
-            raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
-        self._pickled[path] = content
-        return list(content)
+    def _content(self, path: Path) -> Tensors:
+        """Open a file at its first use; return its tensors."""
+        if path not in self._contents:
+            self._contents[path] = _load(path)
+        return self._contents[path]
 
 
-@contextlib.contextmanager
-def _damage_reported(path: Path) -> Iterator[None]:
-    """Turn errors inside this context, in which `path` is read, into a RequestError: damage raises many error types."""
+def _load(path: Path) -> Tensors:
+    """Map a file of tensors into memory; raise RequestError if it is damaged or contains something else."""
     try:
-        yield
-    except Exception as error:
-        raise RequestError(
-            f"{path} is damaged or no file of tensors ({first_line(error)}); download it again"
-        ) from None
+        content = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
+    except Exception as error:  # damage raises errors of many types
+        reason = first_line(error)
+        raise RequestError(f"{path} is damaged or no file of tensors ({reason}); download it again") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+    ):
+        raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
+    return content
 
 
 def _unpickled(path: Path) -> object:
-    """Load a pickled file of tensors. The file of a whole model is memory-mapped if possible."""
-    if path.suffix == ".bin":
-        with contextlib.suppress(RuntimeError):  # files from before PyTorch 1.6 cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with contextlib.suppress(RuntimeError):  # files from before PyTorch 1.6 cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
