@@ -46,9 +46,6 @@ from medusa.records.record import Record, prompt_ids
 def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
     """Check that the models and the tree fit the backbone, before the weights of the backbone are loaded.
 
-    Args:
-        drafters: configurations of the drafters; by default only the Medusa heads.
-
     Raises:
         RequestError: a model is missing, or a model or the tree does not fit the backbone."""
     models, load, settings, amateur = command.models, command.load, command.settings, command.contrasting.amateur
@@ -58,8 +55,8 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     if amateur is not None:
         path, options = small_model_path(amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
         require_same_vocabulary(amateur, load_config(path, options), config, "amateur")
-        tokenizers = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
-        require_same_tokenizer(amateur, *tokenizers, models.backbone, "amateur")
+        theirs, ours = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
+        require_same_tokenizer(amateur, theirs, ours, models.backbone, "amateur")
     if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
         return
     heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
@@ -72,11 +69,10 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
 
 
 class Opened(NamedTuple):
-    """The loaded models of a command, with its settings and its encoded prompts."""
+    """The loaded models of a command, its encoded prompts, and its settings with the loaded amateur, if there is one."""
 
     loaded: Loaded
     settings: Settings
-    """The generation settings of the command, with the amateur of contrastive decoding if there is one."""
     prompts: list[list[int]]
     drafters: list[DrafterFactory]
 
@@ -110,9 +106,7 @@ def open_models(
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, Backbone(loaded.model))
     if contrasting.amateur is not None:
-        trusts = command.load.trust_remote_code
-        context = DrafterContext(loaded.model, None, None, loaded.tokenizer, loaded.name, trusts)
-        model = load_small_model(contrasting.amateur, context, "amateur")
+        model = load_small_model(contrasting.amateur, _context(command, loaded), "amateur")
         require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
@@ -120,11 +114,16 @@ def open_models(
     return Opened(loaded, settings, prompts, sources)
 
 
+def _context(command: CommandOptions, loaded: Loaded) -> DrafterContext:
+    """Return what small models are made from: the backbone with its tokenizer and name, but no heads."""
+    trusts = command.load.trust_remote_code
+    return DrafterContext(loaded.model, tokenizer=loaded.tokenizer, name=loaded.name, trust_remote_code=trusts)
+
+
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
     """Parse a drafter written as in --drafter, by default the heads, and check it against the command's options.
 
-    Args:
-        alone: whether this is the command's only drafter; --tree is then an error if this drafter takes no tree.
+    If the drafter is the command's only one (`alone`) and takes no tree, --tree is an error.
 
     Raises:
         RequestError: there is no such drafter, the drafter needs --heads, or an option does not suit the drafter."""
@@ -148,13 +147,7 @@ def text_generator(opened: Opened, use: str) -> TextGenerator:
 
 
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the backbone.
-
-    Args:
-        use: name of the command or option that needs the tokenizer, for the error message.
-
-    Raises:
-        RequestError: the backbone has no tokenizer."""
+    """Return the backbone's tokenizer; without one, raise a `RequestError` that names `use`, which needs it."""
     if loaded.tokenizer is None:
         raise RequestError(
             f"{loaded.name} has no tokenizer, and {use} needs one; add the tokenizer's files to the backbone's folder"
@@ -180,8 +173,7 @@ def open_drafter(
 ) -> DrafterFactory:
     """Load the heads or small model that a drafter needs, and return a factory that makes the drafter.
 
-    Args:
-        settings: generation settings for which heads without a tree are calibrated; `None` means no calibration.
+    Heads without a tree are calibrated for the generation `settings`; `None` means no calibration.
 
     Raises:
         RequestError: the drafter does not fit the backbone."""
@@ -191,8 +183,7 @@ def open_drafter(
     if config.takes_tree and heads is not None:
         tree = models.tree if settings is None else choose_tree(command, loaded, heads, settings)
     stop_drafting = command.settings.stop_drafting if config.takes_tree else 0.0
-    trusts = command.load.trust_remote_code
-    context = DrafterContext(loaded.model, heads, tree, loaded.tokenizer, loaded.name, trusts, stop_drafting)
+    context = _context(command, loaded)._replace(heads=heads, tree=tree, stop_drafting=stop_drafting)
     return drafter_factory(config, context)
 
 
