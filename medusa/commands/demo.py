@@ -10,6 +10,7 @@ Each of the four stages prints the command that runs it alone. The demo takes un
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +37,6 @@ from medusa.records.record import prompt_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from decode.bench.figures import BenchmarkResult
     from decode.bench.methods import Method
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import Loaded
@@ -71,11 +71,6 @@ class DemoOptions(Options):
         return Path(self.out)
 
     @property
-    def benchmark_prompts(self) -> Prompts:
-        """The prompts of --prompts, by default the shipped prompts."""
-        return replace(self.prompts, prompts=self.prompts.prompts or str(ASSETS / "prompts.jsonl"))
-
-    @property
     def heads(self) -> Path:
         """The folder to which the trained heads are written."""
         return self.folder / "heads"
@@ -84,21 +79,18 @@ class DemoOptions(Options):
 def run(options: DemoOptions) -> None:
     from medusa.loading import load_backbone
 
-    records, console = options.benchmark_prompts.read(), options.output.console
+    prompts = replace(options.prompts, prompts=options.prompts.prompts or str(ASSETS / "prompts.jsonl"))
+    records = prompts.read()
     options.runtime.prepare()
     loaded = load_backbone("demo", options.load)
-    console.print(
+    options.output.console.print(
         f"[bold]The backbone[/bold]: a Llama of {loaded.model.num_parameters():,} parameters that writes children's "
         "stories, shipped with this package.\n"
     )
     options.folder.mkdir(parents=True, exist_ok=True)
-    text = generate_text(options, loaded)
-    heads = train_heads(options, loaded, text)
+    heads = train_heads(options, loaded, generate_text(options, loaded))
     show_stories(options, loaded, heads, prompt_ids(records[0], loaded.tokenizer))
-    result = measure(options)
-    write_json(options.folder / "benchmark.json", result.to_json())
-    print_summary(options, result)
-    options.output.write(result.to_json())
+    measure(options, prompts)
 
 
 def print_stage(options: DemoOptions, title: str, command: str) -> None:
@@ -167,7 +159,7 @@ def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, promp
     settings, console = Settings(max_new_tokens=160), options.output.console
     plain = Story("without heads", plain_method(loaded.model, settings), prompt, loaded.tokenizer)
     fast = Story("with heads", medusa_method(loaded.model, heads, settings), prompt, loaded.tokenizer)
-    play(console, plain, fast)
+    play(console, [plain, fast])
     equal = "yes" if plain.result.new_ids == fast.result.new_ids else "NO"
     console.print(f"    [green]green[/green]: drafted tokens that the backbone accepted. Equal texts: {equal}\n")
 
@@ -195,13 +187,12 @@ class Story:
         return text
 
 
-def play(console: Console, plain: Story, fast: Story) -> None:
-    """Replay how the stories with and without heads grew. If the output is no terminal, show only the whole stories."""
-    width, end = max(30, console.width // 2 - 2), max(plain.steps[-1][0], fast.steps[-1][0])
+def play(console: Console, stories: Sequence[Story]) -> None:
+    """Replay how the stories grew, side by side. If the output is no terminal, show only the whole stories."""
+    width, end = max(30, console.width // 2 - 2), max(story.steps[-1][0] for story in stories)
     height = 2 + max(6, 1300 // width)
 
     def frame(seconds: float) -> Columns:
-        stories = (plain, fast)
         return Columns(Panel(story.until(seconds), title=story.title, width=width, height=height) for story in stories)
 
     if not console.is_terminal:
@@ -216,27 +207,25 @@ def play(console: Console, plain: Story, fast: Story) -> None:
         live.update(frame(end))
 
 
-def measure(options: DemoOptions) -> BenchmarkResult:
-    """Stage 4: measure the speedup of decoding with heads on the prompts."""
-    prompts, models = options.benchmark_prompts, Models(backbone="demo", heads=str(options.heads))
-    command = f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}"
-    print_stage(options, "4/4 The speedup is measured", command)
-    asked = BenchmarkOptions(
-        models=models, load=options.load, prompts=prompts, runtime=options.runtime, output=options.output
+def measure(options: DemoOptions, prompts: Prompts) -> None:
+    """Stage 4: measure the speedup of decoding with heads on the prompts, and write and print the results."""
+    print_stage(
+        options,
+        "4/4 The speedup is measured",
+        f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}",
     )
+    models, load, output = Models(backbone="demo", heads=str(options.heads)), options.load, options.output
+    asked = BenchmarkOptions(models=models, prompts=prompts, load=load, runtime=options.runtime, output=output)
     result, _ = benchmark.measure(asked, [], calibrates=False)
-    return result
-
-
-def print_summary(options: DemoOptions, result: BenchmarkResult) -> None:
-    """Print the speedup, and the paths of the results."""
-    figures, console = result.medusa, options.output.console
-    equal = "equal to plain decoding on every prompt"
+    console, report = output.console, options.folder / "benchmark.json"
+    write_json(report, result.to_json())
+    figures, equal = result.medusa, "equal to plain decoding on every prompt"
     if figures.equal_to_plain != 1:
         equal = f"equal to plain decoding on {figures.equal_to_plain:.0%} of the prompts (see README on low precision)"
     console.print(
         f"\n[bold green]{figures.speedup_vs_generate:.2f} times as fast as model.generate[/bold green] "
         f"({figures.speedup:.2f} times our own plain loop), {figures.tau:.2f} tokens a step, {equal}."
     )
-    console.print(f"Heads: {options.heads}    Report: {options.folder / 'benchmark.json'}")
+    console.print(f"Heads: {options.heads}    Report: {report}")
     console.print('Next: [dim]medusa generate --backbone demo --heads demo --prompt "Once upon a time"[/dim]')
+    output.write(result.to_json())

@@ -69,7 +69,7 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
 
 
 class Opened(NamedTuple):
-    """The loaded models of a command, its encoded prompts, and its settings with the loaded amateur, if there is one."""
+    """The loaded models of a command, its settings with the amateur, if there is one, and its encoded prompts."""
 
     loaded: Loaded
     settings: Settings
