@@ -94,10 +94,7 @@ def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> It
 
 
 def _files(options: DatastoreOptions) -> Iterator[Piece]:
-    """Yield the texts of the --data files whose names end in --suffix, sorted by name. Files not in UTF-8 are skipped.
-
-    Raises:
-        RequestError: there is no such file."""
+    """Yield the texts of the --data files that end in --suffix, sorted by name. Files not in UTF-8 are skipped."""
     place, skipped, left = Path(options.data.data), 0, options.max_bytes or float("inf")
     found = [place] if place.is_file() else sorted(place.rglob("*"))
     files = [path for path in found if path.name.endswith(options.suffix) and path.is_file()]

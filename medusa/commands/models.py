@@ -44,10 +44,7 @@ from medusa.records.record import Record, prompt_ids
 
 
 def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
-    """Check that the models and the tree fit the backbone, before the weights of the backbone are loaded.
-
-    Raises:
-        RequestError: a model is missing, or a model or the tree does not fit the backbone."""
+    """Check that models and tree fit the backbone, before its weights are loaded; raise RequestError if they do not."""
     models, load, settings, amateur = command.models, command.load, command.settings, command.contrasting.amateur
     config = load_config(models.backbone, load)
     for drafter in drafters:
@@ -123,10 +120,8 @@ def _context(command: CommandOptions, loaded: Loaded) -> DrafterContext:
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
     """Parse a drafter written as in --drafter, by default the heads, and check it against the command's options.
 
-    If the drafter is the command's only one (`alone`) and takes no tree, --tree is an error.
-
-    Raises:
-        RequestError: there is no such drafter, the drafter needs --heads, or an option does not suit the drafter."""
+    If the drafter is the command's only one (`alone`) and takes no tree, --tree is an error. Raise RequestError if
+    there is no such drafter, the drafter needs --heads, or an option does not suit the drafter."""
     models, settings = command.models, command.settings
     config = parse(spec or "heads")
     if settings.compile and not config.compiles:
@@ -173,10 +168,8 @@ def open_drafter(
 ) -> DrafterFactory:
     """Load the heads or small model that a drafter needs, and return a factory that makes the drafter.
 
-    Heads without a tree are calibrated for the generation `settings`; `None` means no calibration.
-
-    Raises:
-        RequestError: the drafter does not fit the backbone."""
+    Heads without a tree are calibrated for the generation `settings`; `None` means no calibration. Raise
+    RequestError if the drafter does not fit the backbone."""
     models, heads, tree = command.models, None, None
     if config.needs_heads and models.heads is not None:
         heads = open_heads(models.heads, loaded)
@@ -191,9 +184,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
 
     If `auto` finds no stored calibration, it calibrates on texts that the backbone generates, never on the prompts.
-
-    Raises:
-        RequestError: the tree does not exist, or needs more heads or more guesses of a head than there are."""
+    Raise RequestError if the tree does not exist, or needs more heads or more guesses of a head than there are."""
     asked: DynamicTree | None = None
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
         tree = resolve_tree(command.models.tree, heads)

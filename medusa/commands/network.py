@@ -21,10 +21,7 @@ class Network(Options):
     )
 
     def require_free(self) -> None:
-        """Check that a server can listen on its host and port, before models are loaded.
-
-        Raises:
-            RequestError: this machine does not have the address, or another program uses the port."""
+        """Raise RequestError if a server cannot listen on the host and port; called before models are loaded."""
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
             with socket.socket(family, socket.SOCK_STREAM) as trial:

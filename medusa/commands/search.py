@@ -41,13 +41,9 @@ class Strategy(SearchOptions):
             raise RequestError(f"--{of_search[0]} belongs to beam search; add --strategy beam or best-first-beam")
 
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
-        """Check that this search or decoding strategy can be combined with the command's other options.
+        """Raise RequestError if the strategy cannot be combined with the command's options, or with one of `others`.
 
-        Args:
-            others: by name, the values of the command's own options that cannot be combined with a search.
-
-        Raises:
-            RequestError: two options cannot be combined."""
+        `others` has the values of the command's own options that cannot be combined with a search, by name."""
         temperature = command.settings.temperature
         if self.is_search:
             self._require_search(command, others)

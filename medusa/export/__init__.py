@@ -24,11 +24,7 @@ FORMATS = {
 
 
 def writer(name: str) -> Callable[[Export], Written]:
-    """Return the function that writes heads in the format `name`, after a check that the format can store the heads.
-
-    Raises:
-        RequestError: there is no format with this name.
-    """
+    """Return the function that writes heads in the format `name`; raise RequestError if there is no such format."""
     if name not in FORMATS:
         raise RequestError(f"--to is {name!r}; choose one of {', '.join(FORMATS)}")
     found: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[name]}")

@@ -54,10 +54,7 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
     """Check that the heads are independent and have square blocks (those of the Medusa paper), as the format requires.
 
     The error message names the format and, for heads of another kind, recommends the `heads.kind` settings `kinds`.
-
-    Raises:
-        RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
-    """
+    Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary."""
     for is_wrong, found, way_out in (
         (config.kind != "medusa", f"kind {config.kind}", kinds),
         (config.prefix_layers, f"{config.prefix_layers} prefix layers", "heads.prefix_layers=0"),

@@ -32,11 +32,7 @@ Content = TypeVar("Content")
 
 @dataclass
 class Facts:
-    """Facts about a set of heads for the model card.
-
-    Raises:
-        RequestError: `license` or `repo_id` does not have the form that the Hub requires.
-    """
+    """Facts about a set of heads for the model card. An invalid `license` or `repo_id` raises a RequestError."""
 
     repo_id: str | None = None
     """The id of the repository on the Hub; `None` if unknown."""
@@ -68,9 +64,7 @@ class Facts:
 def read_benchmark(path: str | Path) -> Json:
     """Read the benchmark of a set of heads from a file that `medusa benchmark --json` wrote.
 
-    Raises:
-        RequestError: the file is not a benchmark, or it measured another drafter than heads.
-    """
+    Raise RequestError if the file is not a benchmark, or it measured another drafter than heads."""
     content = read_json(Path(path))
     parts = ("machine", "settings", "methods")
     if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in parts):

@@ -17,9 +17,7 @@ from medusa.loading import load_config
 def write_eagle3(export: Export, name: str) -> None:
     """Write heads of kind `eagle` as a layer of EAGLE-3 for the server `name` (tensors: `medusa.checkpoints.eagle3`).
 
-    Raises:
-        RequestError: EAGLE-3's layer cannot represent the heads, or they belong to a backbone of other sizes.
-    """
+    Raise RequestError if EAGLE-3's layer cannot represent the heads, or they belong to a backbone of other sizes."""
     heads, config = export.heads, export.heads.config
     if not config.servable:
         wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0}
@@ -68,11 +66,7 @@ def write_eagle3(export: Export, name: str) -> None:
 
 
 def write_sglang(export: Export) -> Written:
-    """Write heads of kind `eagle` as a layer of EAGLE-3, and return the command that serves it with SGLang.
-
-    Raises:
-        RequestError: the heads are of another kind, or differ from a layer of EAGLE-3.
-    """
+    """Write heads of kind `eagle` as a layer of EAGLE-3 for SGLang; raise RequestError for all other heads."""
     if export.heads.config.kind != "eagle":
         raise RequestError(
             "sglang has no Medusa heads; train kind eagle with "

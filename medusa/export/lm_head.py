@@ -20,11 +20,9 @@ FORMER_NAMES = ("embed_out.weight",)
 
 
 def with_own_lm_heads(export: Export) -> Checkpoint:
-    """Return heads that each have an LM head. Heads that share the backbone's LM head get copies of it.
+    """Return heads that each have an LM head: their own, or a copy of the backbone's.
 
-    Raises:
-        RequestError: the heads do not fit the LM head of the backbone.
-    """
+    Raise RequestError if heads that share the backbone's LM head do not fit it."""
     heads, config = export.heads, export.heads.config
     if config.lm_head == "own":
         return heads
@@ -42,9 +40,7 @@ def with_own_lm_heads(export: Export) -> Checkpoint:
 def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
     """Read a backbone's LM head [V, H] (V tokens, hidden size H); from a local folder, without the rest of the model.
 
-    Raises:
-        RequestError: there is no such backbone, or its LM head has a bias, which no export format can store.
-    """
+    Raise RequestError if there is no such backbone, or its LM head has a bias, which no export format can store."""
     folder = DEMO if name == "demo" else Path(name)
     if folder.is_dir() and not (folder / "adapter_config.json").is_file():
         config = load_config(name, options)

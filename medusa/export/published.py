@@ -29,10 +29,7 @@ def write_original(export: Export) -> Written:
     """Write `config.json` and `medusa_lm_head.pt`, the state dict of an nn.ModuleList, for the package medusa-llm.
 
     This package builds all blocks of a head as one shared block. So the blocks of a head must have equal weights.
-
-    Raises:
-        RequestError: the heads are of another kind, or the blocks of a head differ.
-    """
+    Raise RequestError if the heads are of another kind, or the blocks of a head differ."""
     config, tensors = export.heads.config, export.heads.tensors
     require_square(config, "original-v1")
     for module, tensor in tensors.items():
@@ -62,12 +59,9 @@ def write_tgi(export: Export) -> Written:
     """Write `config.json` and `medusa_lm_head.safetensors` for Text Generation Inference and LoRAX.
 
     Version 2 of the format stores heads of one block that share the backbone's LM head. Version 1 stores all other
-    heads, each with an LM head. The config has no key `architectures`, because TGI would then not recognise the heads
-    and start without them.
-
-    Raises:
-        RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
-    """
+    heads, each with an LM head. The config has no key `architectures`, because TGI would then not recognise the
+    heads and start without them. Raise RequestError if the heads are of another kind, or have other blocks, prefix
+    layers or a reduced vocabulary."""
     heads, config = export.heads, export.heads.config
     require_square(config, "tgi")
     if config.lm_head == "shared" and config.num_layers == 1:

@@ -43,11 +43,7 @@ def why_no_code(config: MedusaConfig) -> str | None:
 
 
 def write(export: Export) -> Written:
-    """Write a repository for the Hub, with code that decodes with these heads in plain transformers.
-
-    Raises:
-        RequestError: the code does not support these heads.
-    """
+    """Write a repository for the Hub, with code for plain transformers; raise RequestError if the code does not fit."""
     heads, facts = export.heads, export.facts
     if unknown := why_no_code(heads.config):
         raise RequestError(

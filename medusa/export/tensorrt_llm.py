@@ -31,11 +31,8 @@ LOST = "greedy decoding only; one tree, given when the engine is built; Llama an
 def write(export: Export) -> Written:
     """Write `config.json`, `medusa_lm_head.safetensors` and the tree `medusa_choices.json` for the engine flow.
 
-    Every written head has an LM head. The tree is needed twice: to build the engine and to run it.
-
-    Raises:
-        RequestError: the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
-    """
+    Every written head has an LM head. The tree is needed twice: to build the engine and to run it. Raise
+    RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary."""
     require_square(export.heads.config, "tensorrt-llm")
     heads = with_own_lm_heads(export)
     write_published(export, heads)
@@ -60,12 +57,9 @@ def write_modelopt(export: Export) -> Written:
         medusa_heads.{h}.{l}.linear.weight, .bias     of block l < L
         medusa_heads.{h}.{L}.weight                   of the LM head
 
-    The backbone's config gets `"medusa": {"num_medusa_heads": K, "num_medusa_layers": L}`. The backbone's weights are
-    copied unchanged. An index file maps each tensor's name to its file.
-
-    Raises:
-        RequestError: the heads are of another kind, or the backbone is not a local folder with safetensors.
-    """
+    The backbone's config gets `"medusa": {"num_medusa_heads": K, "num_medusa_layers": L}`. The backbone's weights
+    are copied unchanged. An index file maps each tensor's name to its file. Raise RequestError if the heads are of
+    another kind, or the backbone is not a local folder with safetensors."""
     require_square(export.heads.config, "modelopt")
     base = Path(export.backbone)
     stored = Stored.of_model(base) if base.is_dir() else None

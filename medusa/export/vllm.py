@@ -22,11 +22,7 @@ from medusa.files import write_json
 
 
 def write(export: Export) -> Written:
-    """Write Medusa heads or, for kind `eagle`, a layer of EAGLE-3, and return the command that serves them with vLLM.
-
-    Raises:
-        RequestError: vLLM cannot load heads of this kind or with these settings.
-    """
+    """Write Medusa heads or a layer of EAGLE-3; raise RequestError if vLLM cannot load the heads."""
     config = export.heads.config
     method = "eagle3" if config.kind == "eagle" else "medusa"
     asked = {"method": method, "model": str(export.place), "num_speculative_tokens": config.num_heads}

@@ -18,7 +18,8 @@ from medusa.files import Json
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 EXTRAS = ("tool_calls", "reasoning_content")  # parts of a message that are kept with its text
-LONGEST_WAIT = 60.0  # in seconds, between two attempts
+ATTEMPTS, LONGEST_WAIT = 6, 60.0  # of each request, with at most so many seconds between two
+TIMEOUT = 600.0  # seconds to wait for a reply
 
 
 class ServerError(Exception):
@@ -40,29 +41,15 @@ class Answer:
 class Server:
     """Client for one model on one server. It sends the API key OPENAI_API_KEY, but never writes the key to a file."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        *,
-        attempts: int = 6,
-        timeout: float = 600.0,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        """Connect to the server at `url`, with or without /v1.
+    def __init__(self, url: str, model: str | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
+        """Connect to the server at `url`, with or without /v1; by default to the only model that it has.
 
-        Args:
-            model: the name of the model; `None` means the only model that the server has.
-            attempts: number of attempts for each request.
-            timeout: seconds to wait for a reply.
-
-        Raises:
-            RequestError: there is no server at `url`, or the server has several models."""
+        Raise RequestError if there is no server at `url`, or it has several models."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RequestError(f"--server is {url!r}; give a URL such as http://localhost:8000/v1")
         self.url = url.rstrip("/") if parts.path.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
-        self.attempts, self.timeout, self.sleep = attempts, timeout, sleep
+        self.sleep = sleep
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
@@ -90,14 +77,11 @@ class Server:
         return _answer(choice, message.get("content") or ("" if extras else None), extras)
 
     def _choice(self, path: str, body: Json) -> Json:
-        reply = self._ask(path, {"model": self.model} | body, self.attempts)
-        try:
-            choice = reply["choices"][0]
-        except (KeyError, IndexError, TypeError):
-            choice = None
-        if not isinstance(choice, dict):
+        reply = self._ask(path, {"model": self.model} | body, ATTEMPTS)
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
             raise ServerError(f"the reply has no choice: {json.dumps(reply)[:200]}")
-        return choice
+        return choices[0]
 
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
         """Send a request and return its JSON reply; after transient failures, send it again, up to `attempts` times."""
@@ -106,22 +90,22 @@ class Server:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(1, attempts + 1):
-            retry_after = None
+            wait = 2.0 ** (attempt - 1)
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {_excerpt(error)}"
                 if error.code not in TRANSIENT:
                     raise ServerError(reason) from None
-                retry_after = error.headers.get("Retry-After")
+                asked = error.headers.get("Retry-After", "")
+                wait = float(asked) if asked.isdecimal() else wait
             except (OSError, http.client.HTTPException) as error:  # no connection, a broken connection, or a timeout
                 reason = str(error) or type(error).__name__
             except ValueError as error:
                 reason = f"the reply is not JSON ({error})"
             if attempt < attempts:
-                wait = float(retry_after) if retry_after and retry_after.isdecimal() else 2.0 ** (attempt - 1)
                 self.sleep(min(LONGEST_WAIT, wait))
         raise ServerError(reason + (f" ({attempts} attempts)" if attempts > 1 else ""))
 

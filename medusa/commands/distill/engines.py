@@ -41,20 +41,14 @@ class Engine(ABC):
     """The BOS token of the backbone, if there is one."""
 
     def begin(self) -> list[int]:
-        """Return the token ids with which a text without a prompt starts: the BOS token.
-
-        Raises:
-            RequestError: the backbone has no BOS token."""
+        """Return the BOS token, with which a text without a prompt starts; raise RequestError if there is none."""
         if self.bos is None:
             raise RequestError(f"{self.backbone} has no BOS token; give --self-talk-seeds FILE or --prompts FILE")
         return [self.bos]
 
     @abstractmethod
     def check(self, tasks: list[Task]) -> None:
-        """Check the tasks before anything is generated.
-
-        Raises:
-            RequestError: the engine cannot generate the answers of one of the tasks."""
+        """Raise RequestError if an answer of a task cannot be generated; called before anything is generated."""
 
     @abstractmethod
     def write(self, tasks: list[Task], journal: Journal) -> float:

@@ -42,10 +42,7 @@ class Task:
         return messages
 
     def prompt(self, answers: list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-        """Return the token ids of the next prompt: the text to continue, or the conversation with the `answers` so far.
-
-        Raises:
-            RequestError: the chat template rejects the conversation."""
+        """Return the next prompt's token ids; raise RequestError if the chat template rejects the conversation."""
         if self.ids is not None:
             return self.ids
         return prompt_ids(Record(self.where, messages=self.messages(answers), tools=self.tools), tokenizer)
