@@ -55,6 +55,13 @@ def test_no_api_key_is_sent_without_one(server: FakeServer, client: Server, monk
     assert "Authorization" not in server.asked[0][2]
 
 
+def test_a_line_break_in_the_api_key_is_not_sent(server: FakeServer, client: Server, monkeypatch: Any) -> None:
+    """Python's error for such a header quotes the key, which must not be printed or written."""
+    monkeypatch.setenv("OPENAI_API_KEY", " sec\nret\n")
+    client.complete("abc", FEW)
+    assert server.asked[0][2]["Authorization"] == "Bearer secret"
+
+
 TROUBLE = {
     "overloaded": (503, {}, "later"),
     "too many": (429, {}, "slowly"),

@@ -86,7 +86,8 @@ class Server:
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
         """Send a request and return its JSON reply; after transient failures, send it again, up to `attempts` times."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        # Without line breaks, which no header can hold: the error would quote the key.
+        if key := "".join(os.environ.get("OPENAI_API_KEY", "").split()):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(1, attempts + 1):
