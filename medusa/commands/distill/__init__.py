@@ -98,22 +98,16 @@ def run(options: DistillOptions) -> None:
     write_json(path.with_suffix(SETTINGS), about)
     with disk_may_fill(path, lambda: "all finished texts are kept: make room and run the same command again"), journal:
         seconds = engine.write(tasks, journal)
-    figures: Json = {
-        "texts": len(journal.done),
-        "finish_reasons": dict(sorted(journal.reasons.items())),
-        "failed": sum(task.turns for task in tasks) - len(journal.done),
-        "new_tokens": journal.new_tokens,
-        "seconds": seconds,
-    }
-    texts, failed = figures["texts"], figures["failed"]
-    options.output.write({"settings": about} | figures)
-    if failed:
+    texts, total, reasons = len(journal.done), sum(task.turns for task in tasks), dict(sorted(journal.reasons.items()))
+    figures = {"texts": texts, "finish_reasons": reasons, "failed": total - texts, "new_tokens": journal.new_tokens}
+    options.output.write({"settings": about} | figures | {"seconds": seconds})
+    if texts < total:
         raise RunError(
-            f"{failed} of {texts + failed} texts could not be generated; {journal.failed_path} has the reasons of "
+            f"{total - texts} of {total} texts could not be generated; {journal.failed_path} has the reasons of "
             f"{len(journal.failed)}, and the same command tries again"
         )
-    reasons = ", ".join(f"{number} ended by {reason}" for reason, number in figures["finish_reasons"].items())
-    options.output.progress.print(f"{texts} texts in {options.out}: {reasons}", highlight=False, soft_wrap=True)
+    ends = ", ".join(f"{number} ended by {reason}" for reason, number in reasons.items())
+    options.output.progress.print(f"{texts} texts in {options.out}: {ends}", highlight=False, soft_wrap=True)
 
 
 def _records(options: DistillOptions) -> list[Record]:
@@ -132,10 +126,9 @@ def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> li
     if not records:
         return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
     tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)
-    if not options.max_turns and not options.prefix_tokens:
-        cut = sum(len(record.turns) > task.turns for record, task in zip(records, tasks, strict=True))
-        if cut:
-            warn(f"only the first question of {cut} conversations is answered: this tokenizer has no chat template")
+    cut = sum(len(record.turns) > task.turns for record, task in zip(records, tasks, strict=True))
+    if cut and not options.max_turns and not options.prefix_tokens:
+        warn(f"only the first question of {cut} conversations is answered: this tokenizer has no chat template")
     return tasks
 
 
@@ -165,18 +158,14 @@ def _about(options: DistillOptions, records: list[Record]) -> Json:
 
 def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
     """Raise a `RequestError` if the output file was made with other settings, unless --overwrite is given."""
-    if path.exists() and not overwrite:
-        sidecar = path.with_suffix(SETTINGS)
-        if not sidecar.exists() or read_json(sidecar) != about:
-            raise RequestError(
-                f"{path} exists and was made with other settings; choose another file or add --overwrite"
-            )
+    sidecar = path.with_suffix(SETTINGS)
+    if path.exists() and not overwrite and not (sidecar.exists() and read_json(sidecar) == about):
+        raise RequestError(f"{path} exists and was made with other settings; choose another file or add --overwrite")
 
 
 def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
     """Raise a `RequestError` if not even the shortest possible answers fit on the disk."""
-    prompts = sum(len(task.ids or ()) for task in tasks)
-    turns = sum(task.turns for task in tasks)
+    prompts, turns = sum(len(task.ids or ()) for task in tasks), sum(task.turns for task in tasks)
     least = 3 * prompts + BYTES_PER_LINE * turns
     most = least + BYTES_PER_TOKEN * (prompts + settings.max_new_tokens * turns)
     free = free_bytes(path)

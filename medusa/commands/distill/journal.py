@@ -25,20 +25,14 @@ class Journal:
     """
 
     def __init__(self, path: Path, keep: Container[int] = ()) -> None:
-        """Read the texts that earlier runs wrote to `path`.
+        """Read the texts that earlier runs wrote to `path`; raise RequestError for a line that they did not write.
 
-        Args:
-            keep: indices of prompts whose answers stay in memory, because later turns of a conversation need them.
-
-        Raises:
-            RequestError: the file has a line that `medusa distill` did not write."""
+        `keep` has the indices of prompts whose answers stay in memory for later turns of a conversation."""
         self.path, self.failed_path, self.keep = path, path.with_suffix(FAILED), keep
         self.done: dict[Key, str | None] = {}
-        self.reasons: Counter[str] = Counter()
-        """The number of texts for each finish reason."""
+        self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
         self.failed: set[Key] = set()
-        self.new_tokens = 0
-        """The number of tokens that this run has generated."""
+        self.new_tokens = 0  # the number of tokens that this run has generated
         self._lock = threading.Lock()
         self._file: IO[str] | None = None
         if path.exists():

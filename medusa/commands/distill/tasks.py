@@ -34,11 +34,9 @@ class Task:
 
     def messages(self, answers: list[str]) -> list[Json]:
         """Return the messages of the conversation, with the `answers` generated so far, up to the next question."""
-        messages: list[Json] = []
-        for turn, question in enumerate(self.questions[: len(answers) + 1]):
-            messages += question
-            if turn < len(answers):
-                messages.append({"role": "assistant", "content": answers[turn]})
+        messages = list(self.questions[0])
+        for answer, question in zip(answers, self.questions[1:], strict=False):
+            messages += [{"role": "assistant", "content": answer}, *question]
         return messages
 
     def prompt(self, answers: list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
@@ -59,14 +57,10 @@ def tasks_of(
     prefix_tokens: int | None = None,
     max_turns: int | None = None,
 ) -> list[Task]:
-    """Make a task from each record: a text to continue, or a conversation whose questions are answered.
+    """Make a task from each record: a text to continue, or a conversation of which `max_turns` questions are answered.
 
-    Args:
-        prefix_tokens: if given, keep only so many tokens of each prompt, and continue conversations as plain text.
-        max_turns: maximum number of questions to answer in each conversation; by default all.
-
-    Raises:
-        RequestError: a text needs a tokenizer, the chat template rejects a conversation, or a prompt is empty."""
+    With `prefix_tokens`, only so many tokens of each prompt are kept, and conversations are continued as plain text.
+    Raise RequestError if a text needs a tokenizer, the template rejects a conversation, or a prompt is empty."""
     templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []
     for index, record in enumerate(records):
