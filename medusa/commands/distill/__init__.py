@@ -134,23 +134,12 @@ def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> li
 
 def _about(options: DistillOptions, records: list[Record]) -> Json:
     """Collect, as JSON, all settings that affect the generated texts. A continued run must have the same settings."""
-    settings, prompts, models = options.settings, options.prompts, options.models
-    about = settings.to_dict() | {
-        "backbone": models.backbone,
-        "revision": options.load.revision,
-        "server_model": options.model,
-        "server": bool(options.server),
-        "prompts": prompts.prompts,
-        "prompts_digest": digest(records),
-        "self_talk": options.self_talk,
-        "self_talk_seeds": options.self_talk_seeds,
-        "prefix_tokens": options.prefix_tokens,
-        "max_prompts": prompts.max_prompts,
-        "max_turns": options.max_turns,
-        "split": prompts.split,
-        "dtype": options.load.dtype,
-        "seed": options.runtime.seed,
-    }
+    settings, models, load = options.settings, options.models, options.load
+    about = settings.to_dict() | {"backbone": models.backbone, "revision": load.revision, "dtype": load.dtype}
+    about |= {"server": bool(options.server), "server_model": options.model, "seed": options.runtime.seed}
+    about |= {name: getattr(options.prompts, name) for name in ("prompts", "max_prompts", "split")}
+    about |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
+    about["prompts_digest"] = digest(records)
     if settings.do_sample:  # greedy texts do not depend on these options
         about |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
     return json.loads(json.dumps(about))

@@ -58,11 +58,8 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with Medusa heads; return the same as `model.generate`.
 
-    The B prompts [B, T] are padded on the left to T tokens, with an `attention_mask` [B, T].
-
-    Raises:
-        ValueError: there are no heads, they belong to another model, the model cannot verify a tree, or an option
-            cannot be combined with heads.
+    The B prompts [B, T] are padded on the left to T tokens, with an `attention_mask` [B, T]. Raise ValueError if there
+    are no heads, they or an option do not fit the model, or the model cannot verify a tree.
     """
     where = medusa_heads or _named_in_generate()
     heads = heads_for(model, where, {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs})
@@ -73,10 +70,11 @@ def generate(
     prompts = inputs if inputs is not None else input_ids
     require(prompts is not None, "no prompt: pass input_ids (inputs_embeds cannot be continued with heads)")
     assert prompts is not None
-    kwargs = _with_stop_strings(model, kwargs)
     for name in ("assistant_model", "synced_gpus"):
         require(not kwargs.get(name), f"{name} cannot be combined with heads; leave it out")
-    copies = kwargs.pop("num_return_sequences", None) or _setting(model, kwargs, "num_return_sequences") or 1
+    given = kwargs.get("generation_config") or model.generation_config
+    kwargs = _with_stop_strings(given, kwargs)
+    copies = kwargs.pop("num_return_sequences", None) or given.num_return_sequences or 1
     rows = [row for row in range(len(prompts)) for _ in range(copies)]
     require(streamer is None or len(rows) == 1, "a streamer takes one prompt at a time")
     for name, value in kwargs.items():
@@ -102,11 +100,7 @@ def generate(
 
 @dataclass
 class RowDecoder:
-    """A decoder that continues one prompt at a time.
-
-    It calls transformers' `generate`, which prepares the processors, criteria and config, with `decoding_method` as the
-    custom decoding loop.
-    """
+    """A decoder that continues one prompt at a time, by transformers' `generate` with a custom decoding loop."""
 
     model: PreTrainedModel
     heads: Heads
@@ -179,19 +173,14 @@ def _named_in_generate() -> str:
     raise ValueError("no heads are named; pass medusa_heads=, a folder or a Hub id")
 
 
-def _with_stop_strings(model: PreTrainedModel, kwargs: Options) -> Options:
+def _with_stop_strings(given: GenerationConfig, kwargs: Options) -> Options:
     """Turn `stop_strings` into a stopping criterion, because `generate` does not pass a tokenizer to custom loops."""
-    stops = kwargs.pop("stop_strings", None) or _setting(model, kwargs, "stop_strings")
+    stops = kwargs.pop("stop_strings", None) or given.stop_strings
     tokenizer = kwargs.pop("tokenizer", None)
     if not stops:
         return kwargs
     require(tokenizer is not None, "stop_strings need the tokenizer; pass tokenizer=...")
     criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stops)]
-    config = GenerationConfig.from_dict((kwargs.get("generation_config") or model.generation_config).to_dict())
+    config = GenerationConfig.from_dict(given.to_dict())
     config.stop_strings = None
     return kwargs | {"stopping_criteria": StoppingCriteriaList(criteria), "generation_config": config}
-
-
-def _setting(model: PreTrainedModel, kwargs: Options, name: str) -> Any:
-    """Return an option from the user's generation config or, if there is none, from the model's generation config."""
-    return getattr(kwargs.get("generation_config") or model.generation_config, name, None)

@@ -47,10 +47,10 @@ class Heads:
             [_with_prefix(tensors, block.format(head, layer)) for layer in range(layers)] for head in range(heads)
         ]
         self.lm_heads: list[Tensor] | None = None  # each [V, H]
-        if config.get("lm_head", "own") == "own":
-            stacked = tensors.get("lm_heads")  # [K, H, V]
-            own = [tensors[f"{head}.{layers}.weight"] for head in range(heads)] if stacked is None else list(stacked.mT)
-            self.lm_heads = own
+        if "lm_heads" in tensors:
+            self.lm_heads = list(tensors["lm_heads"].mT)  # from [K, H, V]
+        elif config.get("lm_head", "own") == "own":
+            self.lm_heads = [tensors[f"{head}.{layers}.weight"] for head in range(heads)]
         self.like = next(iter(tensors.values()))  # any tensor, for the device and dtype of the heads
 
     def __len__(self) -> int:
@@ -147,9 +147,8 @@ def _require_fit(config: Options, model: PreTrainedModel, where: str) -> None:
         supported and not config.get("prefix_layers") and not config.get("vocabulary"),
         f"the heads at {where} are of a kind that this file cannot decode with; use the package medusa-heads",
     )
-    text, of = text_config(model), config.get("base_model_name_or_path") or "another model"
+    base = config.get("base_model_name_or_path") or "another model"
     for name in ("hidden_size", "vocab_size"):
-        theirs, ours = config.get(name), getattr(text, name)
-        require(
-            theirs in (None, ours), f"the heads at {where} have {name} {theirs}, the model {ours}; they are for {of}"
-        )
+        theirs, ours = config.get(name), getattr(text_config(model), name)
+        message = f"the heads at {where} have {name} {theirs}, the model {ours}; they are for {base}"
+        require(theirs in (None, ours), message)
