@@ -20,10 +20,7 @@ DRAFTERS = {
 
 
 def parse(spec: str) -> DrafterConfig:
-    """Parse a user's description of a drafter, such as `ngram:n=3,tokens=8`, and return its config.
-
-    Raises:
-        RequestError: there is no such drafter or option, or a value is invalid."""
+    """Parse a description such as `ngram:n=3,tokens=8`; a mistake in it is a `RequestError`."""
     name, _, options = spec.partition(":")
     if name not in DRAFTERS:
         raise RequestError(f"there is no drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
@@ -65,8 +62,7 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
 def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFactory:
     """Make the factory of a drafter from its description, config or factory; `None` means the heads of `context`.
 
-    Raises:
-        RequestError: there is no such drafter, or a model, table or tree for it is missing or does not fit."""
+    Raise a `RequestError` if a model, table or tree is missing or does not fit."""
     made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(made, DrafterConfig | DrafterFactory):
         raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")

@@ -82,16 +82,12 @@ class DrafterConfig(ABC):
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """Return the trees that hold the guesses of `heads`; an empty tuple if the drafter uses no heads.
-
-        Raise a `RequestError` if `heads` have too few heads or guesses for a tree."""
+        """Return the trees that hold the guesses of `heads`, if any; raises a `RequestError` if one does not fit."""
         return ()
 
     @abstractmethod
     def factory(self, context: DrafterContext) -> DrafterFactory:
-        """Load the models and tables of the drafter, and make its factory.
-
-        Raise a `RequestError` if a model or table is missing, or does not fit the backbone."""
+        """Load the drafter's models and tables, or raise a `RequestError` if one is missing or does not fit."""
 
 
 DrafterLike = DrafterFactory | DrafterConfig | str | None

@@ -31,7 +31,7 @@ class HeadsDrafter:
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
-        require_draftable(heads.config, backbone, tree, drawn=target is not None)
+        require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
         self.tree = tree.to(backbone.device)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -56,9 +55,7 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """Make a dynamic tree of `num_nodes` nodes, root included, for the guesses of `num_heads` heads.
-
-        Raise a `RequestError` if the number of nodes is out of range."""
+        """Make a tree of `num_nodes` nodes, root included, or raise a `RequestError` if the heads have fewer nodes."""
         most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
@@ -212,17 +209,14 @@ def default_tree(heads: MedusaHeads) -> Tree:
     return load_tree(name, heads.config.num_heads).clip(heads.config.num_heads)
 
 
-def require_draftable(config: MedusaConfig, backbone: Backbone, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or tree, or if a dynamic tree is to be sampled."""
-    require_sizes(config, backbone.hidden_size, backbone.vocab_size)
-    tree.require_fit(config.num_heads, config.draft_vocab_size(backbone.vocab_size))
-    if drawn:
-        require_drawable(tree)
+def require_draftable(config: MedusaConfig, hidden_size: int, vocab_size: int, tree: Layout, drawn: bool) -> None:
+    """Raise a `RequestError` if heads do not fit the backbone or tree, or if a dynamic tree is to be sampled.
 
-
-def require_drawable(tree: Layout) -> None:
-    """Raise a `RequestError` if `tree` is dynamic: it depends on the guesses, so `--draft sample` would be biased."""
-    if tree.is_dynamic:
+    A dynamic tree depends on the guesses, so that samples of it would be biased.
+    """
+    require_sizes(config, hidden_size, vocab_size)
+    tree.require_fit(config.num_heads, config.draft_vocab_size(vocab_size))
+    if drawn and isinstance(tree, DynamicTree):
         raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 
 

@@ -194,7 +194,7 @@ class PathDrafter(LevelwiseDrafter):
 
     def __init__(self, heads: SequentialHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
-        require_draftable(heads.config, backbone, tree, drawn=target is not None)
+        require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
         super().__init__(tree.to(backbone.device), target)
         self.heads, self.backbone, self.dtype = heads, backbone, heads.dtype
         self.lm_head = lm_head_for(heads, backbone)

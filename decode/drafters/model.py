@@ -91,9 +91,7 @@ class DraftModel(DrafterFactory):
     can_draw = True
 
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
-        """Make a factory from a loaded model; `topk` and `confidence` are as in `DraftModelConfig`.
-
-        Raise a `RequestError` if the model has no tree attention, or if the tree is wider than its vocabulary."""
+        """Make a factory from a loaded model that has tree attention; the options are those of `DraftModelConfig`."""
         require_tree_support(model)
         require_tree_forward(model)
         tree.require_fit(tree.max_depth, Backbone(model).vocab_size)

@@ -58,9 +58,7 @@ class NgramIndex:
         self.indexed = max(self.indexed, len(self.text) - 1)
 
     def matches(self, most: int) -> Iterator[int]:
-        """Yield up to `most` positions that follow earlier occurrences of the text's end.
-
-        Longer matches come first; of equally long ones, later positions."""
+        """Yield up to `most` positions after earlier occurrences of the text's end: of the longest, then the latest."""
         found: set[int] = set()
         for size in self.sizes:
             if size > len(self.text):

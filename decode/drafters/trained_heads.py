@@ -84,9 +84,7 @@ class TrainedHeads(DrafterFactory):
 def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
-    """Make the drafter for independent or sequential heads; with a `target`, it samples its drafts.
-
-    Raise a `RequestError` if the heads do not fit the backbone, or cannot fill the tree."""
+    """Make the drafter for independent or sequential heads that can fill `tree`; with a `target`, it samples drafts."""
     if isinstance(heads, SequentialHeads) and heads.follows_path:
         return PathDrafter(heads, backbone, tree, target)
     return HeadsDrafter(heads, backbone, tree, target)

@@ -51,9 +51,7 @@ class ApiAnswer:
     async def whole(self, request: HttpRequest) -> dict[str, object]:
         """Wait until all texts are finished, and return the answer as one JSON object.
 
-        Raise an `ApiError` if decoding failed, or if the client has disconnected. The body of `request` must have been
-        read, because then `request` reports only the disconnection.
-        """
+        Raise an `ApiError` if decoding failed, or if the client of `request`, whose body was read, has disconnected."""
         texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
         left = asyncio.ensure_future(self._watch(request))
         try:
@@ -70,10 +68,9 @@ class ApiAnswer:
         return self._object("chat.completion", choices, usage=self._usage())
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events while the texts are written.
+        """Yield the answer as server-sent events, with `usage` also the token counts, while the texts are written.
 
-        `usage`: whether the last event before `[DONE]` contains the token counts. Starlette closes this generator when
-        the client disconnects."""
+        Starlette closes this generator when the client disconnects."""
         chunk = partial(self._object, "chat.completion.chunk")
         try:
             for index in range(len(self.rows) if self.is_chat else 0):
@@ -138,9 +135,7 @@ class CompletionApi:
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
         """Make the endpoints for the model that requests call `name`.
 
-        `settings` are defaults for the parameters that a request leaves out. Requests without a seed get different
-        seeds, which follow from `seed`.
-        """
+        `settings` and `seed` are defaults; each request without a seed gets another seed, which follows from `seed`."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)
@@ -202,9 +197,7 @@ class CompletionApi:
         return StreamingResponse(chunks, media_type="text/event-stream")
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Give a row for each requested text to the worker, and return the answer that collects the texts.
-
-        Raise an `ApiError` if the request is invalid, as its model, parameters or prompts show."""
+        """Give a row for each requested text to the worker; returns the answer, or raises an `ApiError`."""
         self._require_model(asked.model or self.name)
         try:
             settings = asked.settings(self.settings)

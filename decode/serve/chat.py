@@ -34,9 +34,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A conversation with its turns so far. Without a chat template, messages and answers form one continued text.
-
-    Raise a `RequestError` if a system message is given, but the tokenizer has no chat template."""
+    """A conversation. Without a chat template, there is no system message, and messages and answers form one text."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
@@ -71,7 +69,6 @@ class Conversation:
         self.turns.append(turn)
 
     def reset(self) -> None:
-        """Remove all turns from the conversation."""
         self.turns.clear()
 
     def _templated(self, message: str) -> list[int]:
@@ -103,7 +100,6 @@ class Side:
 
     @property
     def result(self) -> Result:
-        """The result so far, with the decoding time so far."""
         self.run.results[0].seconds = self.run.seconds
         return self.run.results[0]
 
@@ -112,13 +108,11 @@ class Side:
         return joined(self.pieces)
 
     def step(self) -> None:
-        """Decode one step of this text."""
         step = next(self.steps, None)
         self.pieces += self.stream.end() if step is None else self.stream.step(step.ids[0])
         self.finished = step is None
 
     def stop(self) -> None:
-        """End this text now."""
         if not self.finished:
             self.run.stop()
             self.pieces += self.stream.end()
@@ -147,7 +141,6 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def at(cls, side: Side) -> Snapshot:
-        """Make a snapshot of a side at this moment."""
         result = side.result
         reason = result.finish_reason if side.finished else None
         return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)

@@ -121,9 +121,7 @@ class GenerationRequest(StrictModel):
         return given
 
     def settings(self, defaults: Settings) -> Settings:
-        """Return the decoding settings for the request; `defaults` are those of the parameters that it leaves out.
-
-        Raise a `RequestError` if a value is out of range, or if two parameters cannot be combined."""
+        """Return `defaults` with the request's own parameters, or raise a `RequestError` if they are out of range."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
         for limit in (self.max_tokens, self.max_completion_tokens):
@@ -164,8 +162,7 @@ class ChatRequest(GenerationRequest):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
-        Raise an `ApiError` if there is no chat template, or if the last message is the assistant's, and a
-        `RequestError` if the template fails."""
+        Raise an `ApiError` without a template or a last message of the user, a `RequestError` if the template fails."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":
@@ -184,14 +181,13 @@ def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
     """Parse the body of a request into the class `kind`, or raise an `ApiError` that names the first mistake."""
     try:
         body = json.loads(content)
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(f"the request contains half a character ({error.object[error.start : error.end]!a})") from None
     except ValueError as error:
         raise ApiError(f"the request is not JSON ({error})") from None
     if not isinstance(body, dict):
         raise ApiError("the request must be a JSON object")
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(f"the request contains half a character ({error.object[error.start : error.end]!a})") from None
     try:
         return kind.model_validate(body)
     except ValidationError as error:

@@ -39,9 +39,7 @@ class TextGenerator:
         return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
 
     def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
-        """Start decoding after the token ids `prompt`, with `plain` without the drafter.
-
-        Raise a `RequestError` if the request is invalid (`decode.request.prepare`)."""
+        """Start decoding after the token ids `prompt`, with `plain` without the drafter, or raise a `RequestError`."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
         begun = decoding(self.model, None if plain else self.source, requests, settings)
@@ -61,7 +59,6 @@ class TextPiece(NamedTuple):
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
-    """Join pieces of text to a string."""
     return "".join(piece.text for piece in pieces)
 
 

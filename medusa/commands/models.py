@@ -19,7 +19,7 @@ from decode.bench.calibration.stored import files_for, situation, store, stored,
 from decode.bench.machine import has_fast_bfloat16
 from decode.drafters import drafter_factory, parse
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
-from decode.drafters.layouts import DynamicTree, Layout, require_drawable, require_sizes, resolve_tree
+from decode.drafters.layouts import DynamicTree, Layout, require_draftable, require_sizes, resolve_tree
 from decode.drafters.small_model import (
     load_small_model,
     require_same_tokenizer,
@@ -60,9 +60,7 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     require_sizes(heads.config, text.hidden_size, text.vocab_size)
     for drafter in drafters:
         for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
-            tree.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(text.vocab_size))
-            if settings.draft == "sample":
-                require_drawable(tree)
+            require_draftable(heads.config, text.hidden_size, text.vocab_size, tree, settings.draft == "sample")
 
 
 class Opened(NamedTuple):
