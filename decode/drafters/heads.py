@@ -23,10 +23,9 @@ from medusa.vocabulary import lm_head_for, over_all, token_ids
 class HeadsDrafter:
     """Drafts a tree with independent heads, which all read the hidden state of the token before the root.
 
-    A node at depth d holds one of head d's best guesses, whatever tokens its ancestors hold. A dynamic tree drafts the
-    most probable of its candidates. With a `target` the draft is sampled: the children of a node are draws, in order
-    and without replacement, from their head's distribution. A sampled tree is static, because choosing nodes by the
-    tokens that were drawn would change their distribution.
+    A node at depth d holds one of head d's best guesses, whatever tokens its ancestors hold. With a `target` the draft
+    is sampled: the children of a node are draws, in order and without replacement, from their head's distribution. A
+    sampled tree is static, because choosing nodes by the tokens that were drawn would change their distribution.
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:

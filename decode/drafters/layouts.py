@@ -71,7 +71,6 @@ class DynamicTree:
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
     def to(self, device: torch.device | str) -> DynamicTree:
-        """Return this dynamic tree with its tensors on `device`."""
         if self.candidates.depth.device == torch.device(device):
             return self  # with its cached tables
         return replace(self, candidates=self.candidates.to(device))
@@ -112,10 +111,9 @@ class DynamicTree:
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """Number of nodes with a path probability of at least `min_probability`, in the row that has most such nodes.
+        """Number of nodes to draft in every row: those of at least `min_probability` in the row with most of them.
 
-        `log_probs` [B, M] are path log probabilities. Every row drafts this many nodes, even if some are less probable.
-        """
+        `log_probs` [B, M] are path log probabilities."""
         if not self.min_probability:
             return log_probs.shape[1]
         return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
@@ -201,10 +199,7 @@ def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
 
 
 def default_tree(heads: MedusaHeads) -> Tree:
-    """The tree for heads without a saved tree: 8 nodes on a CPU, and the Medusa paper's tree of 64 nodes on a GPU.
-
-    On a GPU, most of a step is spent on reading weights, so more nodes are nearly free. On a CPU, each node takes time.
-    """
+    """The tree for heads without a saved tree: 8 nodes on a CPU; on a GPU, where nodes are nearly free, 64 (Medusa)."""
     name = "eight" if heads.device.type == "cpu" else "mc_sim_7b_63"
     return load_tree(name, heads.config.num_heads).clip(heads.config.num_heads)
 

@@ -120,7 +120,12 @@ class LookaheadDrafter(TextDrafter):
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft n-grams from each row's pool, with its window as a side branch that the backbone reads."""
-        self._learn()
+        if self.answers is not None:
+            for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
+                # Rows without new text learn nothing, so that a second call gives the same draft.
+                if self.sequences.lengths[row] > self.rows[row].length:
+                    self.rows[row].learn(answers)
+            self.answers = None
         draft = super().propose(frontier)
         if max(map(self.sequences.tokens_left, frontier.rows)) < 3:
             return draft  # no later step could use n-grams of this window
@@ -142,12 +147,3 @@ class LookaheadDrafter(TextDrafter):
     def _receive(self, rows: list[int], logits: Tensor) -> None:
         """Keep the backbone's predictions after the window's last level, from logits [B, M, V] after all M tokens."""
         self.answers = rows, argmax(logits[:, -self.config.window :])
-
-    def _learn(self) -> None:
-        if self.answers is None:
-            return
-        for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
-            # Rows without new text learn nothing, so that `propose` gives the same draft when it is called again.
-            if self.sequences.lengths[row] > self.rows[row].length:
-                self.rows[row].learn(answers)
-        self.answers = None

@@ -1,8 +1,5 @@
 """A mix of several drafters: the union of their trees is verified in one forward.
 
-Two nodes are equal if their paths from the root hold the same tokens; the union keeps one of the two nodes. If the
-union has more nodes than its limit, nodes of the last drafters are dropped first.
-
 Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth.
 """
 
@@ -66,7 +63,7 @@ class Mix(DrafterFactory):
     """A factory of drafters, each of which joins the drafts of several drafters."""
 
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
-        """Mix `parts` of the same heads, if any; a draft has at most `nodes` nodes, root included (0: no limit)."""
+        """Mix `parts`, which share their heads if any; drafts have up to `nodes` nodes with the root (0: any number)."""
         self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
         if len(several) > 1:  # a session has KV caches for one set of heads only
@@ -104,10 +101,11 @@ class MixDrafter:
 
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:
-    """Join drafts of the same roots into one tree, which holds equal nodes once and at most `most` nodes with the root.
+    """Join drafts of the same roots into one tree of at most `most` nodes with the root.
 
-    Nodes keep the order of the drafts. Of equal nodes the first is kept, so a parent comes before its children, and the
-    first `most` nodes form a tree. Rows with fewer nodes are padded with nodes below their last node.
+    Nodes are equal if their paths from the root hold the same tokens. Nodes keep the order of the drafts, and of equal
+    nodes the first is kept. So a parent comes before its children, and the first `most` nodes form a tree. Rows with
+    fewer nodes are padded with nodes below their last node.
     """
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1

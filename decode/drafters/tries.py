@@ -16,10 +16,7 @@ from decode.topology import Topology
 
 
 class Trie:
-    """A trie of the continuations to draft for one row: common prefixes are stored once.
-
-    Node 0 is the root, and a parent comes before its children.
-    """
+    """A trie of the continuations to draft for one row. Node 0 is the root, and a parent comes before its children."""
 
     def __init__(self, num_nodes: int) -> None:
         """Make a trie of the root alone, which can grow to `num_nodes` nodes, root included."""
@@ -79,7 +76,6 @@ class TextDrafter(ABC):
     sequences: Sequences
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Propose the continuations in each row's trie as one draft for the batch."""
         return draft_of([self.trie(row) for row in frontier.rows], frontier.root)
 
     @abstractmethod

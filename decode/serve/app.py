@@ -1,7 +1,4 @@
-"""The HTTP server of `medusa serve`, with an API that is compatible with OpenAI's. A worker thread decodes the texts.
-
-The routes are /v1/completions, /v1/chat/completions, /v1/models and /health.
-"""
+"""The HTTP server of `medusa serve`: an API compatible with OpenAI's, for which a worker thread decodes the texts."""
 
 from __future__ import annotations
 
@@ -111,8 +108,7 @@ class ApiAnswer:
             running -= event.finish_reason is not None
             yield index, event
 
-    def _leave(self) -> None:
-        """Tell the worker to stop decoding those rows of this answer that are not finished yet."""
+    def _leave(self) -> None:  # the worker then stops decoding the rows that are not finished
         for row in self.rows:
             row.left.set()
 
@@ -165,16 +161,13 @@ class CompletionApi:
         )
 
     async def health(self, request: HttpRequest) -> Response:
-        """Answer with status 200 if the worker thread is running, else with status 503."""
         alive = self.worker.is_alive
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
 
     async def models(self, request: HttpRequest) -> Response:
-        """List the available models. A server has a single model."""
         return JSONResponse({"object": "list", "data": [self.about]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """Describe the model that the request's path names; status 404 if the server has another model."""
         self._require_model(request.path_params["name"])
         return JSONResponse(self.about)
 
@@ -198,7 +191,7 @@ class CompletionApi:
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
         """Give a row for each requested text to the worker; returns the answer, or raises an `ApiError`."""
-        self._require_model(asked.model or self.name)
+        self._require_model(self.name if asked.model is None else asked.model)
         try:
             settings = asked.settings(self.settings)
             prompts = asked.prompts(self.generator.tokenizer)

@@ -114,10 +114,8 @@ class TextStream:
 
     def _possible_stop(self) -> int:
         """Count the characters at the end of the held-back text that may begin a stop string."""
-        if self.ended or not self.stop:
-            return 0
-        waiting, longest = joined(self.waiting), max(map(len, self.stop)) - 1
-        lengths = range(min(longest, len(waiting)), 0, -1)
+        waiting = "" if self.ended else joined(self.waiting)
+        lengths = range(len(waiting), 0, -1)
         return next((n for n in lengths if any(string.startswith(waiting[-n:]) for string in self.stop)), 0)
 
     def _release(self, kept: int) -> list[TextPiece]:

@@ -109,7 +109,6 @@ class BatchWorker:
         ready.result()
 
     def add(self, row: BatchRow) -> None:
-        """Add a row to the queue of rows that wait for a batch."""
         self.arrivals.put(row)
 
     def stop(self) -> None:

@@ -154,9 +154,8 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """From logits [W, V], find the next tokens of W hypotheses that can enter the beam, with log-probabilities.
-
-    The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text."""
+    """From logits [W, V], find the next tokens of W hypotheses that can enter the beam, with log-probabilities."""
+    # The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text.
     log_p = logits.float().log_softmax(-1)
     best = top_k(log_p, min(num_beams + len(ends), log_p.shape[-1]))
     return [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
@@ -230,9 +229,8 @@ class WholeTexts:
 
     def __call__(self, partials: Sequence[_Partial]) -> Tensor:
         texts = [[*self.start, *partial.ids] for partial in partials]
-        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-        for row, text in enumerate(texts):  # padded on the right, where no causal model attends
-            ids[row, : len(text)] = torch.tensor(text)
+        # Texts are padded on the right, where no causal model attends.
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
         logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
         last = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
         return logits[torch.arange(len(texts), device=logits.device), last]

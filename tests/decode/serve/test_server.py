@@ -175,6 +175,7 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": [99999]}, 400, "vocabulary has 4096"),
         ("/v1/completions", {"prompt": "word " * 600}, 400, "context ends at 512"),
         ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "model is 'gpt'; this server has 'demo'"),
+        ("/v1/completions", {"prompt": "a", "model": ""}, 404, "model is ''; this server has 'demo'"),
         ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "temprature is not a parameter of this endpoint"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature is 'hot'; it must be a number"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1.0; it must be 0"),
