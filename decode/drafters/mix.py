@@ -63,7 +63,7 @@ class Mix(DrafterFactory):
     """A factory of drafters, each of which joins the drafts of several drafters."""
 
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
-        """Mix `parts`, which share their heads if any; drafts have up to `nodes` nodes with the root (0: any number)."""
+        """Mix `parts`, which share their heads if any; drafts have up to `nodes` nodes with the root (0: no limit)."""
         self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
         if len(several) > 1:  # a session has KV caches for one set of heads only

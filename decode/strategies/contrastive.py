@@ -40,10 +40,8 @@ class Contrast(ContrastOptions, kw_only=False):
     """
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
-        """Score tokens [..., V] by the logits of both models; implausible tokens get -inf (sections 3.2 and 3.3).
-
-        Scores are float32, or float64 if the expert's logits are."""
-        dtype = torch.promote_types(expert.dtype, torch.float32)
+        """Score tokens [..., V] by the logits of both models; implausible tokens get -inf (sections 3.2 and 3.3)."""
+        dtype = torch.promote_types(expert.dtype, torch.float32)  # of the scores: float32, or the expert's float64
         expert_log_p = expert.to(dtype).log_softmax(-1)
         amateur_log_p = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(MIN_LOG_PROB)
         if self.beta is None:

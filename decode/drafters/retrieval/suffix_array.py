@@ -12,12 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-DEPTH = 16
-"""Number of tokens by which suffixes are sorted, and so the longest match that a search finds; 16 as in REST."""
-GROUP = 2**20
-"""Maximum number of positions that are sorted at once."""
-BLOCK = 2**22
-"""Number of tokens that are read at once."""
+DEPTH = 16  # tokens by which suffixes are sorted, and so the longest match that a search finds; 16 as in REST
+GROUP = 2**20  # maximum number of positions that are sorted at once
+BLOCK = 2**22  # number of tokens that are read at once
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
