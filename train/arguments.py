@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from medusa.errors import RequestError
 from train.loss.heads import BACKENDS
 from train.loss.weighting import DECAY, WEIGHTINGS, Weighting
-from train.sections import OneOf, section_of, validated
+from train.sections import one_of, section_of, validated
 
 OBJECTIVES = ("text", "argmax", "distill")
 
@@ -21,14 +21,14 @@ OBJECTIVES = ("text", "argmax", "distill")
 class MedusaTrainingArguments(TrainingArguments):
     """The training arguments of heads: the keys of a recipe's section `training`."""
 
-    objective: Annotated[str, OneOf(*OBJECTIVES)] = "argmax"
+    objective: Annotated[str, one_of(*OBJECTIVES)] = "argmax"
     """What a head learns at a position: text (the text's token), argmax (the backbone's most probable token, with which
     greedy acceptance compares) or distill (the backbone's distribution over tokens)."""
     teacher_temperature: Annotated[float, Gt(0)] = 1.0
     """Temperature of the backbone's distributions, with the objective distill."""
     hard_label_weight: Annotated[float, Ge(0), Le(1)] = 0.0
     """With the objective distill: share of the target's probability that is moved to the most probable token."""
-    head_weighting: Annotated[str | None, OneOf(*WEIGHTINGS)] = None
+    head_weighting: Annotated[str | None, one_of(*WEIGHTINGS)] = None
     """Loss weights of the heads: dpace (by how much each guess adds to the expected number of accepted guesses; the
     default) or decay (head_decay^k for head k; the default if head_decay is given)."""
     head_decay: Annotated[float | None, Gt(0), Le(1)] = None
@@ -43,7 +43,7 @@ class MedusaTrainingArguments(TrainingArguments):
     scheduled_sampling: Annotated[float, Ge(0), Le(1)] = 0.0
     """Probability, rising from 0 over the run, that a head reads the previous head's guess instead of the text's token;
     only for kinds of heads that follow the path."""
-    loss_backend: Annotated[str, OneOf(*BACKENDS)] = "auto"
+    loss_backend: Annotated[str, one_of(*BACKENDS)] = "auto"
     """How the loss is computed: chunked (the choice of auto), plain (all logits at once) or liger (its kernels; needs a
     GPU)."""
     log_lines: bool = True

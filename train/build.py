@@ -44,10 +44,9 @@ class LoadedRun(NamedTuple):
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Check a recipe, load its backbone and its data, and make its heads; `checkpoint` is the one to resume from.
+    """Check a recipe, load its backbone and its data, and make its heads.
 
-    Raises:
-        RequestError: the recipe has an error, or its heads differ from the checkpoint's, or something cannot be loaded.
+    Raise RequestError if the recipe has an error, or describes other heads than the `checkpoint` to resume from.
     """
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
@@ -55,9 +54,8 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     if checkpoint is not None:
         require_same_heads(checkpoint, config, loaded.model)
     reading = (loaded.tokenizer, backbone.vocab_size, backbone.context)
-    dataset: Rows
     if is_features(config.data.path):
-        dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
+        dataset: Rows = open_features(Path(config.data.path), config.data.sequence_length, backbone)
     else:
         dataset = load_dataset(config.data, *reading, arguments.seed)
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
@@ -85,12 +83,11 @@ def _heads(config: TrainConfig, backbone: Backbone, dataset: Rows, quiet: bool) 
 
 def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
     """Raise RequestError if the recipe's LoRA adapter cannot be trained together with these heads."""
-    if config.adapter is not None and config.adapter.teacher_tilt and heads.vocabulary is not None:
-        raise RequestError(
-            "adapter.teacher_tilt needs heads that guess among all tokens; "
-            "add adapter.teacher_tilt=0, or leave heads.vocabulary out"
-        )
-    if config.adapter is not None and config.adapter.lm_head and heads.config.lm_head == "shared":
+    adapter = config.adapter
+    if adapter is not None and adapter.teacher_tilt and heads.vocabulary is not None:
+        wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
+        raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
+    if adapter is not None and adapter.lm_head and heads.config.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
 
@@ -100,7 +97,6 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
     if config.shard_backbone:
         shard_backbone(model.requires_grad_(False), arguments.device)
         heads.to(arguments.device)
-    trainer: MedusaTrainer
     if config.adapter is None:
         trainer = MedusaTrainer(model, heads, arguments, eval_dataset=run.evaluated)
     else:

@@ -15,16 +15,12 @@ from train.data.datasets import require_data
 from train.features.files import is_features
 from train.sharding import launched_alone
 
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is its name in older transformers
-
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
     """Check a recipe before any weights are loaded, and return its training arguments and its backbone's configuration.
 
-    With `quiet`, the training arguments turn the progress bar off.
-
-    Raises:
-        RequestError: the data or the backbone does not exist, or two keys exclude each other.
+    Raise RequestError if the data or the backbone does not exist, or if two keys exclude each other. With `quiet`, the
+    training arguments turn the progress bar off.
     """
     data = config.data
     if is_features(data.path):
@@ -66,7 +62,8 @@ def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> M
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
     # Several GPUs need a launcher: DataParallel would copy the heads but not the backbone, which is no submodule.
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    if config.adapter is None and any(getattr(arguments, name, False) for name in CHECKPOINTING):
+    checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the second: in older transformers
+    if config.adapter is None and any(getattr(arguments, name, False) for name in checkpointing):
         raise RequestError("training.activation_checkpointing saves nothing if the backbone is frozen; leave it out")
     if arguments.eval_strategy != "no" and config.eval_data is None:
         raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")

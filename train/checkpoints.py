@@ -44,8 +44,7 @@ def is_whole(checkpoint: Path) -> bool:
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
     """Return the last complete checkpoint in `output` with --resume, or `None` without --resume.
 
-    Raises:
-        RequestError: there is no checkpoint to resume from, or a new run would replace heads without --overwrite.
+    Raise RequestError if there is no checkpoint to resume from, or a new run would replace heads without --overwrite.
     """
     found = whole_checkpoints(output)
     if resume and overwrite:

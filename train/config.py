@@ -12,7 +12,7 @@ from medusa.errors import RequestError
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
-from train.sections import OneOf, Section
+from train.sections import Section, one_of
 
 NUM_HEADS = 4
 TEACHER_TILT = 0.06  # with lambda_0 = 0.1, the perplexity rises by less than 2 % (docs/training.md)
@@ -23,22 +23,21 @@ class HeadsConfig(Section):
 
     num: int | None = Field(default=None, ge=1)
     """Number of heads, by default 4; a decoding step gives at most one token more."""
-    kind: Annotated[str | None, OneOf(*KINDS)] = None
+    kind: Annotated[str | None, one_of(*KINDS)] = None
     """Kind of heads (docs/kinds.md), by default medusa, which are independent heads."""
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
-    block: Annotated[str | None, OneOf(*BLOCKS)] = None
+    block: Annotated[str | None, one_of(*BLOCKS)] = None
     """Residual block: square (the paper's; servers load it in heads of kind medusa), mlp, or gated (the layer of
     EAGLE-3, which servers load; only for kind eagle)."""
     layers: int | None = Field(default=None, ge=1)
     """Number of residual blocks in each head."""
     expansion: float | None = Field(default=None, gt=0)
     """Width of an mlp or gated block, as a multiple of the hidden size."""
-    lm_head: Annotated[str | None, OneOf(*LM_HEADS)] = None
+    lm_head: Annotated[str | None, one_of(*LM_HEADS)] = None
     """LM head: own (one for each head, of vocabulary x hidden size weights) or shared (the backbone's)."""
     vocabulary: int | None = None
-    """Number of tokens that the heads guess among, the most frequent ones of the training text, to decode faster with a
-    large vocabulary; 0: all."""
+    """Number of tokens that heads guess among, the most frequent ones, to decode faster with many tokens; 0: all."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
     start: str | None = None
@@ -70,8 +69,7 @@ class DataConfig(Section):
     """Number of tokens in a packed row, at most the backbone's context length."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
     """How documents are packed into rows. split lays them end to end and cuts them at the end of each row. truncate and
-    drop keep each document in one row; a document that is longer than a row loses its end (truncate) or is left out
-    (drop)."""
+    drop keep each document in one row; a longer document loses its end (truncate) or is left out (drop)."""
     streaming: bool = False
     """Pack rows while training reads them, for data larger than memory; needs training.max_steps or max_minutes."""
     shuffle_buffer: int = Field(default=256, ge=1)
@@ -98,11 +96,9 @@ class AdapterConfig(Section):
     alpha: int = 64
     """LoRA's alpha: the adapter's output is scaled by alpha / rank (paper: 16)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout rate on the inputs of the LoRA matrices (paper: 0.05). Heads then train on hidden states with dropout,
-    but decode without it."""
+    """Dropout rate on the inputs of the LoRA matrices (paper: 0.05). Heads train with it, but decode without it."""
     modules: str | list[str] = "all-linear"
-    """Layers to adapt: all-linear (all linear layers except the LM head), or names in the form of peft's
-    target_modules."""
+    """Layers to adapt: all-linear (all linear layers except the LM head), or names as in peft's target_modules."""
     lm_head: bool = False
     """Adapt the LM head too, as the paper does; the heads then need their own LM heads."""
     learning_rate: float | None = None
@@ -112,8 +108,7 @@ class AdapterConfig(Section):
     lambda_0: float = Field(default=0.1, gt=0)
     """Weight of the heads' loss in the gradient of the adapter (paper: 0.2, and 0.01 in self-distillation)."""
     teacher_tilt: float | None = Field(default=None, ge=0, lt=1)
-    """With lm_loss kl: exponent of the first head's prediction in the target of the backbone (`train.medusa2.lm_loss`).
-    By default 0.06; 0: off."""
+    """With lm_loss kl: exponent of the first head's prediction in the backbone's target; by default 0.06; 0: off."""
     schedule: Literal["constant", "linear", "sine"] = "constant"
     """How lambda_0 and teacher_tilt change over the run: constant, linear (a rise from 0) or sine (a rise along a
     quarter wave). A rise changes the backbone less."""
@@ -145,8 +140,7 @@ class TrainConfig(Section):
     heads: HeadsConfig = Field(default_factory=HeadsConfig)
     """Shape of the heads to train."""
     eval_data: DataConfig | None = None
-    """Texts to evaluate on during training, with the same keys as data. An evaluation takes place every
-    training.eval_steps steps, by default 500."""
+    """Texts to evaluate on every training.eval_steps training steps (by default 500), with the same keys as data."""
     adapter: AdapterConfig | None = None
     """Train the backbone too, through a LoRA adapter (Medusa-2)."""
     training: dict[str, Any] = Field(default_factory=dict)
@@ -155,19 +149,19 @@ class TrainConfig(Section):
     """Run the backbone only once, and train the heads from its hidden states on disk (`train.features`)."""
     features_dir: str | None = None
     """Folder for the cached hidden states, by default output_dir/features."""
-    features_dtype: Annotated[str | None, OneOf(*DTYPES)] = None
+    features_dtype: Annotated[str | None, one_of(*DTYPES)] = None
     """Dtype of the cached hidden states, by default the backbone's."""
     revision: str | None = None
     """Revision of the backbone on the Hub: a branch, a tag or a commit."""
-    dtype: Annotated[str | None, OneOf(*DTYPES)] = None
+    dtype: Annotated[str | None, one_of(*DTYPES)] = None
     """Dtype of the backbone, by default float32 on a CPU and the checkpoint's dtype on a GPU."""
     device: str | None = None
     """Device of the backbone, such as cpu or cuda; by default a GPU if there is one."""
-    attention: Annotated[str | None, OneOf(*ATTENTIONS)] = None
+    attention: Annotated[str | None, one_of(*ATTENTIONS)] = None
     """Attention implementation of the backbone, by default sdpa if the model supports it."""
     shard_backbone: bool = False
     """Shard the backbone's blocks over all processes (FSDP2), if the backbone is too large for a single GPU."""
-    quantization: Annotated[str | None, OneOf(*QUANTIZATIONS)] = None
+    quantization: Annotated[str | None, one_of(*QUANTIZATIONS)] = None
     """Load the backbone in 4 or 8 bits, with bitsandbytes; by default it is not quantised."""
     trust_remote_code: bool = False
     """Allow code that comes with the backbone to run."""

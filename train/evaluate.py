@@ -42,7 +42,7 @@ class GuessCounts:
 
     The counts give the accuracy of each head and the expected tau (tokens per decoding step) of a tree: one plus the
     mean number of accepted guesses. The expected tau takes every position as equally likely to start a step; in
-    decoding, a step starts where the step before ended. It usually rises and falls with the measured tau.
+    decoding, a step starts where the step before ended.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
@@ -53,15 +53,12 @@ class GuessCounts:
         self.accepted = torch.zeros((), dtype=torch.float64)  # guesses that the tree accepts
 
     def add(self, ranks: Tensor, labelled: Tensor) -> None:
-        """Count right guesses, from the labels' ranks [K, P] (`label_ranks`); `labelled` [K, P] marks existing labels.
-
-        Only positions where all heads have a label count for the conditional accuracies and the expected tau.
-        """
+        """Count right guesses by the labels' ranks [K, P] (`label_ranks`); `labelled` [K, P] marks existing labels."""
         ranks, labelled = ranks.cpu(), labelled.cpu()
         for rank in range(max(TOPS)):
             self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)
         self.labels += labelled.sum(1)
-        whole = ranks[:, labelled.all(0)]
+        whole = ranks[:, labelled.all(0)]  # the conditional accuracies and tau need labels of all heads
         self.chained[0] += whole.shape[1]
         self.chained[1:] += (whole == 0).long().cumprod(0).sum(1)
         if self.tree is not None:

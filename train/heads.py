@@ -27,10 +27,8 @@ def new_heads(
     """Make the heads that the recipe's section `asked` describes, for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
-    Heads guess among the tokens with the ids `vocabulary` [N] (`train.vocabulary`), by default among all tokens.
-
-    Raises:
-        RequestError: the backbone has no linear LM head, or the trained heads in `asked.start` differ from `asked`.
+    Heads guess among the tokens with the ids `vocabulary` [N] (`train.vocabulary`), by default among all tokens. Raise
+    RequestError if the backbone has no linear LM head, or the trained heads in `asked.start` differ from `asked`.
     """
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):

@@ -39,17 +39,14 @@ class HeadsOnBackbone(nn.Module):
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
         """Freeze the backbone `model`, and set the heads' dropout to the rate in `args`.
 
-        Raises:
-            RequestError: `args` has an objective or scheduled sampling that these models do not support.
+        Raise RequestError if `args` has an objective or scheduled sampling that these models do not support.
         """
         super().__init__()
         self.heads, self.args, self.weighting = heads, args, args.weighting
         self.scheduled_sampling = 0.0  # current probability, which the trainer raises over the run
         if args.scheduled_sampling and not heads.follows_path:
-            raise RequestError(
-                f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses; leave it out, or take "
-                "a kind that follows the path (docs/heads.md)"
-            )
+            unable = f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses"
+            raise RequestError(f"{unable}; leave it out, or take a kind that follows the path (docs/heads.md)")
         if args.dropout:
             heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads

@@ -55,11 +55,6 @@ class RunFigures:
             perplexities=perplexities,
         )
 
-    @property
-    def top1(self) -> list[float]:
-        """Top-1 accuracy of each head in the log's last line: the share of labels that equal the head's best guess."""
-        return top1_shares(self.heads)
-
     def to_dict(self) -> dict[str, object]:
         """The metrics as one flat JSON object."""
         figures = {name: value for name, value in vars(self).items() if name not in ("heads", "perplexities")}

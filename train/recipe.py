@@ -18,8 +18,7 @@ OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: 
 def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
     """Read a training recipe from a YAML file, and apply overrides such as `training.learning_rate=1e-3` to it.
 
-    Raises:
-        RequestError: the file does not exist or is not YAML, a key is unknown or missing, or a value is not allowed.
+    Raise RequestError if the file cannot be read, a key is unknown or missing, or a value is not allowed.
     """
     path = Path(path)
     if not path.is_file():
@@ -36,10 +35,9 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
-    """Check the content of a recipe, and turn it into a `TrainConfig`. Error messages start with the name `source`.
+    """Turn the content of a recipe into a `TrainConfig`.
 
-    Raises:
-        RequestError: a key is unknown or missing, or a value is not allowed.
+    Raise RequestError if a key is unknown or missing, or a value is not allowed; the message starts with `source`.
     """
     config = validated(TrainConfig, content, f"{source}: ")
     section = section_of(MedusaTrainingArguments)

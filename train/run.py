@@ -29,20 +29,13 @@ from train.medusa2.perplexity import Perplexities, measure_perplexities
 from train.outcome import PICTURE, RunFigures, draw_curves
 from train.trainer import MedusaTrainer
 
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
-
 
 def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> RunFigures:
     """Train heads by the recipe `config`, and save them in its `output_dir`.
 
-    Args:
-        resume: continue from the last complete checkpoint in `output_dir`.
-        overwrite: replace heads, checkpoints and features in `output_dir`.
-        quiet: show no progress bar and print only warnings.
-
-    Raises:
-        RequestError: the recipe cannot be carried out; raised before training starts.
-        RunError: the disk has filled up during training.
+    With `resume`, continue from the last complete checkpoint there; with `overwrite`, replace heads, checkpoints and
+    features there; with `quiet`, show no progress bar and print only warnings. Raise RequestError before training if
+    the recipe cannot be carried out, and RunError if the disk has filled up.
     """
     output = Path(config.output_dir)
     checkpoint = checkpoint_to_resume(output, resume, overwrite)
@@ -80,8 +73,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     """Estimate the disk space and the saved training time of the recipe's `cache_features`, without writing anything.
 
-    Raises:
-        RequestError: the training data are a folder of features already, or a stream.
+    Raise RequestError if the training data are a folder of features already, or a stream.
     """
     run = load(config, None, quiet)
     trainer = build_trainer(run)
@@ -142,5 +134,5 @@ def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
         "data": run.dataset.counts.to_dict(),
         "backbone": run.heads.config.backbone,
         "max_steps": max_steps,
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors")},
     }

@@ -12,9 +12,9 @@ from types import GenericAlias, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, GetPydanticSchema, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from pydantic_core import ErrorDetails, core_schema
 
 from medusa.errors import RequestError
 
@@ -28,15 +28,12 @@ WANTED = {"string_type": "a string (quote it)", "dict_type": "a mapping of keys"
 BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
-class OneOf:
+def one_of(*names: str) -> GetPydanticSchema:
     """Annotation that restricts a string field to given names, like `Literal`, but with names computed at run time."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        names = core_schema.literal_schema(list(self.names))
-        return core_schema.nullable_schema(names) if NoneType in get_args(source) else names
+    plain = core_schema.literal_schema(list(names))
+    return GetPydanticSchema(
+        lambda kind, _: core_schema.nullable_schema(plain) if NoneType in get_args(kind) else plain
+    )
 
 
 class Section(BaseModel):
@@ -95,12 +92,8 @@ AnySection = TypeVar("AnySection", bound=Section)
 def validated(section: type[AnySection], content: object, source: str = "", prefix: str = "") -> AnySection:
     """Check the content of a section, as read from YAML, and return the section.
 
-    Args:
-        source: start of every error message, such as the file's name and a colon.
-        prefix: path of the section in the recipe, such as "training.".
-
-    Raises:
-        RequestError: a key is unknown or missing, or a value is not allowed.
+    Raise RequestError if a key is unknown or missing, or a value is not allowed. The message starts with `source`, the
+    name of a file with a colon, and names keys with the path `prefix` of their section, such as "training.".
     """
     try:
         return section.model_validate(content)

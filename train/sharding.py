@@ -43,13 +43,11 @@ def launched_alone() -> bool:
 def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     """Shard a frozen `model` over all processes, in place, except embedding and LM head: `device` holds these whole.
 
-    Raises:
-        RequestError: there is only one process, or the model does not name its decoder blocks.
+    Raise RequestError if there is only one process, or if the model does not name its decoder blocks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        raise RequestError(
-            "shard_backbone: true needs several processes; start with torchrun --nproc-per-node N -m medusa train ..."
-        )
+        start = "start with torchrun --nproc-per-node N -m medusa train ..."
+        raise RequestError(f"shard_backbone: true needs several processes; {start}")
     if not blocks(model):
         raise RequestError(f"{type(model).__name__} does not name its blocks; leave shard_backbone out")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -104,10 +104,7 @@ class MedusaTrainer(Trainer):
             self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Measure the seconds of a training step, without `prepare`, a function applied to every batch before the loss.
-
-        The steps that are measured are undone.
-        """
+        """Measure the seconds of a training step without `prepare`, which is applied to every batch; undo the steps."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
@@ -221,10 +218,7 @@ class MedusaTrainer(Trainer):
         return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a line of the log, with each head's mean loss in nats and top-1 accuracy since the last line.
-
-        The line of an evaluation also has top-5, top-10 and conditional accuracy, and the expected tau of `eval_tree`.
-        """
+        """Write a line of the log, with each head's loss and accuracy since the last line, and an evaluation's tau."""
         split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
         if split in self._seen and f"{prefix}loss" in logs:
             sums = torch.stack(self._seen.pop(split)).sum(0)

@@ -39,8 +39,7 @@ class FrequentTokens(NamedTuple):
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
     """The `size` most frequent tokens among the labels of a dataset. Equally frequent tokens are sorted by id.
 
-    Raises:
-        RequestError: the dataset is a stream, which has no end; or `size` is not smaller than the vocabulary.
+    Raise RequestError if the dataset is a stream, or if `size` is not smaller than the vocabulary.
     """
     if isinstance(dataset, StreamedDataset):
         counted = "heads.vocabulary is counted on the whole text"
@@ -101,8 +100,7 @@ def vocabulary_gain(
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
     """Describe in one line how much faster decoding is expected to be with the reduced vocabulary of `heads`.
 
-    Raises:
-        RequestError: the vocabulary is expected to slow decoding down, and `force` is not set.
+    Raise RequestError if decoding is expected to be slower, and `force` is not set.
     """
     config = heads.config
     assert config.vocabulary is not None

@@ -126,6 +126,7 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
 def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads:
     """Stage 2: train heads on the text, and return the heads."""
     from medusa.heads.independent import MedusaHeads
+    from train.callbacks import top1_shares
     from train.recipe import parse_recipe
     from train.run import train
 
@@ -141,7 +142,7 @@ def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads
     content["training"] |= {"max_minutes": options.minutes, "seed": options.runtime.seed, "log_lines": False}
     content |= {name: getattr(options.load, name) for name in ("dtype", "device", "attention")}
     figures = train(parse_recipe(content, "demo"), overwrite=True, quiet=options.output.quiet)
-    shares = ", ".join(f"head {head} {share:.0%}" for head, share in enumerate(figures.top1, 1))
+    shares = ", ".join(f"head {head} {share:.0%}" for head, share in enumerate(top1_shares(figures.heads), 1))
     options.output.console.print(f"    {figures.steps} steps; share of best guesses that were right: {shares}\n")
     return MedusaHeads.from_pretrained(folder, dtype=loaded.model.dtype, device=loaded.model.device)
 
