@@ -125,6 +125,20 @@ def test_other_heads_than_the_checkpoints_are_refused(recipe: Any, heads: dict[s
         train(parse_recipe(other, "test"), quiet=True, resume=True)
 
 
+def test_checkpoints_whose_recipe_has_keys_of_older_versions_resume_and_load(recipe: Any, tmp_path: Path) -> None:
+    once = recipe("out")
+    once["training"] |= {"max_steps": SAVE_STEPS}
+    train(parse_recipe(once, "test"), quiet=True)
+    for folder in (tmp_path / "out", tmp_path / "out" / f"checkpoint-{SAVE_STEPS}"):
+        stored = json.loads((folder / "provenance.json").read_text())
+        stored["config"]["heads"]["vocabulary_anyway"] = stored["config"]["heads"].pop("force_vocabulary")
+        stored["config"]["training"] |= {"own_guesses": 0.0, "label_share": 0.0}
+        (folder / "provenance.json").write_text(json.dumps(stored))
+        assert MedusaHeads.from_pretrained(folder).provenance == stored
+    once["training"] |= {"max_steps": SAVE_STEPS + 1}
+    assert train(parse_recipe(once, "test"), quiet=True, resume=True).steps == SAVE_STEPS + 1
+
+
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the process (SIGKILL) in the middle of `stage` of writing the second checkpoint."""
     calls = {"weights": 0, "optimizer": 0, "state": 0}
