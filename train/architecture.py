@@ -76,10 +76,7 @@ def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
 
 
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:
-    """The expected decoding speed with MLP heads, tau / (T(n) + T(heads)), up to a constant factor.
-
-    `inner` is the inner width of a head, summed over its blocks, and `own` whether each head has its own LM head.
-    """
+    """The expected decoding speed, up to a factor, of MLP heads with this inner width and shared or `own` LM heads."""
     lm_heads = (num_heads if own else 1) * sizes.hidden_size * sizes.vocab_size
     heads = num_heads * 2 * inner * sizes.hidden_size + lm_heads
     tau = (1 - LOSS / inner**0.5) * (OWN_GAIN if own else 1.0)

@@ -41,11 +41,9 @@ class MedusaTrainingArguments(TrainingArguments):
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout rate on the outputs of the heads' blocks (Hydra++: 0.2); 0: none."""
     scheduled_sampling: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Probability, rising from 0 over the run, that a head reads the previous head's guess instead of the text's token;
-    only for kinds of heads that follow the path."""
+    """Probability, rising from 0 over the run, that a head that follows the path reads a guess instead of the text."""
     loss_backend: Annotated[str, one_of(*BACKENDS)] = "auto"
-    """How the loss is computed: chunked (the choice of auto), plain (all logits at once) or liger (its kernels; needs a
-    GPU)."""
+    """How the loss is computed: chunked (auto's choice), plain (all logits at once) or liger (its kernels; GPU)."""
     log_lines: bool = True
     """Print every line of the log, in addition to the progress bar."""
     max_minutes: Annotated[float | None, Gt(0)] = None

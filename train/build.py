@@ -44,10 +44,7 @@ class LoadedRun(NamedTuple):
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Check a recipe, load its backbone and its data, and make its heads.
-
-    Raise RequestError if the recipe has an error, or describes other heads than the `checkpoint` to resume from.
-    """
+    """Load what a recipe describes; raise RequestError for errors, or for other heads than in a given `checkpoint`."""
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     backbone = Backbone(loaded.model)

@@ -39,10 +39,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     """
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
-        """Make a time budget whose clock starts when training begins; with `cpu`, the clock is this process's CPU time.
-
-        An interrupted run has already spent `elapsed` seconds.
-        """
+        """Make a time budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
         self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
         self._clock = time.process_time if cpu else time.monotonic
         self._resumed_at: float | None = None
@@ -88,10 +85,7 @@ class ProgressBar(TrainerCallback):
     """Callback that shows a progress bar, which counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
-        """Make a progress bar; it appears when training begins.
-
-        With `lines`, every line of the log is printed above the bar; otherwise only the bar shows the latest metrics.
-        """
+        """Make a progress bar; with `lines`, all lines of the log stand above it, else only the latest beside it."""
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
 

@@ -19,8 +19,7 @@ from train.sharding import launched_alone
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
     """Check a recipe before any weights are loaded, and return its training arguments and its backbone's configuration.
 
-    Raise RequestError if the data or the backbone does not exist, or if two keys exclude each other. With `quiet`, the
-    training arguments turn the progress bar off.
+    Raise RequestError if something does not exist, or if two keys exclude each other. With `quiet`, show no progress.
     """
     data = config.data
     if is_features(data.path):

@@ -41,8 +41,7 @@ class GuessCounts:
     """Counts of the heads' right guesses, added up over batches and processes.
 
     The counts give the accuracy of each head and the expected tau (tokens per decoding step) of a tree: one plus the
-    mean number of accepted guesses. The expected tau takes every position as equally likely to start a step; in
-    decoding, a step starts where the step before ended.
+    mean number of accepted guesses, if a step starts at every position, not only where the step before ended.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
@@ -114,10 +113,7 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """Find the ranks [K, P] of the right tokens among the heads' guesses (`label_ranks`), from the prompt's end on.
-
-    The text `ids` [1, T] is the prompt, of `prompt_tokens` tokens, and its continuation.
-    """
+    """Find the ranks [K, P] (`label_ranks`) of the right tokens in a text `ids` [1, T], from the prompt's end on."""
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
     usable[: max(prompt_tokens - 1, 0)] = False
@@ -127,10 +123,7 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Find the rank of each label [K, P] among its head's guesses, from the inputs of the heads at the P positions.
-
-    The ranks [K, P] count from 0; a label that is not among the head's best ten guesses has the rank `MISSED`.
-    """
+    """Find the ranks [K, P], from 0, of labels [K, P] among the heads' ten best guesses, or `MISSED` for others."""
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs)

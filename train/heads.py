@@ -17,7 +17,7 @@ from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
 SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")
-HEADS_ASKED = {"num_heads": "num", "num_layers": "layers", **{name: name for name in SAME_NAMES}}
+HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
 """For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
 
 

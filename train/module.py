@@ -37,12 +37,9 @@ class HeadsOnBackbone(nn.Module):
     """Heads with the frozen backbone whose hidden states they read. Parameters and state dict cover only the heads."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
-        """Freeze the backbone `model`, and set the heads' dropout to the rate in `args`.
-
-        Raise RequestError if `args` has an objective or scheduled sampling that these models do not support.
-        """
+        """Freeze the backbone `model`; raise RequestError if `args` asks for what these models do not support."""
         super().__init__()
-        self.heads, self.args, self.weighting = heads, args, args.weighting
+        self.heads, self.args = heads, args
         self.scheduled_sampling = 0.0  # current probability, which the trainer raises over the run
         if args.scheduled_sampling and not heads.follows_path:
             unable = f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses"
@@ -61,7 +58,7 @@ class HeadsOnBackbone(nn.Module):
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Compute the losses of all heads on a batch (`train.data.packing.Batch`)."""
         inputs, labels, teacher = self.labelled_positions(**batch)
-        settings = (self.weighting, teacher, self.args.loss_backend)
+        settings = (self.args.weighting, teacher, self.args.loss_backend)
         return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
 
     def labelled_positions(
@@ -111,10 +108,8 @@ class HeadsOnBackbone(nn.Module):
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """Add uniform noise to hidden states [..., H], from -a r to a r, where a is `amplitude` and r a state's RMS.
-
-    (EAGLE, arXiv 2401.15077, adds noise between -0.1 and 0.1, whatever the scale of the hidden states.)
-    """
+    """Add uniform noise to hidden states [..., H], from -a r to a r: a is `amplitude`, r a state's root mean square."""
+    # EAGLE (arXiv 2401.15077) adds noise between -0.1 and 0.1, whatever the scale of the hidden states.
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
 
@@ -125,9 +120,8 @@ def with_own_guesses(
 ) -> Tensor:
     """Scheduled sampling: replace some tokens `ids` [R, K] of the path that heads read by the guesses of earlier heads.
 
-    With the given probability, head k reads the guess of head k - 1 instead of the text's token; the first token, the
-    root, is never replaced. All guesses come from one pass over `inputs`, which have the text's tokens as the path
-    (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
+    With the given probability, head k reads the guess of head k - 1 instead of the text's token, but never of the root.
+    All guesses come from one pass over the text's tokens (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
     """
     if ids.shape[1] == 1:
         return ids

@@ -16,10 +16,7 @@ OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: 
 
 
 def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
-    """Read a training recipe from a YAML file, and apply overrides such as `training.learning_rate=1e-3` to it.
-
-    Raise RequestError if the file cannot be read, a key is unknown or missing, or a value is not allowed.
-    """
+    """Read a recipe from a YAML file with overrides such as `training.learning_rate=1e-3`, or raise RequestError."""
     path = Path(path)
     if not path.is_file():
         raise RequestError(f"no such file: {path}")
@@ -35,10 +32,7 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
-    """Turn the content of a recipe into a `TrainConfig`.
-
-    Raise RequestError if a key is unknown or missing, or a value is not allowed; the message starts with `source`.
-    """
+    """Turn a recipe's content into a `TrainConfig`, or raise RequestError, with the name `source` in its message."""
     config = validated(TrainConfig, content, f"{source}: ")
     section = section_of(MedusaTrainingArguments)
     known = section.model_fields

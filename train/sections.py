@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 PLAIN = {int, str, float, bool, NoneType}
-KNOWN_SHOWN = 12  # number of valid keys that an error lists if none is similar to the unknown key
-QUOTED = re.compile(r"'([^']*)'")
 WANTED = {"string_type": "a string (quote it)", "dict_type": "a mapping of keys", "model_type": "a mapping of keys"}
 BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
@@ -113,13 +111,14 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
     path = prefix + ".".join(parts)
     if field is None:
         near = difflib.get_close_matches(parts[-1], section.model_fields, n=1)
-        known = f"known: {', '.join([*section.model_fields][:KNOWN_SHOWN])}"
+        known = f"known: {', '.join([*section.model_fields][:12])}"
         return f"unknown key {path}; {f'did you mean {path.removesuffix(parts[-1])}{near[0]}?' if near else known}"
     if kind in ("missing", "string_too_short") or (error["input"] is None and field.is_required()):
         return f"{path} is missing; add `{': {'.join(parts)}: ...{'}' * (len(parts) - 1)}`"
     value = repr(error["input"]) if isinstance(error["input"], str) else str(error["input"])
     if kind == "literal_error":
-        return f"{path} is {value}; choose one of {', '.join(re.findall(QUOTED, error['ctx']['expected']))}"
+        names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return f"{path} is {value}; choose one of {', '.join(names)}"
     bounds = [f"{BOUNDS[type(one)]} {astuple(one)[0]}" for one in field.metadata if type(one) in BOUNDS]
     if bounds and kind.startswith(("greater", "less")):  # all bounds, not only the one that the value breaks
         return f"{path} is {value}; it must be {' and '.join(bounds)}"

@@ -41,10 +41,7 @@ class MedusaTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **options: Any,
     ) -> None:
-        """Make a trainer of `heads` for the backbone `model`, with any other `options` of transformers' `Trainer`.
-
-        `provenance` says how the heads were made and is saved with them.
-        """
+        """Make a trainer, with any `options` of transformers' `Trainer`; `provenance` is saved with the heads."""
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
         callbacks = [*(callbacks or []), LogBeforeSaving()]
@@ -69,8 +66,6 @@ class MedusaTrainer(Trainer):
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
         """Make the module to train from the heads and the backbone."""
         return HeadsOnBackbone(heads, model, args)
-
-    # --- the length of the run ---------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> TimeBudget | None:
@@ -136,8 +131,6 @@ class MedusaTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # --- the loss of a step ------------------------------------------------------------------------------------------
-
     def begin_step(self, progress: float) -> None:
         """Update the settings that change over the run, such as scheduled sampling, when a share `progress` is done."""
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
@@ -192,8 +185,6 @@ class MedusaTrainer(Trainer):
         undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
         return labels * self.args.world_size * undone / of_step.clamp_min(1)
 
-    # --- evaluation and the log --------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -234,8 +225,6 @@ class MedusaTrainer(Trainer):
             figures[f"{prefix}head{head}_loss"] = round(loss / max(count, 1.0), 4)
             figures[f"{prefix}head{head}_top1"] = round(correct / max(count, 1.0), 4)
         return figures
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:

@@ -1,8 +1,7 @@
 """The reduced vocabulary of heads: the most frequent tokens of the training text, and the expected speedup.
 
 Heads with a reduced vocabulary (`medusa.vocabulary`) read fewer LM head weights, but never guess a label outside the
-vocabulary. Both effects are estimated before training. The time of a step is estimated by the number of weights that it
-reads, as in `train.architecture`.
+vocabulary. The time of a step is estimated by the number of weights that it reads, as in `train.architecture`.
 """
 
 from __future__ import annotations
@@ -80,13 +79,9 @@ def vocabulary_gain(
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
         time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
-    K is the number of heads, H the hidden size, and `backbone` the number of the backbone's parameters. TREE and
-    OVERHEAD are constants (`train.architecture`).
-
-    Args:
-        blocks: number of parameters of the heads without their LM heads.
-        lm_heads: number of LM heads that a step reads: K if each head has its own, or if heads run one after another.
-        coverage: c, the share of the labels that are in the reduced vocabulary.
+    K is the number of heads, H the hidden size, and c, the `coverage`, the share of labels in the reduced vocabulary.
+    `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
+    `lm_heads` LM heads: K if each head has its own, or if heads run one after another.
     """
 
     def speed(tokens: int, share: float) -> float:
@@ -98,10 +93,7 @@ def vocabulary_gain(
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Describe in one line how much faster decoding is expected to be with the reduced vocabulary of `heads`.
-
-    Raise RequestError if decoding is expected to be slower, and `force` is not set.
-    """
+    """Describe the expected gain of a reduced vocabulary; raise RequestError for a loss, unless `force` is set."""
     config = heads.config
     assert config.vocabulary is not None
     assert config.vocab_size is not None
