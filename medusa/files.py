@@ -27,7 +27,7 @@ Json = dict[str, Any]
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _unused_name(path)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
         yield temporary
         umask = os.umask(0)  # the only way to read the umask is to set it
@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `path`. It replaces `path` on success and is removed after an error."""
-    temporary = _unused_name(path)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -50,10 +50,6 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _unused_name(path: Path) -> Path:
-    return path.parent / f".{path.name}.{secrets.token_hex(8)}"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -97,11 +93,9 @@ def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
 def _is_full(error: BaseException | None) -> bool:
     """Whether an error, or one of the errors during whose handling it was raised, comes from a full disk."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            return True
         # safetensors reports the system's error number as text; torch's archive writer reports only its source file.
-        if any(f"os error {number}" in text for number in DISK_FULL) or "inline_container.cc" in text:
+        signs = [f"os error {number}" for number in DISK_FULL] + ["inline_container.cc"]
+        if getattr(error, "errno", None) in DISK_FULL or any(sign in str(error) for sign in signs):
             return True
         error = error.__context__
     return False

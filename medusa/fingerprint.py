@@ -22,8 +22,8 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
     slightly with the dtype, but they differ between a model and its fine-tuned versions.
     """
     values = []
-    names = sorted(key for key, p in model.named_parameters() if p.is_floating_point() and p.device.type != "meta")
     parameters = dict(model.named_parameters())
+    names = sorted(key for key, p in parameters.items() if p.is_floating_point() and p.device.type != "meta")
     for index in range(min(SAMPLES, 8 * len(names))):
         key = names[index * len(names) // SAMPLES if len(names) > SAMPLES else index % len(names)]
         digest = hashlib.sha256(f"{key}/{index}".encode()).digest()

@@ -25,8 +25,6 @@ from medusa.options import DTYPE_NAMES, LoadOptions
 DEMO = ASSETS / "backbone"
 """The folder of the backbone that comes with the package (`demo`)."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""A folder with one of these files has a tokenizer."""
 LOAD_DEFAULTS = LoadOptions()
 
 
@@ -56,7 +54,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
     Raises:
         RequestError: there is no such model, or a file is damaged.
     """
-    path = _path_of(name_or_path)
+    path = str(DEMO) if name_or_path == "demo" else name_or_path
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
     dtype = DTYPES[options.dtype] if options.dtype else (torch.float32 if on_cpu else "auto")
@@ -81,7 +79,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
     """Load only the config of a backbone; raise RequestError if there is no such model."""
-    path = _path_of(name_or_path)
+    path = str(DEMO) if name_or_path == "demo" else name_or_path
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
         path = read_json(adapter).get("base_model_name_or_path") or path
@@ -94,11 +92,7 @@ def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Pret
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
     """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
     config = load_config(name_or_path, options)
-    return _tokenizer((_path_of(name_or_path), config._name_or_path), options)
-
-
-def _path_of(name_or_path: str) -> str:
-    return str(DEMO) if name_or_path == "demo" else name_or_path
+    return _tokenizer((str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path), options)
 
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
@@ -107,7 +101,7 @@ def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokeniz
         try:
             return AutoTokenizer.from_pretrained(place, **options.hub)
         except Exception as error:  # tokenizers raise errors of many types
-            if any((Path(place) / name).is_file() for name in TOKENIZER_FILES):
+            if any((Path(place) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
                 raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error
     return None
 

@@ -70,9 +70,8 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:
-        raise RequestError(
-            f"{source} has an LM head of its own; only layers that use the backbone's LM head can be loaded"
-        )
+        only = "only layers that use the backbone's LM head can be loaded"
+        raise RequestError(f"{source} has an LM head of its own; {only}")
     vocabulary = {}
     if "d2t" in tensors:
         offsets = tensors.pop("d2t").to(torch.int64)
@@ -92,10 +91,8 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     require_exactly(tensors, to_eagle3(empty(config)), source)
     expected = attention_heads(size)
     for key in ("num_attention_heads", "num_key_value_heads"):
-        if published.get(key) != expected:
-            raise RequestError(
-                f"{source}: its {key} is {published.get(key)}; it must be {expected} for this hidden size"
-            )
+        if (heads := published.get(key)) != expected:
+            raise RequestError(f"{source}: its {key} is {heads}; it must be {expected} for this hidden size")
     found = {module: tensors[name] for module, name in NAMES.items()}
     found["pair.weight"] = torch.cat([tensors[name] for name in PAIR_PARTS]).roll(size, dims=1)
     return Checkpoint(config, found | vocabulary).require_complete(source)

@@ -114,9 +114,8 @@ def _stored_heads(folder: Path) -> Stored:
         return Stored.of_files([path])
     stored = Stored.of_model(folder)
     if not is_eagle3(stored) and not any(map(is_of_heads, stored)):
-        raise RequestError(
-            f"no heads in {folder}: it holds neither {', '.join(HEADS_FILES)} nor a model with heads inside"
-        )
+        files = ", ".join(HEADS_FILES)
+        raise RequestError(f"no heads in {folder}: it holds neither {files} nor a model with heads inside")
     return stored
 
 

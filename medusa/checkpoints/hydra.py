@@ -72,9 +72,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Derive from the names and sizes of tensors: the config, the indices i of a head's blocks, and the ending of LM
-    heads' names (empty or `.1`).
-    """
+    """Derive the config, the indices i of a head's blocks, and the ending of LM heads' names (empty or `.1`)."""
     found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     blocks = sorted(block for head, block in found if head == 0)
     if not blocks:
@@ -86,7 +84,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
         raise RequestError(
             f"{source}: its heads do not read tokens (grounded_heads: false); only Hydra heads, which do, can be loaded"
         )
-    lm_head = next((match for match in map(LM_HEAD.fullmatch, tensors) if match is not None), None)
+    lm_head = next(filter(None, map(LM_HEAD.fullmatch, tensors)), None)
     if lm_head is None:
         raise RequestError(f"{source} misses the tensor hydra_lm_head.0.weight; its heads are not complete")
     sizes = (first.shape[0], tensors[lm_head[0]].shape[0], heads, len(blocks))

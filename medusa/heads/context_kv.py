@@ -10,8 +10,7 @@ With unit vectors e_j:
 
 So the softmax runs over text keys and own keys. The extra dimensions of the output are the weights of the own keys.
 
-Shapes: B rows, S keys of the text, Q queries in each row, R selected queries, A attention heads, D their size, J own
-keys.
+Shapes: B rows, S keys of the text, Q queries of a row, R selected queries, A attention heads, D their size, J own keys.
 """
 
 from __future__ import annotations
@@ -80,10 +79,9 @@ def _extended(states: Tensor, unit: Tensor) -> Tensor:
 
 
 def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """Build the causal mask [B, T, T] of T = `length` positions: [b, i, j] is True if position i attends to position j.
+    """Build the mask [B, T, T] of `length` positions: each attends to those of its document `before` or more earlier.
 
-    Position j is at least `before` positions earlier and in the same document (`document_ids` [B, T]). Without document
-    ids the mask is [1, T, T].
+    Without `document_ids` [B, T] the mask is [1, T, T].
     """
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
