@@ -15,8 +15,7 @@ from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.check import check
 from train.config import TrainConfig
-from train.data.datasets import PackedDataset, load_dataset
-from train.data.streaming import StreamedDataset
+from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.dataset import Features, open_features
 from train.features.files import is_features
 from train.heads import new_heads, require_same_heads

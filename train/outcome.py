@@ -12,7 +12,7 @@ from medusa.files import replacing
 from medusa.memory import bytes_of, peak_memory
 from train.callbacks import top1_shares
 from train.checkpoints import size_on_disk, whole_checkpoints
-from train.medusa2.perplexity import Perplexities
+from train.medusa2.lm_loss import Perplexities
 from train.trainer import MedusaTrainer
 
 PICTURE = "training.png"

@@ -19,13 +19,11 @@ from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
 from train.checkpoints import all_checkpoints, checkpoint_to_resume, require_room, way_out_of_full_disk
 from train.config import TrainConfig
-from train.data.datasets import PackedDataset
-from train.data.streaming import StreamedDataset
-from train.features.cache import FeatureCache
-from train.features.plan import FeaturePlan
+from train.data.datasets import PackedDataset, StreamedDataset
+from train.features.cache import FeatureCache, FeaturePlan
 from train.heads import describe
 from train.medusa2.adapter import write_merged
-from train.medusa2.perplexity import Perplexities, measure_perplexities
+from train.medusa2.lm_loss import Perplexities, measure_perplexities
 from train.outcome import PICTURE, RunFigures, draw_curves
 from train.trainer import MedusaTrainer
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from train.architecture import OVERHEAD, TREE, BackboneSizes
-from train.data.datasets import PackedDataset
-from train.data.streaming import StreamedDataset
+from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.dataset import Features
 from train.features.files import PER_TOKEN
 from train.loss.labels import IGNORE, head_labels

@@ -36,9 +36,8 @@ from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train.architecture import BackboneSizes
 from train.build import require_adaptable
-from train.data.datasets import PackedDataset
-from train.data.examples import Example
-from train.data.streaming import StreamedDataset
+from train.data.datasets import PackedDataset, StreamedDataset
+from train.data.packing import Example
 from train.evaluate import label_ranks
 from train.loss.heads import head_losses, head_losses_plain
 from train.loss.labels import IGNORE

@@ -18,11 +18,9 @@ from medusa.records.record import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.config import DataConfig
-from train.data.datasets import PackedDataset, load_dataset
-from train.data.examples import Example
-from train.data.packing import positions_of
+from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
+from train.data.packing import Example, positions_of
 from train.data.reader import to_example
-from train.data.streaming import StreamedDataset
 from train.loss.labels import IGNORE, head_labels
 
 

@@ -29,14 +29,13 @@ from train import MedusaTrainer
 from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig, HeadsConfig
 from train.data.datasets import PackedDataset
-from train.data.examples import Example
+from train.data.packing import Example
 from train.heads import new_heads
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapt, adapter_disabled
-from train.medusa2.lm_loss import lm_loss, tilt_towards
+from train.medusa2.lm_loss import lm_loss, perplexity, tilt_towards
 from train.medusa2.module import HeadsAndAdapter
-from train.medusa2.perplexity import perplexity
-from train.medusa2.schedule import lambda_0_at
+from train.medusa2.trainer import lambda_0_at
 from train.recipe import parse_recipe
 from train.run import train
 

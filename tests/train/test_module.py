@@ -18,7 +18,7 @@ from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
-from train.data.examples import Example
+from train.data.packing import Example
 from train.heads import new_heads
 from train.module import HeadsOnBackbone, with_noise, with_own_guesses
 

@@ -28,7 +28,7 @@ from train.callbacks import TimeBudget, summarize
 from train.checkpoints import whole_checkpoints
 from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
-from train.data.examples import Example
+from train.data.packing import Example
 from train.evaluate import OwnText, head_accuracy
 from train.heads import describe, new_heads
 from train.loss.weighting import Weighting

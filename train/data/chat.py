@@ -1,7 +1,6 @@
 """Token ids of a conversation, of which the assistant's turns and their end-of-turn tokens count in the loss.
 
-`train.data.turns` finds these turns in the text that the chat template writes. This module marks the tokens of the
-turns:
+`train.data.turns` finds these turns in the text that the chat template writes. This module marks their tokens:
 
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
                                                           |--in the loss--|
@@ -17,15 +16,13 @@ from medusa.errors import RequestError
 from medusa.records.record import Record
 from train.data.turns import ConversationText, Span
 
-Offsets = list[tuple[int, int]]
-"""Offsets of the tokens of a text: the start and the end of each token, in characters."""
+Offsets = list[tuple[int, int]]  # the start and the end of each token of a text, in characters
 
 
 def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     """Tokenise a conversation as the tokenizer's chat template writes it.
 
-    Returns:
-        The token ids, and for each token whether it counts in the loss: True in the assistant's turns.
+    Return the token ids, and for each token whether it counts in the loss: True in the assistant's turns.
 
     Raises:
         RequestError: there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
@@ -46,15 +43,9 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
 def _to_tokens(
     text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise the text of a conversation, and mark the tokens of the assistant's turns.
+    """Tokenise a conversation; also tell of each token whether it lies in one of `spans`, up to its end-of-turn token.
 
-    Args:
-        text: the conversation, as the chat template writes it.
-        spans: places of the assistant's turns in the text.
-        where: file and line of the conversation, for error messages.
-
-    Returns:
-        The token ids, and for each token whether it overlaps an assistant's turn, up to its end-of-turn token.
+    Error messages begin with `where`, the file and line of the conversation.
     """
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
@@ -78,11 +69,7 @@ def _first_after(offsets: Offsets, first: int, at: int) -> int:
 
 
 def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Offsets:
-    """Compute the character offsets of tokens by decoding them, for tokenizers that report no offsets.
-
-    Raises:
-        RequestError: the decoded tokens differ from the text.
-    """
+    """Compute the character offsets of tokens by decoding them, for tokenizers that report no offsets."""
     offsets: Offsets = []
     for at in range(len(ids)):
         piece = str(tokenizer.decode(ids[len(offsets) : at + 1]))
@@ -100,13 +87,8 @@ def _end_of_turn(
     """Find the index after a turn's end-of-turn token, which is the turn's last token that counts in the loss.
 
     A template may write more after the end-of-turn token, such as a newline in ChatML. The backbone never generates it.
-
-    Args:
-        ids: token ids of the conversation.
-        first: index of the turn's first token.
-        answer_end: index of the first token after the answer.
-        last: index of the first token after the turn's place in the text.
-        ended: whether the end-of-turn token lies before `last`. If not, it may be the token at `last`.
+    `first`, `answer_end` and `last` are the indices of the turn's first token and of the first tokens after the answer
+    and after the turn's place in the text. Unless the turn has `ended`, its last token may be the one at `last`.
     """
     for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):

@@ -1,19 +1,20 @@
-"""Datasets of packed rows: a dataset held in memory, and a function that loads any dataset a recipe describes."""
+"""Datasets of packed rows: one held in memory, and one that packs rows while training reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from train.config import DataConfig
-from train.data.examples import DataCounts, Example
-from train.data.packing import Batch, as_item, pack, padded
+from train.data.packing import Batch, DataCounts, Example, as_item, pack, padded
 from train.data.reader import ExampleReader, records_of
-from train.data.streaming import StreamedDataset
 
 
 class PackedDataset(Dataset[Batch]):
@@ -41,15 +42,56 @@ class PackedDataset(Dataset[Batch]):
         return as_item(self.input_ids[index], self.loss_mask[index], self.document_ids[index])
 
 
+class StreamedDataset(IterableDataset[Batch]):
+    """Dataset of rows that are packed while training reads them. It repeats the data without end.
+
+    The order of the rows depends only on the seed and the data. On resuming, the Trainer skips the rows that the run
+    has read before, so the run continues at the same row if the data are unchanged.
+    """
+
+    def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
+        """Make a stream of rows of `length` tokens from the examples that `reader` reads.
+
+        With `whole`, no document is split. The next row is drawn at random from `shuffle_buffer` rows.
+        """
+        self.reader, self.length, self.whole = reader, length, whole
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed
+        self.counts = DataCounts()
+        """Counts of what the first pass over the data has read. Each worker of a data loader has its own counts."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        rows = self._passes()
+        for row in islice(rows, worker.id, None, worker.num_workers) if worker else rows:
+            yield as_item(*padded(row, self.length))
+
+    def _passes(self) -> Iterator[Tensor]:
+        self.counts = counts = DataCounts()
+        for number in count():
+            rows = pack(self.reader.read(counts), self.length, self.whole, counts)
+            yield from _shuffled(rows, self.shuffle_buffer, random.Random(self.seed + number))
+            if not counts.taught:
+                raise RequestError(f"nothing to train on: {counts}")
+            counts = DataCounts()  # later passes read the same data, so their counts are not kept
+
+
+def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator[Tensor]:
+    """Shuffle rows within a buffer: each row is drawn at random from the next `size` rows."""
+    waiting: list[Tensor] = []
+    for row in rows:
+        waiting.append(row)
+        if len(waiting) >= size:
+            yield waiting.pop(rng.randrange(size))
+    rng.shuffle(waiting)
+    yield from waiting
+
+
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None, seed: int = 0
 ) -> PackedDataset | StreamedDataset:
     """Load, tokenise and pack the data that `config` describes.
 
-    Args:
-        vocab_size: size of the backbone's vocabulary.
-        context: context length of the backbone, if it has a limit.
-        seed: seed for the order of the rows in a streamed dataset.
+    The backbone's context length is `context`, if it has a limit. `seed` orders the rows of a streamed dataset.
 
     Raises:
         RequestError: the data do not exist, a record cannot be used, or no token counts in the loss.
@@ -76,10 +118,6 @@ def row_length(config: DataConfig, context: int | None) -> int:
 
 
 def require_data(config: DataConfig) -> None:
-    """Check that the data of `config`, and the texts to exclude from the data, can be read: read one record of each.
-
-    Raises:
-        RequestError: the data do not exist or cannot be read.
-    """
+    """Read a record of the data and of the texts to exclude; raise RequestError if one of them cannot be read."""
     for source in filter(None, (config.path, config.exclude)):
         next(iter(records_of(config, source)))

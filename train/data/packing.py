@@ -1,18 +1,21 @@
-"""Rows of one length, packed from documents: cut from documents laid end to end, or made of whole documents.
+"""Training examples (documents as tokens with a loss mask), and rows of one length that are packed from them.
 
 Every token of a row carries the number of its document and whether it counts in the loss.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.data.examples import DataCounts, Example
+from train.loss.labels import FIRST_OFFSET
 
 OPEN_ROWS = 16  # rows that wait for more whole documents; with more rows, padding is less and reading ahead longer
 PADDING = -1  # document number of padding
@@ -20,18 +23,64 @@ Batch = dict[str, Tensor]
 """Rows as named tensors: `input_ids`, `position_ids`, `document_ids`, `loss_mask`, and with features `hidden`."""
 
 
+class Example(NamedTuple):
+    """One document of the training data, as tokens."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    """For each token, whether it counts in the loss."""
+    where: str = ""
+    """File and line from which the document was read."""
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any head has a label here: a token that counts in the loss and is not one of the first two tokens."""
+        return any(self.loss_mask[FIRST_OFFSET:])
+
+
+@dataclass
+class DataCounts:
+    """Counts of the documents, tokens and rows of a dataset, and of the records that were dropped."""
+
+    documents: int = 0
+    tokens: int = 0
+    taught: int = 0
+    rows: int = 0
+    cut: int = 0  # documents that are longer than a row and were split over several rows, or truncated
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Number of dropped records for each reason."""
+    first: dict[str, str] = field(default_factory=dict)
+    """For each reason, file and line of the first record that was dropped."""
+
+    def drop(self, reason: str, where: str) -> None:
+        """Count a record that is dropped, under its reason."""
+        self.dropped[reason] += 1
+        self.first.setdefault(reason, where)
+
+    def to_dict(self) -> dict[str, object]:
+        """The counts of documents, tokens, rows and dropped records as a JSON object."""
+        return asdict(self) | {"dropped": dict(self.dropped)}
+
+    def __str__(self) -> str:
+        reasons = [f"{n} {why} (first: {self.first[why]})" for why, n in sorted(self.dropped.items())]
+        return (
+            f"{self.documents} documents ({self.cut} longer than a row), {self.tokens} tokens, {self.taught} taught, "
+            f"{self.rows} rows; dropped: {', '.join(reasons) or 'none'}"
+        )
+
+
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
     """Pack examples into rows of at most `length` tokens, and add the numbers of examples and rows to `counts`.
 
-    With `whole`, each document stays in one row; otherwise documents are cut at the end of a row.
-
-    Yields:
-        Rows of T <= length tokens as int32 [3, T]: token ids, loss mask (1 if a token counts), document numbers.
+    With `whole`, each document stays in one row; otherwise documents are cut at the end of a row. A row of T tokens is
+    int32 [3, T]: token ids, loss mask (1 if a token counts) and document numbers.
     """
 
     def documents() -> Iterator[Tensor]:
         for number, example in enumerate(examples):
-            counts.add(example)
+            counts.documents += 1
+            counts.tokens += len(example.input_ids)
+            counts.taught += sum(example.loss_mask)
             columns = [example.input_ids, example.loss_mask, [number] * len(example.input_ids)]
             yield torch.from_numpy(np.array(columns, dtype=np.int32))  # far faster than torch.tensor for lists
 
@@ -54,11 +103,7 @@ def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Pack whole documents into rows: each document goes into the first open row that has room for it.
-
-    Documents and rows are tensors [3, T] of T <= length tokens. Of more than `OPEN_ROWS` open rows, the fullest is
-    yielded.
-    """
+    """Put each document into the first open row with room for it. Of more than `OPEN_ROWS` rows, yield the fullest."""
     rows: list[Tensor] = []
     for document in documents:
         fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)
@@ -90,10 +135,7 @@ def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch
 
 
 def positions_of(document_ids: Tensor) -> Tensor:
-    """Position of each of the T tokens in a row [T], counted from the start of the token's document in this row.
-
-    `document_ids` [T] are the document numbers of the tokens.
-    """
+    """Position of each token in a row of T tokens, counted from the start of the token's document in this row."""
     index = torch.arange(len(document_ids))
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[1:] = document_ids[1:] != document_ids[:-1]

@@ -15,8 +15,7 @@ from medusa.loading import load_config, load_tokenizer
 from medusa.options import LoadOptions
 from train.config import TrainConfig
 from train.data.datasets import require_data, row_length
-from train.data.examples import DataCounts, Example
-from train.data.packing import pack
+from train.data.packing import DataCounts, Example, pack
 from train.data.reader import ExampleReader
 
 TAUGHT = "bold green"
@@ -30,18 +29,15 @@ class Preview:
     examples: list[Example]
     counts: DataCounts
     tokenizer: PreTrainedTokenizerBase | None
-    whole: bool
-    """Whether the counts cover all data; false for a stream."""
+    whole: bool  # whether the counts cover all data; false for a stream
 
     def to_dict(self) -> dict[str, object]:
         """The statistics and the first examples of the training data as a JSON object."""
-        return {
-            "counts": self.counts.to_dict(),
-            "examples": [
-                {"where": e.where, "input_ids": e.input_ids, "taught": [int(mark) for mark in e.loss_mask]}
-                for e in self.examples
-            ],
-        }
+        shown = [
+            {"where": e.where, "input_ids": e.input_ids, "taught": [int(mark) for mark in e.loss_mask]}
+            for e in self.examples
+        ]
+        return {"counts": self.counts.to_dict(), "examples": shown}
 
 
 def preview(config: TrainConfig, count: int) -> Preview:
@@ -49,8 +45,7 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
     Of a stream, only the first `count` examples are read. The backbone's weights are not loaded.
 
-    Raises:
-        RequestError: the data cannot be used for training.
+    Raises RequestError if the data cannot be used for training.
     """
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)

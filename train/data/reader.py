@@ -13,7 +13,7 @@ from medusa.records.record import Record, prompt_ids
 from medusa.records.sources import read_records
 from train.config import DataConfig
 from train.data.chat import conversation
-from train.data.examples import DataCounts, Example
+from train.data.packing import DataCounts, Example
 
 
 class ExampleReader:
@@ -22,10 +22,9 @@ class ExampleReader:
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, row_length: int
     ) -> None:
-        """Make a reader of the data that `config` describes.
+        """Make a reader of the data that `config` describes, in which token ids must be below `vocab_size`.
 
-        Token ids must be below `vocab_size`. `config.long_documents` says what happens to examples of more than
-        `row_length` tokens.
+        `config.long_documents` says what happens to examples of more than `row_length` tokens.
         """
         self.config, self.tokenizer = config, tokenizer
         self.vocab_size, self.row_length = vocab_size, row_length
@@ -95,17 +94,13 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """Collect all runs of `exclude_window` consecutive tokens in the data that `config.exclude` names.
-
-    Training examples that contain such a run are dropped.
-    """
+    """Collect all runs of `exclude_window` tokens in the data of `config.exclude`; examples with one are dropped."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
         ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
         if len(ids) < config.exclude_window:
-            warnings.warn(
-                f"{config.exclude} holds a text shorter than exclude_window; it excludes nothing", stacklevel=2
-            )
+            message = f"{config.exclude} holds a text shorter than exclude_window; it excludes nothing"
+            warnings.warn(message, stacklevel=2)
         windows.update(_windows(ids, config.exclude_window))
     return windows
 

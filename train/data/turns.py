@@ -28,16 +28,15 @@ PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use character
 
 
 class Span(NamedTuple):
-    """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters."""
+    """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters.
+
+    The first special token between `answer_end` and `end`, if any, is the end-of-turn token.
+    """
 
     start: int
-    answer_end: int
-    """End of the answer, or end of the turn if the end of the answer is not known. The first special token between here
-    and `end`, if any, is the end-of-turn token."""
+    answer_end: int  # or the end of the turn, if the end of the answer is not known
     end: int
-    ended: bool
-    """Whether the special token that ends the turn lies before `end`. If not, it may also follow directly after
-    `end`."""
+    ended: bool  # whether the end-of-turn token lies before `end`; if not, it may also follow directly after `end`
 
 
 class ConversationText:
@@ -56,11 +55,7 @@ class ConversationText:
         return str(self.tokenizer.apply_chat_template(messages, **settings))
 
     def spans(self) -> list[Span]:
-        """Find the assistant's turns that count in the loss, in order.
-
-        Raises:
-            RequestError: a turn cannot be found for certain.
-        """
+        """Find the assistant's turns that count in the loss, in order; raise RequestError if one is not certain."""
         turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
         if self.record.teach_last:
             turns = turns[-1:]
@@ -85,10 +80,7 @@ class ConversationText:
         )
 
     def _marked(self, turns: int) -> list[Span] | None:
-        """Find the assistant's turns by the template's {% generation %} marks, or return `None` if marks are missing.
-
-        `turns` is the number of the assistant's turns in the conversation.
-        """
+        """Find the assistant's `turns` turns by the template's {% generation %} marks; `None` if marks are missing."""
         if not GENERATION.search(self.template):
             return None
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,15 +15,55 @@ from torch.utils.data import default_collate
 from medusa.backbone import Backbone
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.files import free_bytes
+from medusa.files import free_bytes, readable
 from medusa.loading import DTYPES
 from train.data.datasets import PackedDataset
 from train.data.packing import Batch
 from train.features import files
 from train.features.dataset import Features
 from train.features.files import PER_TOKEN, Manifest, is_features
-from train.features.plan import FeaturePlan
 from train.trainer import MedusaTrainer
+
+
+@dataclass(frozen=True)
+class FeaturePlan:
+    """Estimates for a cache of features: the disk space that it needs, and the training time that it saves."""
+
+    tokens: int
+    missing_bytes: int  # not written yet
+    free_bytes: int
+    backbone_seconds: float  # of a training step in the backbone's forward, which is not needed with features
+    heads_seconds: float  # of a training step in everything else
+    epochs: float
+
+    @property
+    def saved_per_epoch(self) -> float:
+        """Share of the time of an epoch that cached features save, in every epoch after the first."""
+        return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
+
+    @property
+    def saved(self) -> float:
+        """Share of the run's time that cached features save. The first epoch, which computes them, saves no time."""
+        return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
+
+    def to_dict(self) -> dict[str, object]:
+        """The estimates as a JSON object."""
+        return asdict(self) | {"saved_per_epoch": self.saved_per_epoch, "saved": self.saved}
+
+    def __str__(self) -> str:
+        return (
+            f"features: {self.tokens:,} tokens, {readable(self.missing_bytes)} to write, "
+            f"{readable(self.free_bytes)} free; they save {self.saved_per_epoch:.0%} of every epoch after the first, "
+            f"{self.saved:.0%} of this run ({self.epochs:.3g} epochs)"
+        )
+
+    def require_space(self, folder: Path) -> None:
+        """Raise RequestError, with the name of `folder`, if the disk is too small for the features."""
+        if self.missing_bytes > self.free_bytes:
+            raise RequestError(
+                f"features would take {readable(self.missing_bytes)} in {folder}, where {readable(self.free_bytes)} "
+                "are free; leave cache_features out, give another features_dir, or features_dtype: float16"
+            )
 
 
 class FeatureCache:
@@ -32,13 +72,10 @@ class FeatureCache:
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None
     ) -> None:
-        """Make a cache in `folder` for the hidden states that `backbone` computes for the dataset `rows`.
+        """Make a cache in `folder` for the hidden states that `backbone` computes for `rows`. Read and write no files.
 
-        The constructor reads and writes no files.
-
-        Args:
-            fingerprint: fingerprint of the backbone (`medusa.fingerprint`).
-            dtype: name of the dtype in which hidden states are stored, by default that of the backbone.
+        `fingerprint` is that of the backbone (`medusa.fingerprint`). Hidden states are stored in `dtype`, by default
+        the backbone's.
         """
         self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
@@ -56,7 +93,7 @@ class FeatureCache:
     def require_belonging(self, replace: bool = False) -> None:
         """Check that the folder is empty or holds all or some features of this dataset, from this backbone.
 
-        With `replace`, features of other data or another backbone are deleted instead of raising an error.
+        With `replace`, other features are deleted instead of raising an error.
 
         Raises:
             RequestError: the features are damaged, or belong to another backbone or other data.
@@ -127,14 +164,7 @@ class FeatureCache:
         """Compute and write the shards that are missing on disk.
 
         With several processes, each of them writes its share: shard `process`, and every `processes`-th one after it.
-
-        Args:
-            batch_size: number of rows in a forward of the backbone.
-            process: index of this process.
-            processes: number of processes.
-
-        Yields:
-            The number of rows in each forward, for a progress bar.
+        A forward of the backbone takes `batch_size` rows. Yield the number of rows in each forward.
         """
         if process == 0 and not is_features(self.folder):
             self.manifest.write(self.folder)
@@ -150,11 +180,7 @@ class FeatureCache:
             files.write_shard(path, torch.cat(hidden), **self._tokens(rows))
 
     def read(self) -> Features:
-        """Open the cached dataset with its hidden states. All shards must be written.
-
-        Raises:
-            RequestError: shards are missing on disk.
-        """
+        """Open the cached dataset with its hidden states; raise RequestError if shards are missing on disk."""
         features = Features(self.folder, self.row_length)
         if len(features) != len(self.rows):
             raise RequestError(f"{self.folder} holds {len(features)} of {len(self.rows)} rows; run again to write them")

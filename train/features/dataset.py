@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
-from train.data.examples import DataCounts
-from train.data.packing import Batch, as_item, padded
+from train.data.packing import Batch, DataCounts, as_item, padded
 from train.features.files import PER_TOKEN, Manifest, read_shard, shards
 
 
@@ -63,7 +62,7 @@ def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features
     """Open a folder of features as training data for heads on `backbone`.
 
     Raises:
-        RequestError: the features were computed by another backbone, or none of their tokens counts in the loss.
+        RequestError: the features are of another backbone, or none of their tokens counts in the loss.
     """
     manifest = Manifest.read(folder)
     fingerprint = manifest.backbone or {}

@@ -14,6 +14,7 @@ complete or absent, and writers only add shards. A shard holds N tokens of docum
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -36,7 +37,6 @@ class Manifest:
     """The manifest of a folder of features: which backbone computed the hidden states, and how they are stored."""
 
     backbone: Fingerprint
-    """Fingerprint of the backbone that computed the hidden states (`medusa.fingerprint`)."""
     dtype: str
     """Dtype of the stored hidden states, such as "float16"."""
     hidden_size: int
@@ -62,9 +62,8 @@ class Manifest:
         """Whether two manifests have the same dtype and the same backbone; the backbone's name may differ."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         same_backbone = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
-        return same_backbone and all(
-            getattr(self, key) == getattr(other, key) for key in ("dtype", "hidden_size", "version")
-        )
+        about = attrgetter("dtype", "hidden_size", "version")
+        return same_backbone and about(self) == about(other)
 
 
 def is_features(path: str | Path) -> bool:
@@ -84,18 +83,13 @@ def shards(folder: Path) -> list[Path]:
 
 
 def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
-    """Read the tensors called `names` from a shard, and return them by name.
-
-    Raises:
-        RequestError: the file is damaged or is not a shard of features.
-    """
+    """Read the tensors called `names` from a shard; raise RequestError if the file is damaged or no shard."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise RequestError(
-            f"{path} is no shard of features ({error}); delete it, and the next run writes it again"
-        ) from None
+        told = f"{path} is no shard of features ({error}); delete it, and the next run writes it again"
+        raise RequestError(told) from None
 
 
 def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:

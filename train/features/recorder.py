@@ -21,10 +21,8 @@ class Recorder:
     def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
-        Args:
-            fingerprint: fingerprint of the backbone (`medusa.fingerprint`).
-            hidden_size: hidden size H of the backbone.
-            dtype: dtype in which hidden states are stored.
+        `fingerprint` and `hidden_size` are those of the backbone (`medusa.fingerprint`). Hidden states are stored in
+        `dtype`.
 
         Raises:
             RequestError: the folder holds other files, or features of another backbone or dtype.
@@ -37,9 +35,8 @@ class Recorder:
         if is_features(folder):
             held = Manifest.read(folder)
             if not held.same_states(self.manifest) or held.rows is not None:
-                raise RequestError(
-                    f"{folder} holds features of another backbone or dtype, or a cache; give another folder"
-                )
+                other = "features of another backbone or dtype, or a cache"
+                raise RequestError(f"{folder} holds {other}; give another folder")
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RequestError(f"{folder} holds files that are not features; give another folder")
 
@@ -48,11 +45,7 @@ class Recorder:
         return tokens * token_bytes(self.manifest.hidden_size, self.dtype)
 
     def require_space(self, tokens: int) -> None:
-        """Check that the disk has space for the features of `tokens` more tokens.
-
-        Raises:
-            RequestError: the disk is too small.
-        """
+        """Raise RequestError if the disk is too small for the features of `tokens` more tokens."""
         needed, free = self.size(tokens), free_bytes(self.folder)
         if needed > free:
             raise RequestError(
@@ -61,12 +54,9 @@ class Recorder:
             )
 
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
-        """Add a text of T >= 1 tokens with its hidden states of size H.
+        """Add a text of T >= 1 tokens, of which the first `prompt_tokens` do not count in the loss.
 
-        Args:
-            input_ids: the T token ids.
-            hidden: [T, H] hidden states of the backbone, or fewer rows if the backbone has not read the last tokens.
-            prompt_tokens: number of tokens at the start of the text that do not count in the loss.
+        `hidden` [T, H] are the backbone's hidden states of size H; fewer rows if it has not read the last tokens.
         """
         ids = torch.tensor(input_ids, dtype=torch.int32)
         states = F.pad(hidden.detach().to("cpu", self.dtype), (0, 0, 0, len(ids) - len(hidden)))

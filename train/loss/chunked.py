@@ -89,12 +89,9 @@ def _chunk(
 ) -> Tensor:
     """Compute the weighted loss, plain loss and right guesses [3, K] of one chunk, and its share of the gradients.
 
-    K heads, C positions in the chunk, H hidden size, V vocabulary; capitals at the end of a name are its shape.
-
     Args:
         x_KCH: features of the heads.
         matrix: [H, V] weights of the shared LM head, or [K, H, V] weights of the heads' own LM heads.
-        bias_V: bias of the shared LM head, if it has one.
         target_KC: labels as indices into the logits, or `IGNORE`.
         soft: the distributions to learn, if the objective is distill.
         mean_KC: weight of each label in the mean over its head's labels.

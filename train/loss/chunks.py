@@ -1,7 +1,4 @@
-"""The number of positions whose logits are computed at once, which bounds memory in training and evaluation.
-
-Shapes: V vocabulary.
-"""
+"""The number of positions whose logits are computed at once, which bounds memory in training and evaluation."""
 
 from __future__ import annotations
 
@@ -12,11 +9,6 @@ MIN_ROWS_OWN = 40  # with own LM heads, every chunk also reads and writes the gr
 
 
 def chunk_rows(num_heads: int, vocab_size: int, device: str, minimum: int = MIN_ROWS) -> int:
-    """Number of positions whose logits are computed at once, if `num_heads` heads each compute V logits per position.
-
-    Args:
-        device: type of the device, such as "cpu" or "cuda".
-        minimum: smallest number to return.
-    """
+    """Number of positions, at least `minimum`, whose logits are computed at once on a device such as "cpu"."""
     budget = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
     return max(minimum, budget // (4 * num_heads * vocab_size))

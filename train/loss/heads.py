@@ -57,10 +57,8 @@ def head_losses(
         inputs: inputs of the heads at the R positions with labels.
         labels: [K, R] token ids, `IGNORE` where a head has no label. With a `teacher`, the ids themselves are not used.
         lm_head: the backbone's LM head, for heads that share it.
-        weighting: rule for the loss weights of the heads.
         teacher: the backbone's distributions, for the objective distill.
-        backend: auto or chunked (in chunks), plain (all logits at once), or liger (Liger's kernels; needs a GPU and
-            labels).
+        backend: auto or chunked, plain (all logits at once), or liger (Liger's kernels; needs a GPU and labels).
     """
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
@@ -106,9 +104,8 @@ def head_losses_plain(
 def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:
     """Convert labels [K, R] of K heads at R positions from token ids to indices into the heads' logits.
 
-    A label outside a reduced vocabulary also becomes `IGNORE`, because the heads never guess it. Such a label has no
-    loss, and in the loss weights of dpace its head is never right. With a teacher, the labels are returned unchanged,
-    because the teacher's targets contain such indices already.
+    A label outside a reduced vocabulary also becomes `IGNORE`, because the heads never guess it: it has no loss, and in
+    the loss weights of dpace its head is never right. A teacher's targets are such indices already.
     """
     if heads.vocabulary is None or teacher is not None:
         return labels

@@ -25,11 +25,8 @@ def head_labels(
 ) -> Tensor:
     """Make the labels [K, B, T] of K heads for B rows of T tokens; `IGNORE` where a head has no label.
 
-    Args:
-        input_ids: [B, T] token ids.
-        loss_mask: [B, T] True for tokens that count in the loss, that is, tokens that may be labels.
-        document_ids: [B, T] document of each token. Padding has its own document and does not count in the loss.
-        first: offset from a position to the label of head 0.
+    Tokens [B, T] may be labels where `loss_mask` is True. `document_ids` give the document of each token; padding has
+    its own. `first` is the offset from a position to the label of head 0.
     """
     length = input_ids.shape[1]
     labels = torch.full((num_heads, *input_ids.shape), IGNORE, dtype=torch.long, device=input_ids.device)

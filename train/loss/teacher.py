@@ -24,13 +24,9 @@ from train.loss.labels import FIRST_OFFSET, IGNORE
 
 @torch.no_grad()
 def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Replace each token by the one that the backbone finds most probable after the text's tokens before it.
+    """Replace each token of `input_ids` [B, T] but the first by the one that the backbone finds most probable there.
 
-    Greedy decoding would choose that token there. The first token of each row is kept.
-
-    Args:
-        hidden: [B, T, H] hidden states of the backbone.
-        input_ids: [B, T] token ids of the text.
+    Greedy decoding would choose that token. `hidden` [B, T, H] are the backbone's hidden states.
     """
     flat = hidden[:, :-1].flatten(0, 1)
     rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
@@ -68,11 +64,9 @@ class BackboneTeacher:
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
-        """Compute the distributions that K heads learn at a chunk of C positions.
+        """Compute the distributions that K heads learn at the C positions `rows`, a slice of the R positions.
 
-        Args:
-            rows: the chunk, as a slice of all R positions at which heads have labels.
-            labels: [K, C] `IGNORE` where a head has no label; other values are not used.
+        `labels` [K, C] are `IGNORE` where a head has no label; their other values are not used.
         """
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels

@@ -36,11 +36,9 @@ class Weighting:
     smoothing: float = 0.5
 
     def __call__(self, probability: Tensor, labelled: Tensor) -> Tensor:
-        """Compute the loss weights [K, C] of K heads at C positions. They carry no gradient.
+        """Compute the loss weights [K, C] of K heads at C positions, without gradient.
 
-        Args:
-            probability: [K, C] probability that each head gives to its label.
-            labelled: [K, C] True where the head has a label.
+        `probability` [K, C] is what each head gives to its label; `labelled` [K, C] is True where it has one.
         """
         if self.kind == "decay":
             return head_weights(len(labelled), self.decay).to(probability.device)[:, None] * labelled

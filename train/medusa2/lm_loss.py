@@ -19,19 +19,26 @@ Shapes: M positions with a next token, C of them in a chunk, H hidden size, V vo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
+from train.data.datasets import PackedDataset
 from train.data.packing import Batch
+from train.features.dataset import Features
 from train.loss.chunks import chunk_rows
-from train.medusa2.adapter import without_adapter
+from train.loss.labels import IGNORE, NEXT, head_labels
+from train.medusa2.adapter import adapter_disabled, without_adapter
 
+QUALITY_ROWS = 64  # number of rows on which the perplexity is measured
 Tilt = Callable[[slice], Tensor]
 """Function from a slice of the M positions to the tilt [C, V], which is added to the teacher's log-probabilities."""
 
@@ -48,7 +55,6 @@ def lm_loss(
         hidden: [M, H] hidden states of the adapted backbone.
         labels: [M] next tokens, for the cross-entropy.
         teacher: [M, H] hidden states of the original backbone, for the divergence; `None` for the cross-entropy.
-        teacher_tilt: function that returns what is added to the teacher's log-probabilities at a slice of positions.
     """
     plain_head = without_adapter(head)
 
@@ -62,9 +68,8 @@ def lm_loss(
                 log_p = (log_p + teacher_tilt(rows)).log_softmax(-1)
         return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
-    loss = (
-        hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()
-    )  # so that the backward works without labels, too
+    # The hidden states take part, so that the backward works without labels, too.
+    loss = hidden.new_zeros((), dtype=torch.float32) + 0 * hidden.sum()
     weight = plain_head.weight
     assert isinstance(weight, Tensor)
     step = chunk_rows(1, weight.shape[0], hidden.device.type)
@@ -81,12 +86,8 @@ def tilt_towards(
     """Make the tilt of the teacher (the original backbone) towards the first head's predictions of the same tokens.
 
     The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
-
-    Args:
-        exponent: exponent of the head's probabilities in the tilted distribution (`teacher_tilt`).
-        hidden: [B, T, H] hidden states of the adapted backbone.
-        batch: the B rows of T tokens.
-        labelled: [B, T] True at the positions that have a next token, where the LM loss is computed.
+    The head's probabilities have the exponent `exponent` (`teacher_tilt`). `hidden` [B, T, H] are the adapted
+    backbone's hidden states. `labelled` [B, T] is True where there is a next token and thus an LM loss.
     """
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
@@ -104,3 +105,36 @@ def tilt_towards(
         return exponents[rows] * heads.logits(features[None, rows], lm_head)[0].float().log_softmax(-1)
 
     return gain
+
+
+class Perplexities(NamedTuple):
+    """Perplexities of the original backbone (before) and of the adapted one (after) on the same rows."""
+
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.before:.3f} before, {self.after:.3f} after ({self.after / self.before - 1:+.2%})"
+
+
+def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> Perplexities:
+    """Measure the perplexity of an adapted backbone on the same rows with its adapter off and on."""
+    backbone.model.eval()
+    with adapter_disabled(backbone.model):
+        before = perplexity(backbone, rows)
+    return Perplexities(before, perplexity(backbone, rows))
+
+
+@torch.no_grad()
+def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
+    """Measure exp of the mean cross-entropy of the tokens that count in the loss, on the first `QUALITY_ROWS` rows."""
+    total, count = 0.0, 0
+    for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
+        picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]
+        batch = {name: tensor.to(backbone.device) for name, tensor in default_collate(picked).items()}
+        hidden = backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
+        labelled = labels != IGNORE
+        mean = lm_loss(backbone.head, hidden[labelled], labels[labelled], None)
+        total, count = total + float(mean) * int(labelled.sum()), count + int(labelled.sum())
+    return math.exp(total / max(count, 1))

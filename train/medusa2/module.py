@@ -28,8 +28,7 @@ class JointLosses(NamedTuple):
     heads: HeadLosses
     lm: Tensor
     """LM loss of the backbone: the mean over its labels in nats, with gradients; 0 while only the heads learn."""
-    lm_total: Tensor
-    """Number of labels of the LM loss."""
+    lm_total: Tensor  # number of labels of the LM loss
 
 
 class HeadsAndAdapter(HeadsOnBackbone):

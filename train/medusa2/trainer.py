@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from train.data.packing import Batch
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS
 from train.medusa2.module import HeadsAndAdapter, JointLosses
-from train.medusa2.schedule import lambda_0_at, schedule_factor
 from train.trainer import MedusaTrainer
 
 HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (paper, section 3)
@@ -36,10 +36,7 @@ class Medusa2Trainer(MedusaTrainer):
     def __init__(
         self, model: PreTrainedModel, heads: MedusaHeads, args: MedusaTrainingArguments, adapter: AdapterConfig
     ) -> None:
-        """Make a trainer of `heads` and of the LoRA adapter that `model` already contains.
-
-        `adapter` is the recipe's section about this adapter.
-        """
+        """Make a trainer of `heads` and of the LoRA adapter that `model` contains, as `adapter` describes it."""
         self.adapter = adapter
         if adapter.heads_first > 0:
             args.ddp_find_unused_parameters = True  # the adapter's parameters are unused while only the heads learn
@@ -61,10 +58,8 @@ class Medusa2Trainer(MedusaTrainer):
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
-        """Sums [3, K + 1] over a batch, for K heads and then the LM loss: loss in nats, right guesses and labels.
-
-        The LM loss has no right guesses; their number is 0.
-        """
+        """Sums [3, K + 1] over a batch, for K heads and then the LM loss: loss in nats, right guesses and labels."""
+        # The LM loss has no right guesses.
         lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
         return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
 
@@ -109,3 +104,23 @@ class Medusa2Trainer(MedusaTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         weights = load_file(Path(resume_from_checkpoint) / ADAPTER / ADAPTER_WEIGHTS)
         set_peft_model_state_dict(self.backbone.model, weights)
+
+
+def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
+    """Factor on lambda_0 and teacher_tilt (`train.medusa2.lm_loss`) when a share `progress` of the run is done.
+
+    The factor is `None` at the start of the run, while only the heads learn.
+    """
+    if progress < config.heads_first:
+        return None
+    progress = (progress - config.heads_first) / (1 - config.heads_first)
+    return {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}[config.schedule]
+
+
+def lambda_0_at(config: AdapterConfig, progress: float) -> float:
+    """The value of lambda_0, the weight of the heads' loss, when a share `progress` of the run is done.
+
+    It is 1 at the start of the run, while only the heads learn and the LM loss is not computed.
+    """
+    share = schedule_factor(config, progress)
+    return 1.0 if share is None else config.lambda_0 * share
