@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -56,15 +56,15 @@ class Strategy(SearchOptions):
     def _require_search(self, command: CommandOptions, others: dict[str, object]) -> None:
         settings, models = command.settings, command.models
         others |= {"heads": models.heads, "drafter": models.drafter, "tree": models.tree}
-        others |= {"amateur": command.contrasting.amateur}
+        others["amateur"] = command.contrasting.amateur
         for known in fields(settings):
             if known.name not in ("max_new_tokens", "ignore_eos"):
                 others[known.name] = getattr(settings, known.name) != known.default
         for name, given in others.items():
             if given:
+                flag = "--" + name.replace("_", "-")
                 raise RequestError(
-                    f"--strategy {self.strategy} searches for the most probable text; leave out "
-                    f"--{name.replace('_', '-')}"
+                    f"--strategy {self.strategy} searches for the most probable text; leave out {option}"
                 )
         if self.strategy == "beam" and self.max_queued is not None:
             raise RequestError("--max-queued belongs to --strategy best-first-beam; leave it out")
@@ -79,22 +79,19 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
     output, tokenizer = command.output, opened.loaded.tokenizer
     results, costs, tokens, start = [], [], 0, perf_counter()
     best_first = strategy.strategy == "best-first-beam"
-    found = _best_first(strategy, opened) if best_first else _beam(strategy, opened, command.batch_size)
-    for result, cost in found:
+    for result, cost in _best_first(strategy, opened) if best_first else _beam(strategy, opened, command.batch_size):
         content = result.to_json(tokenizer)
         results.append(content | ({"search": cost} if best_first else {}))
         costs.append(cost)
         tokens += len(result.new_ids)
         if not output.quiet:
             print(content["text"] if tokenizer is not None else result.new_ids)
-    seconds = perf_counter() - start
-    line = f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second"
+    line = f"{tokens} tokens, {tokens / max(perf_counter() - start, 1e-9):.0f} a second"
     if best_first:
         calls, least = (sum(cost[key] for cost in costs) for key in ("calls", "beam_calls"))
         line += f"; {calls:.0f} hypotheses scored, where beam search scores at least {least:.0f}"
     output.note(line)
-    about = opened.settings.to_dict() | {"backbone": command.models.backbone}
-    about |= {known.name: getattr(strategy, known.name) for known in fields(strategy)}
+    about = opened.settings.to_dict() | {"backbone": command.models.backbone} | asdict(strategy)
     output.write({"settings": about, "results": results})
 
 

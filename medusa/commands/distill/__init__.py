@@ -88,7 +88,7 @@ def run(options: DistillOptions) -> None:
     records, path = _records(options), Path(options.out)
     about = _about(options, records)
     _check_resume(path, about, options.overwrite)
-    engine = _server_engine(options) if options.server else _local_engine(options)
+    engine: LocalEngine | ServerEngine = _server_engine(options) if options.server else _local_engine(options)
     tasks = _tasks(options, engine, records)
     engine.check(tasks)
     _require_room(path, tasks, options.settings)

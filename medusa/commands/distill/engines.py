@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -29,8 +28,8 @@ HOPELESS = 16  # failed texts in a row that end the run; with a high --concurren
 
 
 @dataclass
-class Engine(ABC):
-    """Base class of the engines that generate the texts of `medusa distill` and write them to a journal."""
+class Engine:
+    """The common part of both engines, which check tasks, generate their answers and write them to a journal."""
 
     output: Output
     settings: Settings
@@ -45,14 +44,6 @@ class Engine(ABC):
         if self.bos is None:
             raise RequestError(f"{self.backbone} has no BOS token; give --self-talk-seeds FILE or --prompts FILE")
         return [self.bos]
-
-    @abstractmethod
-    def check(self, tasks: list[Task]) -> None:
-        """Raise RequestError if an answer of a task cannot be generated; called before anything is generated."""
-
-    @abstractmethod
-    def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Generate the answers that the journal lacks, write them to it, and return the seconds that this took."""
 
     @contextlib.contextmanager
     def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], object]]:
@@ -74,6 +65,7 @@ class LocalEngine(Engine):
     """The time limit: no batch starts after so many seconds of decoding."""
 
     def check(self, tasks: list[Task]) -> None:
+        """Raise RequestError if a prompt is too long or the chat template rejects a conversation."""
         for task in tasks:
             try:
                 self._prompt(task, [])
@@ -82,7 +74,7 @@ class LocalEngine(Engine):
                 raise RequestError(f"{place}{error}") from None
 
     def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Generate the first answers of all conversations, then all second answers, and so on."""
+        """Generate the missing answers, the first of all conversations at first, and return the seconds of decoding."""
         from transformers import set_seed
 
         from decode.results import text_of
@@ -109,8 +101,7 @@ class LocalEngine(Engine):
 
         Greedy answers do not depend on the other texts in a batch, so tasks with finished answers are left out. Sampled
         answers depend on them, so a batch with a missing answer is generated again as a whole. The journal keeps the
-        answers that were finished before.
-        """
+        answers that were finished before."""
         for turn in range(max((task.turns for task in tasks), default=0)):
             asked = [task for task in tasks if task.turns > turn]
             if not self.settings.do_sample:
@@ -146,8 +137,7 @@ class ServerEngine(Engine):
     """Sends many requests at a time to an OpenAI-compatible server that runs the backbone.
 
     A text to continue is sent as token ids, and the tokenizer encodes the text of the reply. A conversation is sent
-    and written to the output as messages, to which training later applies the chat template.
-    """
+    and written to the output as messages, to which training later applies the chat template."""
 
     concurrency: int
     server: Server
@@ -159,11 +149,13 @@ class ServerEngine(Engine):
         self.server.sleep = self._stop.wait  # the end of the run also ends the waits between attempts
 
     def check(self, tasks: list[Task]) -> None:
+        """Raise RequestError if a text is to be continued, and there is no tokenizer for the reply."""
         text = next((task for task in tasks if task.ids is not None), None)
         if text is not None and self.tokenizer is None:
             raise RequestError(f"{text.where}: {self.backbone} has no tokenizer, and the server's texts need one")
 
     def write(self, tasks: list[Task], journal: Journal) -> float:
+        """Request the missing answers of all tasks, and return the seconds that this took."""
         start = perf_counter()
         with self.progress(tasks, journal) as advance, ThreadPoolExecutor(self.concurrency) as pool:
             conversations = [pool.submit(self._converse, task, journal, advance) for task in tasks]

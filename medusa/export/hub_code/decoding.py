@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,22 +17,24 @@ from medusa.tree_support import LayerKinds, Mask, additive, longrope_boundary, t
 from .heads import CandidateTree, Heads, require
 
 
+@dataclass
 class Continuation:
-    """The growing text of one prompt. It applies the logits processors and stopping criteria of `generate`."""
+    """The growing text of one prompt. It applies the logits processors and stopping criteria of `generate`.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompt: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-    ) -> None:
-        """Start from a prompt [1, T] of T tokens; raise ValueError if the prompt is too long for the model."""
-        self.ids = prompt  # [1, T]
-        self.processors, self.criteria, self.do_sample = processors, criteria, config.do_sample
+    Raise ValueError if the prompt is too long for the model.
+    """
+
+    model: PreTrainedModel
+    ids: Tensor
+    """[1, T] the T tokens of the text; at first those of the prompt."""
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+    def __post_init__(self) -> None:
+        prompt, model = self.ids, self.model
         context = getattr(text_config(model), "max_position_embeddings", None)
-        self.limit = int(config.max_length) if context is None else min(int(config.max_length), context)
+        self.limit = int(self.config.max_length) if context is None else min(int(self.config.max_length), context)
         boundary = longrope_boundary(model)
         require(
             boundary is None or not prompt.shape[1] <= boundary < self.limit,
@@ -47,7 +50,7 @@ class Continuation:
     def write(self, logits: Tensor) -> int:
         """Choose the next token from the model's logits [V], greedily or by sampling; append it and return it."""
         scores = self.processors(self.ids, logits[None].to(self.ids.device, torch.float32, copy=True))  # type: ignore[arg-type]
-        token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
+        token = torch.multinomial(scores.softmax(-1), 1) if self.config.do_sample else scores.argmax(-1, keepdim=True)
         self.ids = torch.cat([self.ids, token], dim=1)
         stops = bool(self.criteria(self.ids, None).all())
         self.finished = stops or self.ids.shape[1] >= self.limit
@@ -100,12 +103,7 @@ def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Cont
 
 
 def tree_forward(
-    model: PreTrainedModel,
-    cache: DynamicCache,
-    nodes: list[int],
-    tree: CandidateTree,
-    length: int,
-    limit: int | None = None,
+    model: PreTrainedModel, cache: DynamicCache, nodes: list[int], tree: CandidateTree, length: int, limit: int = 2**62
 ) -> Tensor:
     """Run the model on the N tokens of a tree after `length` tokens in the cache; return logits [N, V] (V tokens).
 
@@ -113,10 +111,9 @@ def tree_forward(
     """
     position = length + torch.tensor(tree.depth, device=model.device)
     # Positions from `limit` on can be outside the context. Nodes there are never accepted, so their position is free.
-    safe = position if limit is None else position.clamp(max=limit - 1)
     return model(
         input_ids=torch.tensor([nodes], device=model.device),
-        position_ids=safe[None],
+        position_ids=position.clamp(max=limit - 1)[None],
         attention_mask=_masks(model, tree, position, length),
         past_key_values=cache,
         use_cache=True,
