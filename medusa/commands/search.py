@@ -63,9 +63,7 @@ class Strategy(SearchOptions):
         for name, given in others.items():
             if given:
                 flag = "--" + name.replace("_", "-")
-                raise RequestError(
-                    f"--strategy {self.strategy} searches for the most probable text; leave out {option}"
-                )
+                raise RequestError(f"--strategy {self.strategy} searches for the most probable text; leave out {flag}")
         if self.strategy == "beam" and self.max_queued is not None:
             raise RequestError("--max-queued belongs to --strategy best-first-beam; leave it out")
         if self.strategy == "best-first-beam" and command.batch_size > 1:
