@@ -144,15 +144,16 @@ class Tree:
     def max_rank(self) -> int:
         return int(self.rank.max())
 
-    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
+    def require_fit(self, num_heads: int, vocab_size: int) -> None:
         """Raise RequestError if the tree is deeper than the number of heads, or has ranks of at least `vocab_size`."""
         if self.max_depth > num_heads:
             raise RequestError(
-                f"{name} is {self.max_depth} deep but there are {num_heads} heads; "
+                f"the tree is {self.max_depth} deep but there are {num_heads} heads; "
                 f"take a tree of depth {num_heads} or less (--tree chain fits any heads)"
             )
         if self.max_rank >= vocab_size:
-            raise RequestError(f"{name} takes guess {self.max_rank + 1} of a head, but the vocabulary is {vocab_size}")
+            guess = self.max_rank + 1
+            raise RequestError(f"the tree takes guess {guess} of a head, but the vocabulary is {vocab_size}")
 
 
 def _require_size(nodes: int, name: str) -> None:

@@ -80,9 +80,9 @@ class DynamicTree:
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
-    def require_fit(self, num_heads: int, vocab_size: int, name: str = "the tree") -> None:
+    def require_fit(self, num_heads: int, vocab_size: int) -> None:
         """Raise a `RequestError` if the candidates are deeper than `num_heads`, or use guesses beyond `vocab_size`."""
-        self.candidates.require_fit(num_heads, vocab_size, name)
+        self.candidates.require_fit(num_heads, vocab_size)
 
     @cached_property
     def _on_path(self) -> Tensor:
