@@ -19,10 +19,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
-    """Call `run` and return the exit status of the program; errors are printed in one line that begins with `program`.
+    """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    Returns:
-        The status that `run` returned (0 for `None`), 1 after a `RunError`, 2 after a `RequestError`, 130 after Ctrl-C.
+    The status is 1 after a `RunError`, 2 after a `RequestError` and 130 after Ctrl-C.
     """
     try:
         return run() or 0

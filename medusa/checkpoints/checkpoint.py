@@ -14,7 +14,6 @@ from medusa.files import Json
 from medusa.heads import class_of
 
 Tensors = dict[str, Tensor]
-"""A dictionary of tensors by name."""
 
 
 @dataclass

@@ -123,8 +123,6 @@ def _from_own_format(tensors: Tensors, published: Json, source: str) -> Checkpoi
     """Make heads from the tensors and the config that `save` wrote."""
     if published["kind"] == "medusa" and not published.get("prefix_layers") and not published.get("vocabulary"):
         return from_published(HeadTensors(tensors), published, source)
-    try:
-        config = MedusaConfig.from_dict(published)
-    except TypeError:
-        raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded") from None
-    return Checkpoint(config, tensors).require_complete(source)
+    if "hidden_size" not in published:
+        raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded")
+    return Checkpoint(MedusaConfig.from_dict(published), tensors).require_complete(source)

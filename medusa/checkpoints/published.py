@@ -210,7 +210,16 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
 def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig:
     """Make the heads' config: sizes from the tensors, and other values from the folder's `config.json`."""
     tensors = found.tensors
-    parts = _parts(found, source)
+    for name, tensor in tensors.items():
+        if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
+            held = f"{found.called(name)} is {list(tensor.shape)} of {tensor.dtype}"
+            raise RequestError(f"{source}: {held}; heads are matrices and vectors of floats")
+    matches = {name: TENSOR_NAME.fullmatch(name) for name in tensors}
+    unknown = sorted(name for name, match in matches.items() if match is None)
+    if unknown or not matches:
+        held = f"holds the tensor {found.called(unknown[0])}" if unknown else "holds no tensor"
+        raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
+    parts = {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
     count = 1 + max(head for head, _, _ in parts)
     require_plausible(count, tensors, source)
     layers = 1 + max((layer for _, layer, part in parts if part != "weight"), default=-1)
@@ -220,32 +229,9 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
         raise RequestError(f"{source} misses the first head's first block; its heads are not complete")
     lm_head = tensors.get(f"0.{layers}.weight")
     known = {key: published[key] for key in OUR_KEYS if key in published}
-    return MedusaConfig(
-        **known
-        | {
-            "block": block,
-            "expansion": first.shape[0] / first.shape[1] if block == "mlp" else 1.0,
-            "lm_head": "own" if any(part == "weight" for _, _, part in parts) else "shared",
-            "hidden_size": first.shape[1],
-            "vocab_size": lm_head.shape[0] if lm_head is not None else published.get("vocab_size"),
-            "num_heads": count,
-            "num_layers": layers,
-            "base_model_name_or_path": published.get("base_model_name_or_path"),
-        }
-    )
-
-
-def _parts(found: HeadTensors, source: str) -> set[tuple[int, int, str]]:
-    """Parse each tensor's name into head, block and parameter; raise RequestError for a tensor of no head."""
-    for name, tensor in found.tensors.items():
-        if tensor.ndim not in (1, 2) or not tensor.is_floating_point():
-            raise RequestError(
-                f"{source}: {found.called(name)} is {list(tensor.shape)} of {tensor.dtype}; heads are matrices and "
-                "vectors of floats"
-            )
-    matches = {name: TENSOR_NAME.fullmatch(name) for name in found.tensors}
-    unknown = sorted(name for name, match in matches.items() if match is None)
-    if unknown or not matches:
-        held = f"holds the tensor {found.called(unknown[0])}" if unknown else "holds no tensor"
-        raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
-    return {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
+    known |= {"block": block, "hidden_size": first.shape[1], "num_heads": count, "num_layers": layers}
+    known["expansion"] = first.shape[0] / first.shape[1] if block == "mlp" else 1.0
+    known["lm_head"] = "own" if any(part == "weight" for _, _, part in parts) else "shared"
+    known["vocab_size"] = lm_head.shape[0] if lm_head is not None else published.get("vocab_size")
+    known["base_model_name_or_path"] = published.get("base_model_name_or_path")
+    return MedusaConfig(**known)

@@ -81,7 +81,6 @@ def mlp_layer(config: MedusaConfig, input_size: int) -> nn.Module:
 
 
 def _zeros(linear: nn.Linear) -> nn.Linear:
-    """Set the weight and the bias of a layer to zero; return the layer."""
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
