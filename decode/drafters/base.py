@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -36,19 +35,6 @@ class DrafterFactory(ABC):
     def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
         """Return a copy of this factory with `change` applied to its tree, or the factory itself if it has no tree."""
         return self
-
-
-@dataclass(eq=False)
-class TextDrafterFactory(DrafterFactory):
-    """A factory of drafters that use no model, only the texts of a session."""
-
-    num_nodes: int
-    make: Callable[[Session], Drafter]
-    num_bytes: int = 0
-    warm_up: int = 0
-
-    def start(self, session: Session, drawn: bool = False) -> Drafter:
-        return self.make(session)
 
 
 class DrafterContext(NamedTuple):

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, SideBranch
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
-from decode.drafters.tries import TextDrafter, Trie
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
+from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
 from decode.ops.fast_topk import argmax
 from decode.sequences import Sequences
 from decode.topology import Topology

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
-from decode.drafters.tries import TextDrafter, Trie
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
+from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
 
 
 @dataclass(frozen=True)

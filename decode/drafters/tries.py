@@ -1,17 +1,19 @@
-"""Tries of token ids, from which drafters without a model make their drafts."""
+"""Drafters without a model, which make their drafts from tries of token ids."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Frontier
+from decode.draft import Draft, Drafter, Frontier
+from decode.drafters.base import DrafterFactory
 from decode.sequences import Sequences
+from decode.session import Session
 from decode.topology import Topology
 
 
@@ -85,3 +87,16 @@ class TextDrafter(ABC):
     def depth(self, row: int, most: int) -> int:
         """Number of tokens to draft: `most`, or fewer near the row's length limit, as a step writes one token more."""
         return min(most, self.sequences.tokens_left(row) - 1)
+
+
+@dataclass(eq=False)
+class TextDrafterFactory(DrafterFactory):
+    """A factory of drafters that use no model, only the texts of a session."""
+
+    num_nodes: int
+    make: Callable[[Session], Drafter]
+    num_bytes: int = 0
+    warm_up: int = 0
+
+    def start(self, session: Session, drawn: bool = False) -> Drafter:
+        return self.make(session)

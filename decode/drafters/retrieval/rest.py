@@ -13,10 +13,10 @@ from functools import cached_property
 
 from transformers import PretrainedConfig
 
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, TextDrafterFactory, require_at_least
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
-from decode.drafters.tries import TextDrafter, Trie
+from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
 from medusa.errors import RequestError
 
 
