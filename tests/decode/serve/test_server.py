@@ -359,6 +359,21 @@ def test_a_closed_http_connection_stops_the_row(url: str, api: CompletionApi) ->
     assert running[0].new_tokens < 480
 
 
+def test_a_closed_http_connection_stops_a_row_whose_text_is_not_streamed(url: str, api: CompletionApi) -> None:
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 480, "ignore_eos": True})
+    connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    before = api.worker.running
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall((head + body).encode())
+    while api.worker.running is before or not api.worker.running:
+        time.sleep(0.001)
+    running = api.worker.running
+    connection.close()
+    assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200  # the worker is free again
+    assert len(running) == 1
+    assert running[0].new_tokens < 480
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
