@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -32,11 +32,12 @@ MAX_BODY = 2**24  # largest request, in bytes
 class ApiAnswer:
     """The answer to one API request: collects its texts from the worker, and sends them as JSON or as a stream."""
 
-    def __init__(self, model: str, is_chat: bool, prompt_tokens: int) -> None:
+    def __init__(self, model: str, is_chat: bool, is_stream: bool, prompt_tokens: int) -> None:
         """Make an answer without rows; rows are added later. `prompt_tokens`: number of tokens in all prompts."""
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.head = {"id": number, "created": int(time.time()), "model": model}
+        kind = "chat.completion" + ".chunk" * is_stream if is_chat else "text_completion"
+        self.head: dict[str, object] = {"id": number, "created": int(time.time()), "model": model, "object": kind}
         self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
@@ -62,31 +63,27 @@ class ApiAnswer:
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
             choices.append(_choice(index, reason, said))
-        return self._object("chat.completion", choices, usage=self._usage())
+        return self.head | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
         """Yield the answer as server-sent events, with `usage` also the token counts, while the texts are written.
 
         Starlette closes this generator when the client disconnects."""
-        chunk = partial(self._object, "chat.completion.chunk")
         try:
             for index in range(len(self.rows) if self.is_chat else 0):
-                yield _line(chunk([_choice(index, None, {"delta": {"role": "assistant", "content": ""}})]))
+                first = _choice(index, None, {"delta": {"role": "assistant", "content": ""}})
+                yield _line(self.head | {"choices": [first]})
             async for index, event in self._until_all_ended():
                 delta = {"content": event.text} if event.text else {}
                 said = {"delta": delta} if self.is_chat else {"text": event.text}
-                yield _line(chunk([_choice(index, event.finish_reason, said)]))
+                yield _line(self.head | {"choices": [_choice(index, event.finish_reason, said)]})
             if usage:
-                yield _line(chunk([], usage=self._usage()))
+                yield _line(self.head | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         except ApiError as error:  # too late for an HTTP status, which was sent with the first chunk
             yield _line(error.to_json())
         finally:
             self._leave()
-
-    def _object(self, chat_kind: str, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
-        kind = chat_kind if self.is_chat else "text_completion"
-        return self.head | {"object": kind, "choices": choices} | more
 
     async def _watch(self, request: HttpRequest) -> None:
         """Wait until the client has disconnected, and then end this answer with an error."""
@@ -117,7 +114,7 @@ class ApiAnswer:
         return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
 
 
-def _choice(index: int, reason: str | None, said: dict[str, dict[str, str]] | dict[str, str]) -> dict[str, object]:
+def _choice(index: int, reason: str | None, said: Mapping[str, object]) -> dict[str, object]:
     return {"index": index, "finish_reason": reason, "logprobs": None, **said}
 
 
@@ -139,7 +136,7 @@ class CompletionApi:
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": self.backbone.context}
 
-    def app(self, allowed_hosts: Sequence[str]) -> Starlette:
+    def app(self, allowed_hosts: list[str]) -> Starlette:
         """Make the Starlette application, which stops the worker when the server shuts down."""
 
         @asynccontextmanager
@@ -155,7 +152,7 @@ class CompletionApi:
                 Route("/v1/chat/completions", partial(self.texts, kind=ChatRequest), methods=["POST"]),
                 Route("/health", self.health),
             ],
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)],
             exception_handlers={ApiError: _refuse, 404: _refuse, 405: _refuse},
             lifespan=lifespan,
         )
@@ -203,7 +200,7 @@ class CompletionApi:
             raise ApiError(f"{count} texts were asked for; a request has at most {MAX_CHOICES}")
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
-        answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), sum(map(len, prompts)))
+        answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)))
         for index in range(count):
             number, copy = divmod(index, asked.n)
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
@@ -223,9 +220,7 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error.to_json(), error.status)
 
 
-def serve(
-    api: CompletionApi, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
-) -> None:
+def serve(api: CompletionApi, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
     """Run the HTTP server until the process is stopped. `on_start`: callback for the moment when the server listens."""
     app = api.app(allowed_hosts)
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)

@@ -59,11 +59,9 @@ class PageConfig:
         return source.num_nodes
 
 
-def serve(
-    config: PageConfig, host: str, port: int, allowed_hosts: Sequence[str], on_start: Callable[[], object]
-) -> None:
+def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
     """Serve the chat page until the process is stopped. `on_start`: callback for the moment when the server listens."""
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts))
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)
 
     async def announce() -> None:
         while not Server.instance.started:  # startup handlers are called before the server listens
