@@ -24,8 +24,7 @@ from decode.bench.methods import Method
 from decode.loop import Timer
 from decode.results import Result, prompt_seeds, tau
 
-POSITIONS = 16
-"""Length in tokens of the stretches of text that `tau_by_position` reports."""
+POSITIONS = 16  # tokens in each stretch of text of `tau_by_position`
 STAGES = ("propose", "verify", "accept", "compact", "other")
 
 
@@ -55,10 +54,8 @@ class Contender:
     name: str
     method: Method
     clock: StageTimer | None = None
-    rounds: list[list[Result]] = field(default_factory=list)
-    """For each round except the warm-up, one result per prompt."""
-    batch_of: list[int] = field(default_factory=list)
-    """Index of each prompt's batch. Prompts of one batch share its decoding time and are resampled together."""
+    rounds: list[list[Result]] = field(default_factory=list)  # for each round except the warm-up, one result per prompt
+    batch_of: list[int] = field(default_factory=list)  # index of each prompt's batch, whose prompts share its time
 
     def tokens_per_second(self, chosen: Sequence[int]) -> list[float]:
         """Tokens per second in each round: new tokens of the prompts `chosen` (indices), divided by their time."""

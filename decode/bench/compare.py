@@ -2,10 +2,9 @@
 
 Rounds and batches of prompts are drawn repeatedly with replacement, and an interval holds 95 % of the resampled
 metrics. It shows how far a metric may move with other prompts of the same kind, or at another time on this machine.
-Both sides of a ratio use the same draws, because both methods decoded the same prompts in the same rounds.
-
-Speedups are ratios of rates within one run, so they can be compared between machines; tokens per second cannot. Two
-runs are compared on the same draws of prompts, so differences between prompts do not count as noise.
+Both sides of a ratio use the same draws, because both methods decoded the same prompts in the same rounds. Two runs are
+compared on the same draws of prompts, so differences between prompts do not count as noise. Speedups are ratios of
+rates within one run, so they can be compared between machines; tokens per second cannot.
 
 Shapes: R rounds, B batches, D bootstrap draws.
 """
@@ -22,18 +21,15 @@ from torch import Tensor
 from decode.bench.figures import BenchmarkResult, Interval, MethodFigures, PromptFigures
 from medusa.errors import RequestError
 
-NUM_DRAWS = 2000
-"""Number of bootstrap draws."""
+NUM_DRAWS = 2000  # number of bootstrap draws
 COVERAGE = 0.95
 
 
 class Resampling(NamedTuple):
     """Random draws of batches and rounds for a bootstrap. Metrics that are compared use the same draws."""
 
-    batches: Tensor
-    """[D, B] number of times that each draw contains each batch."""
-    rounds: Tensor
-    """[D, R] indices of the rounds in each draw."""
+    batches: Tensor  # [D, B] number of times that each draw contains each batch
+    rounds: Tensor  # [D, R] indices of the rounds in each draw
 
 
 @dataclass
@@ -60,7 +56,7 @@ class Sample:
 
     @property
     def can_vary(self) -> bool:
-        """Whether the sample has more than one batch or round. A single measurement has no spread to resample."""
+        """Whether the sample has more than one batch or round, and so a spread."""
         return self.seconds.numel() > 1
 
     def resampling(self, seed: int = 0) -> Resampling:
@@ -93,11 +89,9 @@ def interval(values: Tensor) -> Interval:
     return low, high
 
 
-IDENTITY = ("command", "date", "commit", "memory")
-"""Settings and machine facts that a comparison does not list, because they differ between any two runs."""
+IDENTITY = ("command", "date", "commit", "memory")  # not compared: they differ between any two runs
 VERSIONS = ("torch", "transformers", "python", "medusa")
-BASELINES = {"speedup": "plain", "speedup_vs_generate": "transformers"}
-"""For each kind of speedup, the name of the method that it is relative to."""
+BASELINES = {"speedup": "plain", "speedup_vs_generate": "transformers"}  # the method each speedup is relative to
 LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau"}
 
 
@@ -109,10 +103,8 @@ class Change:
     figure: str
     earlier: float
     later: float
-    ratio: float
-    """The later value of the metric divided by the earlier value."""
-    ratio_interval: Interval | None
-    """Interval of 95 % of the resampled ratios; `None` if a run measured the metric only once."""
+    ratio: float  # the later value of the metric divided by the earlier value
+    ratio_interval: Interval | None  # of 95 % of the resampled ratios; `None` if a run measured the metric only once
 
     @property
     def label(self) -> str:
@@ -133,12 +125,10 @@ class Comparison:
 
     earlier: str
     later: str
-    differences: list[tuple[str, str, str]]
-    """(name, earlier value, later value) of each machine fact or setting that differs."""
+    differences: list[tuple[str, str, str]]  # name, earlier and later value of each fact or setting that differs
     same_machine: bool
     changes: list[Change]
-    rates: dict[str, tuple[float, float]]
-    """Median tokens per second of each method in the earlier run and in the later one."""
+    rates: dict[str, tuple[float, float]]  # median tokens per second of each method, in the earlier and the later run
 
     def to_json(self) -> dict[str, object]:
         """Return the comparison as `medusa benchmark --json` lists it."""
@@ -150,8 +140,7 @@ def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, 
     """Compare two benchmarks of the same prompts. `names`: the benchmarks' names in tables and error messages.
 
     Raises:
-        RequestError: a benchmark has no metrics of single prompts, or the two benchmarks decoded different prompts.
-    """
+        RequestError: a benchmark has no metrics of single prompts, or the two benchmarks decoded different prompts."""
     for result, name in zip((earlier, later), names, strict=True):
         result.require_prompts(name)
     if earlier.settings.prompts_sha256 != later.settings.prompts_sha256:
@@ -175,14 +164,15 @@ def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, 
 
 
 def _differences(earlier: dict[str, object], later: dict[str, object]) -> list[tuple[str, str, str]]:
-    def short(name: str, value: object) -> str:
-        return f"{1 + len(value)} nodes" if name == "tree" and isinstance(value, list) else str(value)
-
-    return [
-        (name, short(name, earlier.get(name)), short(name, later.get(name)))
-        for name in earlier | later
-        if name not in IDENTITY and earlier.get(name) != later.get(name)
-    ]
+    found = []
+    for name in earlier | later:
+        values = [run.get(name) for run in (earlier, later)]
+        if name not in IDENTITY and values[0] != values[1]:
+            before, after = (
+                f"{1 + len(v)} nodes" if name == "tree" and isinstance(v, list) else str(v) for v in values
+            )
+            found.append((name, before, after))
+    return found
 
 
 def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, MethodFigures]) -> list[Change]:

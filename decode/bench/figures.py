@@ -14,8 +14,7 @@ from decode.bench.calibration.stored import Calibration
 from decode.bench.machine import Machine
 from medusa.errors import RequestError
 
-Interval = tuple[float, float]
-"""Lower and upper bound of 95 % of the resampled values of a metric (`decode.bench.compare`)."""
+Interval = tuple[float, float]  # bounds of 95 % of the resampled values of a metric (`decode.bench.compare`)
 
 
 @dataclass
@@ -31,22 +30,18 @@ class Rate:
 class PromptFigures:
     """Token counts, step counts and times of one method on one prompt."""
 
-    batch: int
-    """Index of the batch that the prompt was decoded in."""
+    batch: int  # index of the batch that the prompt was decoded in
     new_tokens: int
     steps: int
-    uncut_tokens: int
-    """Tokens of all steps, before the last step is cut at the end of the text. tau is `uncut_tokens / steps`."""
-    seconds: list[float]
-    """Decoding time in each round, in seconds. A batch's time is divided evenly among its prompts."""
+    uncut_tokens: int  # before the last step is cut at the end of the text; tau is `uncut_tokens / steps`
+    seconds: list[float]  # decoding time in each round, in seconds. A batch's time is divided evenly among its prompts.
 
 
 @dataclass
 class PositionFigures:
     """tau (mean tokens per step) of the steps whose roots lie in one stretch of the generated text."""
 
-    start: int
-    """Number of new tokens before the stretch."""
+    start: int  # number of new tokens before the stretch
     tau: float
     steps: int
 
@@ -55,10 +50,8 @@ class PositionFigures:
 class AcceptedNode:
     """A node of the draft tree, and how often steps accepted it."""
 
-    path: list[int]
-    """The path from the root: for each head, the rank of its guess on the path; 0 is the head's best guess."""
-    share: float
-    """Fraction of all steps that accepted the node."""
+    path: list[int]  # from the root: for each head, the rank of its guess; 0 is the head's best guess
+    share: float  # fraction of all steps that accepted the node
 
 
 @dataclass
@@ -69,26 +62,19 @@ class MethodFigures:
     tau: float
     steps: int
     new_tokens: int
-    accepted_by_depth: list[float]
-    """Fraction of steps that accepted a node at depth 1, at depth 2, and so on."""
-    speedup: float
-    """Tokens per second, divided by the tokens per second of plain decoding in our own loop."""
-    speedup_vs_generate: float
-    """Tokens per second, divided by the tokens per second of transformers' `model.generate`."""
-    equal_to_plain: float
-    """Fraction of prompts whose texts equal those of plain decoding in every round."""
+    accepted_by_depth: list[float]  # fraction of steps that accepted a node at depth 1, at depth 2, and so on
+    speedup: float  # tokens per second, divided by the tokens per second of plain decoding in our own loop
+    speedup_vs_generate: float  # tokens per second, divided by the tokens per second of transformers' `model.generate`
+    equal_to_plain: float  # fraction of prompts whose texts equal those of plain decoding in every round
     tau_interval: Interval | None = None
     speedup_interval: Interval | None = None
     speedup_vs_generate_interval: Interval | None = None
     tau_by_position: list[PositionFigures] | None = None
     prompts: list[PromptFigures] | None = None
-    step_ms: dict[str, float] | None = None
-    """Mean milliseconds that a step spends in each stage; `None` for `model.generate`, which has no timer of steps."""
+    step_ms: dict[str, float] | None = None  # mean milliseconds of a step in each stage; `None` without a timer
     by_category: dict[str, MethodFigures] | None = None
-    accepted_by_node: list[AcceptedNode] | None = None
-    """How often each node of the tree was accepted; measured only for a report."""
-    calibration: Calibration | None = None
-    """The stored calibration of these heads for the run's machine and settings; read only for a report."""
+    accepted_by_node: list[AcceptedNode] | None = None  # measured only for a report
+    calibration: Calibration | None = None  # stored for the run's machine and settings; read only for a report
 
     def to_json(self) -> dict[str, object]:
         """Return the metrics as a dict for JSON, without optional metrics that were not measured."""
@@ -116,8 +102,7 @@ class BenchmarkMachine(Machine):
 
     dtype: str
     memory: MemoryFigures | None = None
-    medusa: str | None = None
-    """Version of this package."""
+    medusa: str | None = None  # version of this package
 
 
 @dataclass
@@ -127,17 +112,14 @@ class RunSettings:
     max_new_tokens: int
     temperature: float
     acceptance: str
-    generation: dict[str, object]
-    """The other decoding options (`Settings.to_dict()`). In the JSON, they are on one level with the other fields."""
+    generation: dict[str, object]  # the other decoding options; in the JSON, they stand among the other fields
     backbone: str
     heads: str | None
-    prompts: int
-    """Number of prompts."""
+    prompts: int  # number of prompts
     rounds: int
     batch_size: int
     drafter: str = "heads"
-    tree: object = None
-    """The paths of a static tree, or the options of a dynamic tree."""
+    tree: object = None  # the paths of a static tree, or the options of a dynamic tree
     nodes: int | None = None
     prompts_sha256: str | None = None
     """Hash of the prompts' token ids. Two runs can be compared if their hashes are equal."""
@@ -180,8 +162,7 @@ class LossyFigures:
     temperature: float
     tau: float
     speedup_vs_generate: float
-    log_likelihood: float
-    """Mean log-likelihood of a new token under the backbone, in nats."""
+    log_likelihood: float  # mean log-likelihood of a new token under the backbone, in nats
 
 
 @dataclass
@@ -190,8 +171,7 @@ class BenchmarkResult:
 
     machine: BenchmarkMachine
     settings: Annotated[RunSettings, BeforeValidator(_with_generation)]
-    methods: dict[str, MethodFigures]
-    """The metrics of each method by name. `plain`, `transformers` and `medusa` are always present."""
+    methods: dict[str, MethodFigures]  # by name; `plain`, `transformers` and `medusa` are always present
     temperatures: list[TemperatureFigures] | None = None
     lossy: list[LossyFigures] | None = None
 
@@ -212,20 +192,14 @@ class BenchmarkResult:
 
     @classmethod
     def from_json(cls, content: object, name: str) -> BenchmarkResult:
-        """Make a result from the content of a JSON file. `name`: the file's name in error messages.
-
-        Raises:
-            RequestError: the content is not a benchmark."""
+        """Make a result from the content of the JSON file `name`; raise RequestError if it is not a benchmark."""
         try:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError:
             raise RequestError(f"{name} is not a benchmark; give a file that medusa benchmark --json wrote") from None
 
     def require_prompts(self, name: str) -> None:
-        """Check that the result has metrics of each single prompt, which a comparison of runs needs.
-
-        Raises:
-            RequestError: the metrics are missing because an earlier version wrote the file called `name`."""
+        """Raise RequestError if the file `name` has no metrics of single prompts, which a comparison needs."""
         if "medusa" not in self.methods or None in (self.medusa.prompts, self.settings.prompts_sha256):
             why = "an earlier version wrote it; run the benchmark again"
             raise RequestError(f"{name} holds no figures of its prompts: {why}")

@@ -19,8 +19,7 @@ class Machine:
 
     processor: str
     gpu: str | None
-    threads: int
-    """Number of CPU threads that PyTorch uses."""
+    threads: int  # number of CPU threads that PyTorch uses
     system: str
     python: str
     torch: str
@@ -74,8 +73,7 @@ def stopwatch(device: torch.device) -> Callable[[], float]:
     """Choose a clock for timing work on `device`. Calling the clock returns seconds since an arbitrary moment.
 
     For a CPU with one thread, the clock counts the CPU time of this thread, which other programs do not change. For a
-    GPU, the clock first waits until the GPU has finished its work.
-    """
+    GPU, the clock first waits until the GPU has finished its work."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return thread_time
     if device.type != "cuda":

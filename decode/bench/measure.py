@@ -39,14 +39,11 @@ from medusa.memory import bytes_of, peak_memory
 class BenchmarkJob(Job):
     """What a benchmark measures: a drafter with its models, prompts and options.
 
-    Raises:
-        RequestError: the backbone cannot verify trees, or stop strings are given for a backbone without a tokenizer."""
+    Raises RequestError if the backbone cannot verify trees, or has no tokenizer to find stop strings."""
 
-    categories: Sequence[str | None]
-    """The category of each prompt; `None` if it has none."""
+    categories: Sequence[str | None]  # the category of each prompt; `None` if it has none
     rounds: int = 3
-    command: str = ""
-    """The command line that started the benchmark, for the result."""
+    command: str = ""  # the command line that started the benchmark, for the result
 
     def __post_init__(self) -> None:
         require_tree_support(self.loaded.model)
@@ -118,8 +115,7 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
     """Measure speed and text quality of plain sampling, of the lossless rule and of each lossy rule, in one round.
 
     The temperature is the job's, or 1 if the job is greedy. The quality is the mean log-likelihood of the new tokens
-    under the backbone. A rule with a higher value than plain sampling writes more predictable texts than the backbone.
-    """
+    under the backbone. A rule with a higher value than plain sampling writes more predictable texts."""
     warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
     contenders = [
         Contender("plain", job.plain(warm)),
@@ -140,9 +136,7 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
 
 @torch.inference_mode()
 def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: float) -> float:
-    """Compute the mean log-likelihood of the new tokens under the backbone, in nats per token.
-
-    The backbone's probabilities are taken at `temperature`, without top-k, top-p or min-p."""
+    """Compute the mean log-likelihood of the new tokens under the backbone at `temperature`, in nats per token."""
     total, count = 0.0, 0
     for result in results:
         ids = torch.tensor([result.input_ids + result.new_ids], device=backbone.device)
@@ -155,7 +149,7 @@ def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: f
 
 
 def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
-    """Make a contender that decodes with transformers' assisted generation. `name`: the draft model's name or folder.
+    """Make a contender that decodes with transformers' assisted generation and the draft model `name`.
 
     Raises:
         RequestError: the draft model does not exist, or its vocabulary or tokenizer differs from the backbone's."""
@@ -165,9 +159,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add two metrics to `figures` that only a report shows: acceptance by node, and the stored calibration.
-
-    `calibrations`: paths of the files in which the stored calibration is looked up."""
+    """Add what only a report shows to `figures`: acceptance by node, and the calibration stored in `calibrations`."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))

@@ -31,8 +31,7 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 
-OnStep = Callable[[int, list[int]], None]
-"""A callback that receives the index of a prompt in its batch, and the tokens that one step wrote for this prompt."""
+OnStep = Callable[[int, list[int]], None]  # receives the index of a prompt, and the tokens that one step wrote for it
 StartProgress = Callable[[str, int], Callable[..., object]]
 """A function that starts a progress bar with a title and a total, and returns a callback that advances the bar."""
 
@@ -62,8 +61,7 @@ class DrafterMethod:
     settings: Settings
     tokenizer: PreTrainedTokenizerBase | None = None
     clock: Timer | None = None
-    keep_hidden: bool = False
-    """Whether each result contains the hidden states of its text."""
+    keep_hidden: bool = False  # whether each result contains the hidden states of its text
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
@@ -113,9 +111,8 @@ def transformers_method(
 ) -> Method:
     """Make a method that calls transformers' `model.generate`.
 
-    `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
-    `assistance`: options of transformers' assisted generation or beam search, such as `prompt_lookup_num_tokens`. In
-    these modes the results have no step lengths, because `generate` does not report them."""
+    `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt. With
+    `assistance`, the options of its assisted generation or beam search, it reports no step lengths."""
     backbone, amateur = Backbone(model), settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min((end for end in (Backbone(some).context for some in models) if end is not None), default=1 << 30)
@@ -193,12 +190,9 @@ class Job:
     source: DrafterFactory
     settings: Settings
     prompts: Sequence[list[int]]
-    heads: str | None = None
-    """The name of the heads; `None` for a drafter without heads."""
-    drafter: str = "heads"
-    """The drafter with its options, as the user typed it."""
-    tree: object = None
-    """The tree's description for the result: its paths, or the options of a dynamic tree."""
+    heads: str | None = None  # the name of the heads; `None` for a drafter without heads
+    drafter: str = "heads"  # the drafter with its options, as the user typed it
+    tree: object = None  # the tree's description for the result: its paths, or the options of a dynamic tree
     batch_size: int = 1
     seed: int = 0
     start_progress: StartProgress = lambda title, total: lambda count=1: None

@@ -11,6 +11,8 @@ the texts is held out, to measure tau (the mean number of tokens per step) with 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from decode.settings import Settings
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
 from medusa.errors import RequestError
@@ -77,4 +79,4 @@ def run(options: CalibrateOptions) -> None:
         from decode.bench.report.plots import calibration_plot
 
         calibration_plot(found).savefig(options.plot, dpi=140, bbox_inches="tight")
-    output.write(found.to_json() | {"measured_tau": measured, "kept_in": str(place)})
+    output.write(asdict(found) | {"measured_tau": measured, "kept_in": str(place)})

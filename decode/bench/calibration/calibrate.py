@@ -32,8 +32,7 @@ from medusa.tree import Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
 """Numbers of nodes of the trees to try. A tree of 1 node is plain decoding."""
-WORTHWHILE = 1.02
-"""Smallest predicted speedup over plain decoding with which a tree is chosen. Timing errors are about as large."""
+WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 WARM_UP = 2  # steps at the beginning of each timing that do not count
 
 

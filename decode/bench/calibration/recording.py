@@ -29,8 +29,7 @@ from medusa.heads.inputs import HeadInputs
 from medusa.tree import RankPath, Tree
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
-Text = tuple[list[int], list[int]]
-"""The token ids of a prompt, and the token ids of its continuation."""
+Text = tuple[list[int], list[int]]  # the token ids of a prompt, and of its continuation
 OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # number of texts in `own_texts`, and their lengths in tokens
 BATCH_SIZE = 16  # prompts that are decoded together
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
@@ -78,12 +77,9 @@ class Recording:
     ranks: list[Tensor]
     """[P, K] rank of the correct token among the guesses of each head; 0 is the best guess. MISSED if the token is
     not among the TOP best guesses, or if the text has ended before the token."""
-    best: list[Tensor] = field(default_factory=list)
-    """[P, K, TOP] logits of the best guesses of each head."""
-    log_z: list[Tensor] = field(default_factory=list)
-    """[P, K, G] log-sum-exp of each head's logits, after dividing them by each of TEMPERATURES."""
-    right: list[Tensor] = field(default_factory=list)
-    """[P, K] logit of the correct token; NaN if the text has ended or the heads' vocabulary lacks the token."""
+    best: list[Tensor] = field(default_factory=list)  # [P, K, TOP] logits of the best guesses of each head
+    log_z: list[Tensor] = field(default_factory=list)  # [P, K, G] log-sum-exp of the logits at each temperature
+    right: list[Tensor] = field(default_factory=list)  # [P, K] logit of the correct token; NaN if there is none
 
     @property
     def tokens(self) -> int:

@@ -30,8 +30,7 @@ class CalibrationPoint:
     """A tree that a calibration tried, with its predicted tau and the time of a decoding step in milliseconds."""
 
     nodes: int
-    paths: list[list[int]]
-    """The paths of a static tree; empty for a dynamic tree."""
+    paths: list[list[int]]  # the paths of a static tree; empty for a dynamic tree
     tau: float
     step_ms: float
     dynamic: bool = False
@@ -46,8 +45,7 @@ class RecordedTexts:
     """The number, size and origin of the texts that a calibration was made from."""
 
     texts: int
-    tokens: int = 0
-    """Number of tokens in the continuations."""
+    tokens: int = 0  # number of tokens in the continuations
     prompt_tokens: int = 0
     source: str = "the backbone's own"
 
@@ -57,12 +55,9 @@ class Calibration:
     """The result of calibrating heads: the trees that were tried, and the choice of the best tree."""
 
     points: list[CalibrationPoint]
-    chosen: int
-    """Index of the best tree in `points`."""
-    temperatures: list[float]
-    """One temperature per head, at which dynamic trees compute the probabilities of its guesses."""
-    holds_for: dict[str, object]
-    """What the calibration is valid for (`situation`)."""
+    chosen: int  # index of the best tree in `points`
+    temperatures: list[float]  # one per head, at which dynamic trees compute the probabilities of its guesses
+    holds_for: dict[str, object]  # what the calibration is valid for (`situation`)
     texts: RecordedTexts
 
     @property
@@ -75,15 +70,6 @@ class Calibration:
         if self.best.dynamic:
             return DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
         return Tree.from_paths(self.best.paths)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the JSON entry with which a file stores this calibration."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, object]) -> Calibration:
-        """Make a calibration from its entry in a JSON file."""
-        return TypeAdapter(cls).validate_python(content)
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
@@ -111,7 +97,8 @@ def files_for(heads_folder: Path | None) -> list[Path]:
 
 def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
     """Load the calibration for the situation `wanted` from the first file that has one; `None` if no file has one."""
-    return next((Calibration.from_json(entry) for entry in _entries(places) if entry["holds_for"] == wanted), None)
+    found = next((entry for entry in _entries(places) if entry["holds_for"] == wanted), None)
+    return None if found is None else TypeAdapter(Calibration).validate_python(found)
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
@@ -137,7 +124,7 @@ def store(places: Sequence[Path], calibration: Calibration) -> Path:
     place, *others = places
     try:
         kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
-        write_json(place, [*kept, calibration.to_json()])
+        write_json(place, [*kept, asdict(calibration)])
         return place
     except OSError:
         if not others:

@@ -23,20 +23,14 @@ class GoodnessOfFit(NamedTuple):
     """The result of a chi-square test of drawn outcomes against their expected probabilities."""
 
     draws: int
-    total_variation: float
-    """Total variation distance: half the sum of |frequency - probability| over all outcomes."""
-    expected_total_variation: float
-    """Mean `total_variation` of as many draws from the expected probabilities, by the normal approximation."""
-    std_of_difference: float
-    """Root mean square of frequency - probability over all outcomes."""
-    expected_std: float
-    """Expected `std_of_difference` of n draws from the expected probabilities p: the root of mean(p (1 - p)) / n."""
+    total_variation: float  # total variation distance: half the sum of |frequency - probability| over all outcomes
+    expected_total_variation: float  # mean `total_variation` of as many true draws, by the normal approximation
+    std_of_difference: float  # root mean square of frequency - probability over all outcomes
+    expected_std: float  # expected `std_of_difference` of n draws from p: the root of mean(p (1 - p)) / n
     chi2: float
     degrees_of_freedom: int
-    p_value: float
-    """Probability that draws from the expected probabilities deviate at least as much; 0 if `impossible` is above 0."""
-    impossible: int
-    """Number of draws whose outcome has probability 0."""
+    p_value: float  # probability that true draws deviate at least as much; 0 if `impossible` is above 0
+    impossible: int  # number of draws whose outcome has probability 0
 
 
 DISTANCES = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
@@ -101,8 +95,7 @@ class Rule(NamedTuple):
 
     acceptance: str
     draft: str
-    against: str = "target"
-    """The distribution to test against: `target`, or `truncated target`, which `typical-sampled` samples from."""
+    against: str = "target"  # or `truncated target`, which `typical-sampled` samples from
 
     @property
     def is_judged(self) -> bool:
@@ -132,18 +125,12 @@ class Case:
     temperature: float
     top_p: float
     rule: Rule
-    first: GoodnessOfFit
-    """Test of the first drafted token, which is the token after the root."""
-    second: GoodnessOfFit
-    """Test of the second drafted token given the first, on the steps that decided on both."""
-    frequencies: Tensor
-    """[V] the observed frequencies of the first drafted token."""
-    target: Tensor
-    """[V] the expected probabilities of the first drafted token."""
-    draft: Tensor | None
-    """[V] the probabilities of the first head; `None` for a drafter without heads."""
-    mean_accepted: float
-    """Mean number of drafted tokens that a step accepted; the experiment has cut the user's tree to two levels."""
+    first: GoodnessOfFit  # test of the first drafted token, which is the token after the root
+    second: GoodnessOfFit  # test of the second drafted token given the first, on the steps that decided on both
+    frequencies: Tensor  # [V] the observed frequencies of the first drafted token
+    target: Tensor  # [V] the expected probabilities of the first drafted token
+    draft: Tensor | None  # [V] the probabilities of the first head; `None` for a drafter without heads
+    mean_accepted: float  # drafted tokens per step, of the user's tree cut to two levels, and if drawn to two children
 
     @property
     def joint(self) -> GoodnessOfFit:

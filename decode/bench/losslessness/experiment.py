@@ -45,15 +45,11 @@ MAX_SCORES = 2**28  # scores that are cached, 1 GiB of float32
 
 Take = Callable[[int], tuple[Draft, Acceptance]]
 """A function that samples a number of steps, one per row, and returns their drafts and the accepted nodes."""
-OnDraws = Callable[[int], object]
-"""A callback that receives the number of draws that have just been taken."""
+OnDraws = Callable[[int], object]  # receives the number of draws that have just been taken
 
 
 def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: PreTrainedModel) -> None:
-    """Check that each prompt leaves room in the context for two tokens: the root and the first drafted token.
-
-    Raises:
-        RequestError: a prompt is too long for the backbone, or for the amateur of contrastive decoding."""
+    """Raise RequestError if the context of the backbone or amateur has no room for two tokens after each prompt."""
     models = {"backbone": model} | ({} if settings.amateur is None else {"amateur": settings.amateur.model})
     longest = max(map(len, prompts))
     for name, some in models.items():
@@ -160,10 +156,8 @@ class Experiment:
     ) -> None:
         """Prefill `prompt`, and compute the target after the root and after each first token.
 
-        All random numbers come from `random`, a generator on the backbone's device.
-
-        Raises:
-            RequestError: the prompt is too long for the context (`require_room`)."""
+        All random numbers come from `random`, on the backbone's device. A prompt that is too long for the context
+        raises RequestError (`require_room`)."""
         self.settings, self.draws = settings, SharedDraws(random)
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)

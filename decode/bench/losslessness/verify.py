@@ -19,22 +19,18 @@ from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 
-TIE = 1e-5
-"""Largest gap between two float32 logits whose order rounding may change."""
+TIE = 1e-5  # largest gap between two float32 logits whose order rounding may change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Job):
     """What a verification tests: a drafter with its models, prompts and greedy settings, and the number of samples.
 
-    Raises:
-        RequestError: the drafter drafts nothing, or a prompt is too long to sample tokens after it."""
+    Raises RequestError if the drafter drafts nothing, or if a prompt is too long to sample tokens after it."""
 
     draws: int = 1_000_000
-    sampled_prompts: int = 4
-    """Number of prompts for which samples are tested: the first ones."""
-    full: bool = False
-    """Whether to sample at three temperatures, with and without top-p, instead of at temperature 1 only."""
+    sampled_prompts: int = 4  # number of prompts for which samples are tested: the first ones
+    full: bool = False  # whether to sample at three temperatures, with and without top-p, instead of only at 1
 
     def __post_init__(self) -> None:
         if self.source.num_nodes == 1:
@@ -46,20 +42,13 @@ class Verification(Job):
 class Divergence:
     """The first difference between the greedy texts of one prompt, with the drafter and by plain decoding."""
 
-    prompt: int
-    """Index of the prompt."""
-    position: int
-    """Index of the first new token that differs."""
-    plain_token: int | None
-    """The token of plain decoding at `position`; `None` if this text is shorter."""
-    medusa_token: int | None
-    """The token of decoding with the drafter there; `None` if this text is shorter."""
-    gap: float | None
-    """Logit of `plain_token` minus logit of `medusa_token`, from a forward without a tree; `None` if a text ended."""
-    top2_gap: float
-    """Logit of the most probable token minus logit of the second most probable token."""
-    bound: float
-    """Largest gap that rounding explains (`tie_bound`)."""
+    prompt: int  # index of the prompt
+    position: int  # index of the first new token that differs
+    plain_token: int | None  # the token of plain decoding at `position`; `None` if this text is shorter
+    medusa_token: int | None  # the token of decoding with the drafter there; `None` if this text is shorter
+    gap: float | None  # logit of `plain_token` minus that of `medusa_token`, without a tree; `None` if a text ended
+    top2_gap: float  # logit of the most probable token minus logit of the second most probable token
+    bound: float  # largest gap that rounding explains (`tie_bound`)
 
     @property
     def is_rounding(self) -> bool:
@@ -71,8 +60,7 @@ def tie_bound(dtype: torch.dtype, top: float) -> float:
     """Compute the largest gap between two logits that rounding explains. `top`: the largest logit.
 
     The bound is 0 in float64, and 1e-5 in float32. In lower precision it is four units in the last place of `top`: each
-    of the two logits may change by two units if its sum is computed in another order.
-    """
+    of the two logits may change by two units if its sum is computed in another order."""
     if dtype == torch.float64:
         return 0.0
     return TIE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * abs(top)

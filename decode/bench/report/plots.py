@@ -17,8 +17,7 @@ from medusa.files import read_json
 FOLDER = Path(__file__).parent
 COLORS: dict[str, tuple[str, str]] = read_json(FOLDER / "colors.json")
 """Colours by name, as (light theme, dark theme). HTML pages replace the light colours of pictures by CSS variables."""
-INK = {name: light for name, (light, _) in COLORS.items()}
-"""Colours of the light theme by name. Pictures are drawn with these colours."""
+INK = {name: light for name, (light, _) in COLORS.items()}  # colours of the light theme, for drawing
 WIDTH = 5.2  # inches: two pictures fit side by side on a desktop, and 10-point text stays readable on a phone
 STAGE_INK = ("medusa", "amber", "violet", "blue", "plain")
 CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}

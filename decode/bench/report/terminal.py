@@ -80,9 +80,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str) -> None:
-    """Print the outcome of `medusa verify`.
-
-    `full`: whether several temperatures were tested, so that the table shows them. `report`: path of the report."""
+    """Print the outcome of `medusa verify`, with the path of its `report`. With `full`, show the temperatures."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
@@ -96,9 +94,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
-    """Print the trees that a calibration tried, with the chosen one.
-
-    `measured`: tau of the chosen tree on held-out texts, if measured. `place`: the file that holds the calibration."""
+    """Print the trees that a calibration tried, tau `measured` on held-out texts, and the file of the calibration."""
     table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
