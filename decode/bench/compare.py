@@ -22,7 +22,6 @@ from decode.bench.figures import BenchmarkResult, Interval, MethodFigures, Promp
 from medusa.errors import RequestError
 
 NUM_DRAWS = 2000  # number of bootstrap draws
-COVERAGE = 0.95
 
 
 class Resampling(NamedTuple):
@@ -84,8 +83,7 @@ class Sample:
 
 def interval(values: Tensor) -> Interval:
     """Bounds of the middle 95 % of a metric's values [D] in D bootstrap draws."""
-    tail = (1 - COVERAGE) / 2
-    low, high = values.quantile(torch.tensor([tail, 1 - tail])).tolist()
+    low, high = values.quantile(torch.tensor([0.025, 0.975])).tolist()
     return low, high
 
 

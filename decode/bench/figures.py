@@ -121,8 +121,7 @@ class RunSettings:
     drafter: str = "heads"
     tree: object = None  # the paths of a static tree, or the options of a dynamic tree
     nodes: int | None = None
-    prompts_sha256: str | None = None
-    """Hash of the prompts' token ids. Two runs can be compared if their hashes are equal."""
+    prompts_sha256: str | None = None  # of the prompts' token ids; two runs with equal hashes can be compared
     seed: int = 0
     command: str = ""
     date: str = ""
@@ -182,13 +181,9 @@ class BenchmarkResult:
 
     def to_json(self) -> dict[str, object]:
         """Return the content of the file that `medusa benchmark --json` writes."""
-        content: dict[str, object] = {
-            "machine": asdict(self.machine),
-            "settings": self.settings.to_json(),
-            "methods": {name: figures.to_json() for name, figures in self.methods.items()},
-        }
-        measured = {"temperatures": self.temperatures, "lossy": self.lossy}
-        return content | {name: list(map(asdict, rows)) for name, rows in measured.items() if rows is not None}
+        measured = {name: value for name, value in asdict(self).items() if value is not None}
+        methods = {name: figures.to_json() for name, figures in self.methods.items()}
+        return measured | {"settings": self.settings.to_json(), "methods": methods}
 
     @classmethod
     def from_json(cls, content: object, name: str) -> BenchmarkResult:
