@@ -47,12 +47,12 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        module = import_module(f"medusa.commands.{name}") if name == command else None
-        description = (module.__doc__ or summary) if module else summary
-        sub = commands.add_parser(name, help=summary, description=description, formatter_class=plain)
-        if module:
+        sub = commands.add_parser(name, help=summary, formatter_class=plain)
+        if name == command:
             from medusa.options import add_arguments, read
 
+            module = import_module(f"medusa.commands.{name}")
+            sub.description = module.__doc__
             kind = getattr(module, module.run.__annotations__["options"])
             add_arguments(sub, kind)
             sub.set_defaults(run=lambda args, kind=kind, run=module.run: run(read(kind, args)))
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    parser = build_parser(command if command in COMMANDS else None)
+    parser = build_parser(command)
     args, rest = parser.parse_known_args(arguments)
     if rest and args.command == "train" and not any(argument.startswith("-") for argument in rest):
         # argparse leaves a key=value that follows an option in `rest`.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from decode.drafters.base import DrafterFactory
     from medusa.records.record import Record
 
+
 Earlier = list[tuple[str, "BenchmarkResult"]]
 """Results of earlier benchmarks, each with the name of its file."""
 
@@ -45,8 +46,6 @@ def temperatures(text: str) -> list[float]:
 
 
 class BenchmarkOptions(CommandOptions):
-    """Options of `medusa benchmark`."""
-
     models: Models = group(Models, "models", without=("drafter",), backbone="")
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation", max_new_tokens=128)
@@ -79,10 +78,15 @@ class BenchmarkOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if is_page(self.report):
+        if self.reports_page:
             require_writable(self.report)
         if self.report is not None:
             require_absent(Path(self.report), self.overwrite)
+
+    @property
+    def reports_page(self) -> bool:
+        """Whether --report names one HTML page (.html or .htm). Any other path is a folder."""
+        return self.report is not None and Path(self.report).suffix in (".html", ".htm")
 
     @property
     def drafters(self) -> tuple[str | None, ...]:
@@ -90,10 +94,7 @@ class BenchmarkOptions(CommandOptions):
         return self.drafter or (None,)
 
     def require_measurable(self) -> None:
-        """Check the options of a run that measures; a run that only compares two result files does not need them.
-
-        Raises:
-            RequestError: an option is missing, or two options cannot be combined."""
+        """Raise a `RequestError` if an option is missing or does not fit; a run that only compares files needs none."""
         for name in ("backbone", "heads") if self.drafters == (None,) else ("backbone",):
             if not getattr(self.models, name):
                 raise RequestError(f"--{name} is missing; give it, or two files to --compare")
@@ -114,10 +115,13 @@ class BenchmarkOptions(CommandOptions):
 
 def run(options: BenchmarkOptions) -> None:
     from decode.bench.compare import compare
+    from decode.bench.figures import BenchmarkResult
     from decode.bench.report.terminal import print_comparison
 
     result: BenchmarkResult | None = None
-    earlier = [(name, read_benchmark(name)) for name in options.compare]
+    earlier = [(name, BenchmarkResult.from_json(read_json(Path(name)), name)) for name in options.compare]
+    for name, old in earlier:
+        old.require_prompts(name)
     if not options.models.backbone and earlier:
         (first, base), *others = earlier
         if not others:
@@ -134,23 +138,12 @@ def run(options: BenchmarkOptions) -> None:
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
     options.output.write(content)
-    if options.report:
-        write_report(Path(options.report), result, comparisons, content)
-
-
-def is_page(path: str | None) -> bool:
-    """Whether the path of --report is one HTML page (.html or .htm). Any other path is a folder."""
-    return path is not None and Path(path).suffix in (".html", ".htm")
-
-
-def write_report(
-    place: Path, result: BenchmarkResult | None, comparisons: list[Comparison], content: dict[str, object]
-) -> None:
-    """Write the report: one HTML page, or a folder with the page, its pictures and the results `content` as JSON."""
+    if options.report is None:
+        return
     from decode.bench.report.page import benchmark_page
 
-    page = benchmark_page(result, comparisons)
-    if is_page(str(place)):
+    page, place = benchmark_page(result, comparisons), Path(options.report)
+    if options.reports_page:
         page.save(place)
         return
     with replacing_folder(place) as folder:
@@ -159,23 +152,8 @@ def write_report(
         write_json(folder / "benchmark.json", content)
 
 
-def read_benchmark(name: str) -> BenchmarkResult:
-    """Read the results of an earlier benchmark, for a comparison.
-
-    Raises:
-        RequestError: the file holds no benchmark, or one in the format of a version that is too old."""
-    from decode.bench.figures import BenchmarkResult
-
-    result = BenchmarkResult.from_json(read_json(Path(name)), name)
-    result.require_prompts(name)
-    return result
-
-
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
-    """Check that earlier benchmarks decoded the prompts `records`. Only the tokenizer of the backbone is loaded.
-
-    Raises:
-        RequestError: an earlier benchmark used other prompts."""
+    """Raise a `RequestError` if an earlier benchmark decoded other prompts. Only the backbone's tokenizer is loaded."""
     from decode.bench.measure import prompts_hash
     from medusa.loading import load_tokenizer
     from medusa.records.record import prompt_ids
@@ -192,14 +170,9 @@ def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], e
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure the decoding speed, print the metrics, and compare them with those of earlier benchmarks.
+    """Measure the decoding speed, print the metrics, and compare them with those of earlier benchmarks, by file name.
 
-    Args:
-        calibrates: whether to calibrate a tree for heads that have no tree.
-
-    Raises:
-        RequestError: an option is invalid, a model does not fit the backbone, or an earlier benchmark used other
-            prompts."""
+    `calibrates`: whether to calibrate a tree for heads that have no tree."""
     from decode.bench.compare import compare
     from decode.bench.measure import BenchmarkJob
     from decode.bench.report.terminal import print_benchmark

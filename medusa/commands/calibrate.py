@@ -22,8 +22,6 @@ DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
 
 class CalibrateOptions(CommandOptions):
-    """Options of `medusa calibrate`."""
-
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", without=DRAFTING, max_new_tokens=128)

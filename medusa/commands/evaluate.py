@@ -23,8 +23,6 @@ OPENING = 16  # number of tokens that the backbone continues, of a record that i
 
 
 class DataOptions(Options):
-    """Options that name the data to read: prompts, conversations or texts."""
-
     data: str = option(
         REQUIRED, "read records from a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D"
     )
@@ -36,8 +34,6 @@ class DataOptions(Options):
 
 
 class EvaluateOptions(CommandOptions):
-    """Options of `medusa evaluate`."""
-
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
     batch_size: int = 1

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class ExportOptions(Options):
-    """Options of `medusa export`."""
-
     heads: str = option(REQUIRED, "export these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     to: str = option(REQUIRED, f"write this format: {', '.join(FORMATS)}", metavar="FORMAT")
     out: str = option(REQUIRED, "write the export to this folder", metavar="DIR", name="output")
@@ -93,16 +91,13 @@ def run(options: ExportOptions) -> None:
 
 
 def _facts(options: ExportOptions) -> Facts:
-    """Collect the facts for the model card from the options --benchmark, --license and --repo-id.
-
-    Raises:
-        RequestError: such an option is given for a format without a model card, or the benchmark cannot be read."""
+    """Collect the facts for the model card, which only --to hub has, from --benchmark, --license and --repo-id."""
     from medusa.export.card import Facts, read_benchmark
 
-    heads = options.heads
     for name in ("benchmark", "license", "repo_id"):
         if options.to != "hub" and getattr(options, name) is not None:
             raise RequestError(f"--{name.replace('_', '-')} is for the model card of --to hub; leave it out")
+    heads = options.heads
     benchmark = None if options.benchmark is None else read_benchmark(options.benchmark)
     measured = heads if benchmark is None else benchmark["settings"]["heads"]
     if measured != heads and Path(measured).resolve() != Path(heads).resolve():

@@ -14,8 +14,6 @@ from medusa.options import REQUIRED, Options, group, option
 
 
 class InfoOptions(Options):
-    """Options of `medusa info`."""
-
     heads: str = option(
         REQUIRED, "describe these heads: a folder, a Hub id, or demo (shipped)", metavar="HEADS", positional=True
     )

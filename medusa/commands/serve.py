@@ -16,8 +16,6 @@ from medusa.options import count, group, option
 
 
 class ServeOptions(CommandOptions):
-    """Options of `medusa serve`."""
-
     batch_size: int = count(8, "decode at most N texts at a time")
     contrasting: Contrasting = NO_CONTRAST
     output: Output = group(Output, "output", without=("json",))

@@ -18,8 +18,6 @@ from medusa.options import REQUIRED, Options, count, group, option
 
 
 class TrainOptions(Options):
-    """Options of `medusa train`."""
-
     config: str = option(
         REQUIRED,
         "read the backbone, data, output_dir, heads and training arguments from this file",
@@ -50,8 +48,7 @@ def run(options: TrainOptions) -> None:
     from train.recipe import load_recipe
     from train.run import plan_features, train
 
-    output = options.output
-    config = load_recipe(options.config, list(options.overrides))
+    config, output = load_recipe(options.config, list(options.overrides)), options.output
     RuntimeOptions(seed=int(config.training.get("seed", 42)), threads=options.runtime.threads).prepare()
     figures: dict[str, object]
     if options.inspect:

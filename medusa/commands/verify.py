@@ -23,8 +23,6 @@ GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
 
 
 class VerifyOptions(CommandOptions):
-    """Options of `medusa verify`."""
-
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation (greedy)", only=GREEDY, max_new_tokens=128)
     draws: int = count(1_000_000, "draw N samples by each acceptance rule")
@@ -51,23 +49,22 @@ def run(options: VerifyOptions) -> int:
     records = options.prompts.read()
     loaded, settings, prompts, (source,) = models.open_models(options, records, [spec], calibrates=False)
     with output.progress_bars() as start_progress:
-        outcome = verify(
-            Verification(
-                loaded=loaded,
-                source=source,
-                settings=settings,
-                prompts=prompts,
-                heads=options.models.heads,
-                drafter=spec or "heads",
-                tree=models.tree_json(source),
-                batch_size=options.batch_size,
-                seed=options.runtime.seed,
-                draws=options.draws,
-                sampled_prompts=options.sampled_prompts,
-                full=options.full,
-                start_progress=start_progress,
-            )
+        asked = Verification(
+            loaded=loaded,
+            source=source,
+            settings=settings,
+            prompts=prompts,
+            heads=options.models.heads,
+            drafter=spec or "heads",
+            tree=models.tree_json(source),
+            batch_size=options.batch_size,
+            seed=options.runtime.seed,
+            draws=options.draws,
+            sampled_prompts=options.sampled_prompts,
+            full=options.full,
+            start_progress=start_progress,
         )
+        outcome = verify(asked)
     output.write(outcome.to_json())
     verify_page(outcome).save(Path(options.report))
     print_verification(output.console, outcome, options.full, options.report)
