@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from transformers import PretrainedConfig
 
 from medusa.errors import RequestError
@@ -13,7 +15,6 @@ from train.callbacks import say
 from train.config import TrainConfig
 from train.data.datasets import require_data
 from train.features.files import is_features
-from train.sharding import launched_alone
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
@@ -32,11 +33,10 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     if config.eval_data is not None:
         require_data(config.eval_data)
     sizes = load_config(config.backbone, config.load_options)
-    if launched_alone():
-        say(
-            "warning: accelerate launch --cpu starts one process for any --num_processes; "
-            "use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun"
-        )
+    several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
+        fault = "accelerate launch --cpu starts one process for any --num_processes"
+        say(f"warning: {fault}; use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun")
     arguments = _training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")

@@ -34,12 +34,6 @@ def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> Lo
     return replace(options, device="cpu", dtype=dtype)
 
 
-def launched_alone() -> bool:
-    """Whether `accelerate launch --cpu` started one process although asked for several, as accelerate 1.15 does."""
-    several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    return several and "RANK" not in os.environ
-
-
 def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     """Shard a frozen `model` over all processes, in place, except embedding and LM head: `device` holds these whole.
 

@@ -96,14 +96,11 @@ def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: flo
     config = heads.config
     assert config.vocabulary is not None
     assert config.vocab_size is not None
-    of_lm_heads = 0 if heads.lm_heads is None else heads.lm_heads.numel()
+    sizes = BackboneSizes(config.hidden_size, config.vocab_size, sum(p.numel() for p in model.parameters()))
+    blocks = heads.num_parameters - (0 if heads.lm_heads is None else heads.lm_heads.numel())
+    read = config.num_heads if heads.lm_heads is not None or heads.follows_path else 1
     gain = vocabulary_gain(
-        BackboneSizes(config.hidden_size, config.vocab_size, sum(p.numel() for p in model.parameters())),
-        num_heads=config.num_heads,
-        blocks=heads.num_parameters - of_lm_heads,
-        lm_heads=config.num_heads if heads.lm_heads is not None or heads.follows_path else 1,
-        vocabulary=config.vocabulary,
-        coverage=coverage,
+        sizes, num_heads=config.num_heads, blocks=blocks, lm_heads=read, vocabulary=config.vocabulary, coverage=coverage
     )
     line = (
         f"heads.vocabulary {config.vocabulary} of {config.vocab_size} tokens holds {coverage:.2%} of the labels and is "
