@@ -35,11 +35,11 @@ class RunFigures:
     """Size of the last checkpoint, if there is one, with the optimiser's state: about three times the heads' size."""
     heads: dict[str, float]
     """Each head's loss and top-1 accuracy in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
-    perplexities: Perplexities | None
+    perplexities: Perplexities | None = None
     """Perplexities of an adapted backbone before and after training; `None` without an adapter."""
 
     @classmethod
-    def of(cls, trainer: MedusaTrainer, metrics: dict[str, float], perplexities: Perplexities | None) -> RunFigures:
+    def of(cls, trainer: MedusaTrainer, metrics: dict[str, float]) -> RunFigures:
         """Collect the metrics of a finished run from its trainer and from the `metrics` that training returned."""
         last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
         saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
@@ -52,7 +52,6 @@ class RunFigures:
             heads_bytes=bytes_of(trainer.heads),
             checkpoint_bytes=size_on_disk(saved[-1]) if saved else None,
             heads={key: value for key, value in last.items() if key.startswith("head")},
-            perplexities=perplexities,
         )
 
     def to_dict(self) -> dict[str, object]:

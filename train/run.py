@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
             _cache_features(_feature_cache(run, run.dataset), trainer, overwrite, quiet)
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        figures = RunFigures.of(trainer, outcome.metrics, _perplexities(run))
+        figures = RunFigures.of(trainer, outcome.metrics)
+        figures = replace(figures, perplexities=_perplexities(run))  # measured after the peak memory of training
         trainer.provenance |= {"data": run.dataset.counts.to_dict(), "result": figures.to_dict()}
         trainer.save_model()
         if config.adapter is not None and config.adapter.merge and first:

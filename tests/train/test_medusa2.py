@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shutil
@@ -377,6 +378,16 @@ def test_adapter_and_heads_are_saved_and_decode_together(
     assert main(command) == 0
     assert "another" not in capsys.readouterr().err, "no warning that the heads are another backbone's"
     assert json.loads((tmp_path / "g.json").read_text())["results"][0]["new_ids"] == plain[0][:8]
+
+
+def test_the_peak_memory_is_that_of_training(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for name in ("train.outcome.peak_memory", "train.run.measure_perplexities"):
+        module, function = name.rsplit(".", 1)
+        work = getattr(importlib.import_module(module), function)
+        monkeypatch.setattr(name, lambda *args, work=work, name=function: order.append(name) or work(*args))
+    recipe(training={"max_steps": 1})
+    assert order == ["peak_memory", "measure_perplexities"]
 
 
 def test_merged_on_request(recipe: Any, seen: Any, tmp_path: Path) -> None:
