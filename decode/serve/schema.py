@@ -191,15 +191,11 @@ def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _refusal(kind, body, error) from None
-
-
-def _refusal(kind: type[GenerationRequest], body: dict[str, object], error: ValidationError) -> ApiError:
-    """Describe the first validation error in one line. Errors about unknown parameters come first."""
-    names = {found["type"]: str(found["loc"][0]) for found in reversed(error.errors())}
-    if unknown := names.get("extra_forbidden"):
+        names = [str(found["loc"][0]) for found in error.errors()]
+    unknown = [name for name in names if name not in kind.model_fields]
+    if unknown:
         known = ", ".join(sorted({*kind.model_fields, *UNSUPPORTED, *IGNORED}))
-        return ApiError(f"{unknown} is not a parameter of this endpoint; its parameters are {known}", param=unknown)
-    name = str(error.errors()[0]["loc"][0])
-    value = f"is {short(body[name])}" if name in body else "is missing"
-    return ApiError(f"{name} {value}; it must be {kind.model_fields[name].description}", param=name)
+        told = f"{unknown[0]} is not a parameter of this endpoint; its parameters are {known}"
+        raise ApiError(told, param=unknown[0])
+    value = f"is {short(body[names[0]])}" if names[0] in body else "is missing"
+    raise ApiError(f"{names[0]} {value}; it must be {kind.model_fields[names[0]].description}", param=names[0])

@@ -177,6 +177,7 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "model is 'gpt'; this server has 'demo'"),
         ("/v1/completions", {"prompt": "a", "model": ""}, 404, "model is ''; this server has 'demo'"),
         ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "temprature is not a parameter of this endpoint"),
+        ("/v1/completions", {"prompt": "a", "": 1}, 400, " is not a parameter of this endpoint"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature is 'hot'; it must be a number"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1.0; it must be 0"),
         ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens is True; it must be a whole number"),
