@@ -12,6 +12,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -37,8 +38,6 @@ Ctrl-C stops an answer."""
 
 
 class Page(Network):
-    """Options of the chat in the browser."""
-
     web: bool = option(False, "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')")
 
     def check_given(self, names: Sequence[str]) -> None:
@@ -89,8 +88,8 @@ def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settin
     worker, page = ChatWorker(generator), options.page
     with options.warming_up():
         worker.thread.submit(generator.warm_up, begin, settings).result()
-    names = options.models.backbone, options.models.drafter or "heads"
-    config = PageConfig(worker, settings, *names, options.system, options.runtime.seed)
+    backbone, drafter = options.models.backbone, options.models.drafter or "heads"
+    config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed)
     serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
 
 
@@ -187,8 +186,7 @@ class _Terminal:
             shown = [(piece.text.replace("\x1b", "\u241b"), "green" if piece.drafted else "") for piece in pieces]
             self.console.print(Text.assemble(*shown), end="", soft_wrap=True)
         else:
-            sys.stdout.write(text)
-        sys.stdout.flush()
+            print(text, end="", flush=True)
         return text
 
 
@@ -198,7 +196,7 @@ def _lines() -> Iterator[str]:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  adds history and editing to `input`
+        import_module("readline")  # adds history and editing to `input`
     while True:
         try:
             yield input("> ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,8 +25,6 @@ Item = TypeVar("Item")
 
 
 class Models(Options):
-    """Options that name the models, the drafter and its tree."""
-
     backbone: str = option(REQUIRED, "use this backbone: a folder, a Hub id, or demo (shipped)", metavar="B")
     heads: str | None = option(None, "use these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     drafter: str | None = option(
@@ -42,8 +41,6 @@ class Models(Options):
 
 
 class Prompts(Options):
-    """Options that name the prompts."""
-
     prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
     prompts: str | None = option(
         None,
@@ -54,10 +51,7 @@ class Prompts(Options):
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
 
     def read(self) -> list[Record]:
-        """Read the prompts of --prompt and --prompts.
-
-        Raises:
-            RequestError: there is no prompt, or a prompt is empty or cannot be read."""
+        """Read the prompts of --prompt and --prompts; raise a `RequestError` if there is none, or one is empty."""
         if not all(self.prompt):
             raise RequestError("--prompt is empty; give at least one character")
         records = [Record(f"--prompt {n}", text=text, is_prompt=True) for n, text in enumerate(self.prompt, 1)]
@@ -74,8 +68,6 @@ def read_prompts(place: str, split: str, most: int | None = None, separator: str
 
 
 class RuntimeOptions(Options):
-    """Options for the random seed and the number of CPU threads."""
-
     seed: int = option(
         0,
         "seed all random number generators with N",
@@ -98,8 +90,6 @@ class RuntimeOptions(Options):
 
 
 class Output(Options):
-    """Options for results and progress messages."""
-
     json: str | None = option(None, "write machine-readable results to FILE", metavar="FILE")
     quiet: bool = option(False, "print no progress and no tables")
     command_line: str = option("", "the whole command line, which is written into results", hidden=True)
@@ -147,8 +137,6 @@ class Output(Options):
 
 
 class Contrasting(ContrastOptions):
-    """Options of contrastive decoding."""
-
     amateur: str | None = option(
         None,
         "decode contrastively: prefer tokens to which the backbone gives more probability than this small model does; "
@@ -193,8 +181,6 @@ def require_writable(path: str | None) -> None:
 
 def require_extra(extra: str, *modules: str) -> None:
     """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
-    from importlib.util import find_spec
-
     if missing := [module for module in modules if find_spec(module) is None]:
         raise RequestError(
             f"{' and '.join(missing)} is not installed; install it with: pip install 'medusa-heads[{extra}]'"
