@@ -65,7 +65,12 @@ def parse_record(row: object, where: str) -> Record:
     elif row.get("conversations") is not None:
         record.messages = _sharegpt_messages(row["conversations"], where)
     elif row.get("input_ids") is not None:
-        record.input_ids, record.prompt_tokens = _ids(row["input_ids"], row.get("prompt_tokens", 0), where)
+        ids, prompt = row["input_ids"], row.get("prompt_tokens", 0)
+        if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
+        if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
+            raise RequestError(f"{where}: prompt_tokens is {prompt!r}; it must be a count of at most all input_ids")
+        record.input_ids, record.prompt_tokens = ids, prompt
     elif row.get("turns"):
         if not isinstance(row["turns"], list):
             raise RequestError(f"{where}: turns must be a list of texts")
@@ -97,14 +102,6 @@ def _sharegpt_messages(turns: object, where: str) -> list[Json]:
         if not isinstance(turn, dict) or turn.get("from") not in SHAREGPT_ROLES or "value" not in turn:
             raise RequestError(f"{where}: a conversation's turn needs a value and from: {', '.join(SHAREGPT_ROLES)}")
     return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
-
-
-def _ids(ids: object, prompt_tokens: object, where: str) -> tuple[list[int], int]:
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
-    if not isinstance(prompt_tokens, int) or not 0 <= prompt_tokens <= len(ids):
-        raise RequestError(f"{where}: prompt_tokens is {prompt_tokens!r}; it must be a count of at most all input_ids")
-    return ids, prompt_tokens
 
 
 def _with_parsed_arguments(message: Json, where: str) -> Json:
