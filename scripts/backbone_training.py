@@ -183,9 +183,9 @@ class Score(NamedTuple):
     def __str__(self) -> str:
         figures = f"{self.nats / self.tokens:.4f} nats a token, {self.bits_per_character:.4f} bits a character"
         figures += f" ({self.tokens} tokens, {self.characters} characters)"
-        if self.agreements is None:
-            return figures
-        return f"{figures}, {self.agreements / self.tokens:.4f} top-1 agreement with the teacher"
+        if self.agreements is not None:
+            figures += f", {self.agreements / self.tokens:.4f} top-1 agreement with the teacher"
+        return figures
 
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:

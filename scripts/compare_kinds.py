@@ -143,19 +143,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         found, plain = figures[key], figures["plain"].tokens_per_second.median
         row |= {"equal_to_plain": found.equal_to_plain, "tau": found.tau, "speedup": found.speedup}
         row |= {"tokens_per_second": found.tokens_per_second.median, "plain_tokens_per_second": plain}
-    show(options, table_of(list(rows.values())))
+    formats = {"parameters": ",", "draft_mflop": ".2f", "draft_megabytes": ".2f", "tau": ".2f"}
+    formats |= {"tokens_per_second": ".0f", "speedup": ".2f", "equal_to_plain": ".0%"}
+    head = ["heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"]
+    lines = [[row["heads"], row["tree"], *(format(row[k], to) for k, to in formats.items())] for row in rows.values()]
+    show(options, markdown_table(head, lines))
     about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(measured.prompts)}
     about |= {"rounds": options.rounds, "context": options.context}
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
-
-
-def table_of(rows: Sequence[dict[str, object]]) -> str:
-    """Tabulate the most important figures of each row."""
-    formats = {"parameters": ",", "draft_mflop": ".2f", "draft_megabytes": ".2f", "tau": ".2f"}
-    formats |= {"tokens_per_second": ".0f", "speedup": ".2f", "equal_to_plain": ".0%"}
-    head = ["parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"]
-    lines = [[row["heads"], row["tree"], *(format(row[key], to) for key, to in formats.items())] for row in rows]
-    return markdown_table(["heads", "tree", *head], lines)
 
 
 if __name__ == "__main__":

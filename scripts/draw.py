@@ -11,7 +11,6 @@ a step. `medusa benchmark --report` writes a page with these and more pictures.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from decode.settings import Settings
 from medusa.files import ASSETS, read_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from medusa.records.sources import read_records
 from script_tools import run_script, script_parser
 
 HEADS = (1, 2, 3)
@@ -50,8 +50,9 @@ def draw_kind(kind: str) -> Figure:
     figure = Figure(figsize=(plots.WIDTH, 2.5))
     axes = figure.subplots()
     shift = float(kind == "prefix")
-    places = {"h": (0.0, 1.0)}
-    places |= {str(k): (k + shift, 1.0) for k in HEADS} | {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
+    places = (
+        {"h": (0.0, 1.0)} | {str(k): (k + shift, 1.0) for k in HEADS} | {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
+    )
     if ("root", "1") in arrows:
         places |= {token: (float(k), 0.0) for k, token in enumerate(TOKENS, 1)}
     if "text" in edges:
@@ -109,8 +110,7 @@ def draw_experiment(line: int, draws: int) -> Figure:
     """Draw the experiment of `medusa verify` with the shipped models; `line` chooses one of the shipped prompts."""
     loaded, heads = load_backbone("demo"), MedusaHeads.from_pretrained("demo")
     assert loaded.tokenizer is not None
-    prompts = (ASSETS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompt = loaded.tokenizer(json.loads(prompts[line - 1])["prompt"]).input_ids
+    prompt = loaded.tokenizer(list(read_records(str(ASSETS / "prompts.jsonl")))[line - 1].text).input_ids
     generator = torch.Generator().manual_seed(0)
     source = TrainedHeads(heads, resolve_tree(None, heads))
     experiment = Experiment(loaded.model, source, prompt, Settings(temperature=1.0), generator)

@@ -8,7 +8,6 @@ temperature 0.7, and heads are trained on that text. Then the tree is grown on h
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from medusa.checkpoints.stored import PROVENANCE
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from medusa.records.sources import read_records
 from script_tools import medusa, read_documents, run_script, script_parser, write_jsonl
 
 SENTENCE = re.compile(r'.*?[.!?]["”]?(?=\s|$)', re.DOTALL)
@@ -42,14 +42,13 @@ def write_prompts(data: Path, work: Path) -> None:
 def finish(folder: Path, held_out: Path, nodes: int) -> None:
     """Grow a tree of `nodes` nodes on the held-out texts, and store it with the heads, in bfloat16."""
     backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(folder)
-    lines = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
-    texts = [(line["input_ids"][: line["prompt_tokens"]], line["input_ids"][line["prompt_tokens"] :]) for line in lines]
+    records = read_records(str(held_out))
+    texts = [(record.input_ids[: record.prompt_tokens], record.input_ids[record.prompt_tokens :]) for record in records]
     recording = record(backbone, heads, texts)
     tree = grow(recording, nodes)
     tau = predicted_tau(tree, recording)
     heads.config.tree = [list(path) for path in tree.rank_paths]
-    provenance = read_json(folder / PROVENANCE)
-    provenance["command"] = "python scripts/make_shipped_heads.py"
+    provenance = read_json(folder / PROVENANCE) | {"command": "python scripts/make_shipped_heads.py"}
     config = provenance["config"]  # without the folders of this machine
     config["data"]["path"], config["output_dir"] = Path(config["data"]["path"]).name, Path(config["output_dir"]).name
     provenance["tree"] = {"nodes": nodes, "texts": len(texts), "expected_tau": round(tau, 3)}

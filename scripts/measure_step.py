@@ -166,7 +166,7 @@ def start_session(
     """Start decoding, and return the session with its steps; with `tau`, the drafter is scripted."""
     session = Session(model, requests, slack=tree.num_nodes)
     drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
-    if isinstance(drafter, Scripted):
+    if tau is not None:
         if not 1 <= tau <= 1 + tree.max_depth:
             raise RequestError(f"--tau is {tau}; this tree allows 1 to {1 + tree.max_depth}")
         drafter.tau = tau

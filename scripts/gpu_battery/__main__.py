@@ -110,10 +110,8 @@ def stage_table(figures: dict[str, list[Figure]]) -> str:
 def table(figures: Sequence[Figure]) -> str:
     """Tabulate figures as rows; every field that a figure has becomes a column."""
     columns = list(dict.fromkeys(key for figure in figures for key in figure if key not in ALL))
-    return markdown_table(
-        [name.replace("_", " ") for name in columns],
-        [[cell(figure.get(name)) for name in columns] for figure in figures],
-    )
+    rows = [[cell(figure.get(name)) for name in columns] for figure in figures]
+    return markdown_table([name.replace("_", " ") for name in columns], rows)
 
 
 def curve_table(figures: Sequence[Figure]) -> str:
