@@ -16,8 +16,7 @@ from train.callbacks import say
 from train.check import check
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
-from train.features.dataset import Features, open_features
-from train.features.files import is_features
+from train.features.files import Features, is_features, open_features
 from train.heads import new_heads, require_same_heads
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer

@@ -17,8 +17,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from train.architecture import OVERHEAD, TREE, BackboneSizes
 from train.data.datasets import PackedDataset, StreamedDataset
-from train.features.dataset import Features
-from train.features.files import PER_TOKEN
+from train.features.files import PER_TOKEN, Features
 from train.loss.labels import IGNORE, head_labels
 
 ROWS = 1024  # rows whose labels are counted at a time

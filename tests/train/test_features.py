@@ -20,8 +20,7 @@ from tests.helpers import HIDDEN, random_ids, tiny_model
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.features.cache import FeatureCache, FeaturePlan
-from train.features.dataset import Features
-from train.features.files import MANIFEST, is_features, shards, write_shard
+from train.features.files import MANIFEST, Features, is_features, shards, write_shard
 from train.features.recorder import Recorder
 from train.recipe import parse_recipe
 from train.run import plan_features, train

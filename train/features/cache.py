@@ -20,8 +20,7 @@ from medusa.loading import DTYPES
 from train.data.datasets import PackedDataset
 from train.data.packing import Batch
 from train.features import files
-from train.features.dataset import Features
-from train.features.files import PER_TOKEN, Manifest, is_features
+from train.features.files import PER_TOKEN, Features, Manifest, is_features
 from train.trainer import MedusaTrainer
 
 

@@ -33,7 +33,7 @@ from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from train.data.datasets import PackedDataset
 from train.data.packing import Batch
-from train.features.dataset import Features
+from train.features.files import Features
 from train.loss.chunks import chunk_rows
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapter_disabled, without_adapter
