@@ -85,12 +85,8 @@ def open_models(
 ) -> Opened:
     """Check the models of a command, load them, and encode the prompts.
 
-    Args:
-        drafters: drafters as the user writes them in --drafter; `None` means the Medusa heads.
-        calibrates: whether to calibrate a tree on this machine for heads without a tree.
-
-    Raises:
-        RequestError: a model is missing, a model does not fit the backbone, or a prompt is too long."""
+    A drafter is written as in --drafter; `None` means the Medusa heads. With `calibrates`, heads without a tree get one
+    that suits this machine. Raise RequestError if a model is missing or does not fit, or a prompt is too long."""
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
     check_models(command, configs)
     command.runtime.prepare()

@@ -100,8 +100,7 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
     Args:
         heads: the heads as they are written into the repository.
-        with_code: whether the repository contains `custom_generate/generate.py`.
-    """
+        with_code: whether the repository contains `custom_generate/generate.py`."""
     base = heads.config.base_model_name_or_path
     name, base_is_on_hub = base or "an unknown backbone", is_hub_id(base)
     loader = FileSystemLoader(Path(__file__).parent)

@@ -69,8 +69,7 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
     """Write a Hub repository of heads into `folder`, and return the heads as they were written.
 
     The files contain no paths of this machine. Heads without a tree get `DEFAULT_TREE`, cut to the depth that the heads
-    reach. The decoding code is left out if it does not support these heads.
-    """
+    reach. The decoding code is left out if it does not support these heads."""
     base = heads.config.base_model_name_or_path
     default = load_tree(DEFAULT_TREE, heads.config.num_heads).clip(heads.config.num_heads)
     config = replace(
@@ -108,8 +107,7 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
 
     Raises:
         RequestError: the token gives no access to the repository, or its name, the licence or the benchmark is wrong.
-        RunError: the Hub cannot be reached.
-    """
+        RunError: the Hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 

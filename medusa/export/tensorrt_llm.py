@@ -77,9 +77,9 @@ def write_modelopt(export: Export) -> Written:
     size = sum((export.folder / name).stat().st_size for name in {*places.values(), HEADS_WEIGHTS})
     index = {"metadata": {"total_size": size}, "weight_map": places | dict.fromkeys(tensors, HEADS_WEIGHTS)}
     write_json(export.folder / INDICES[0], index)
-    count, layers = heads.config.num_heads, heads.config.num_layers
-    about = {"medusa": {"num_medusa_heads": count, "num_medusa_layers": layers}}
-    write_json(export.folder / CONFIG, read_json(base / CONFIG) | about)
+    count = heads.config.num_heads
+    about = {"num_medusa_heads": count, "num_medusa_layers": heads.config.num_layers}
+    write_json(export.folder / CONFIG, read_json(base / CONFIG) | {"medusa": about})
     choices = _write_choices(export, heads.config)
     return Written(
         serve=f"python examples/llm-api/llm_medusa_decoding.py --use_modelopt_ckpt --model_dir {quoted(export.place)}",
@@ -100,8 +100,7 @@ def _renamed(path: Path) -> str:
 def _write_choices(export: Export, config: MedusaConfig) -> list[list[int]]:
     """Write the tree in the heads' config, or `FALLBACK_TREE`; return the paths of all nodes except the root.
 
-    The tree is cut to the depth that the heads reach, and to `MAX_CHOICES` nodes.
-    """
+    The tree is cut to the depth that the heads reach, and to `MAX_CHOICES` nodes."""
     tree = Tree.from_paths(config.tree or named_trees()[FALLBACK_TREE]).clip(config.num_heads)
     # The paths are sorted by depth, so that the first nodes always form a tree.
     paths = tree.to_json()[:MAX_CHOICES]

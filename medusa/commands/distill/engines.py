@@ -187,8 +187,7 @@ class ServerEngine(Engine):
 
     def _count_failure(self, reason: str) -> None:
         with self._lock:
-            self._failed_in_a_row += 1
-            failed = self._failed_in_a_row
+            self._failed_in_a_row = failed = self._failed_in_a_row + 1
         if failed >= max(HOPELESS, 2 * self.concurrency):
             self._stop.set()
             raise RunError(
@@ -222,10 +221,8 @@ class ServerEngine(Engine):
             options |= {"top_p": ours.top_p, "seed": (self.seed + 1000 * task.index + turn) % 2**31}
         if ours.stop:
             options["stop"] = list(ours.stop)
-        for name in ("top_k", "repetition_penalty", "ignore_eos"):
-            if getattr(ours, name) != getattr(Settings, name):
-                options[name] = getattr(ours, name)
-        return options
+        beyond = {name: getattr(ours, name) for name in ("top_k", "repetition_penalty", "ignore_eos")}
+        return options | {name: value for name, value in beyond.items() if value != getattr(Settings, name)}
 
     def _reason(self, answer: Answer) -> str:
         """Translate a server's finish reason: "stop" becomes "eos" unless a stop string may have ended the text."""

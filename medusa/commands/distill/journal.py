@@ -18,11 +18,10 @@ Key = tuple[int, int]
 
 
 class Journal:
-    """The output file: the finished texts of a run, one per line, in the order in which they were finished.
+    """The output file: one line for each finished text, in the order in which they were finished.
 
-    Each line is flushed at once. A killed run loses at most the line that it was writing, and the next run generates
-    that text again. A second file lists the texts that failed, with the reasons.
-    """
+    Each line is flushed at once, so a killed run loses at most one text, which the next run generates again. A second
+    file lists the texts that failed, with the reasons."""
 
     def __init__(self, path: Path, keep: Container[int] = ()) -> None:
         """Read the texts that earlier runs wrote to `path`; raise RequestError for a line that they did not write.

@@ -21,8 +21,7 @@ from .heads import CandidateTree, Heads, require
 class Continuation:
     """The growing text of one prompt. It applies the logits processors and stopping criteria of `generate`.
 
-    Raise ValueError if the prompt is too long for the model.
-    """
+    Raise ValueError if the prompt is too long for the model."""
 
     model: PreTrainedModel
     ids: Tensor
@@ -61,8 +60,7 @@ def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Cont
     """Decode one text until its end. Yield the accepted tokens of each step, in which one forward verifies a tree.
 
     The first token of a step is the root of its tree. The previous step chose this token, but the model has not read it
-    yet. If the text ends with this token, it is yielded alone, without a forward.
-    """
+    yet. If the text ends with this token, it is yielded alone, without a forward."""
     if text.finished:
         return
     cache = DynamicCache()  # without a config, the cache never drops keys; `_masks` applies sliding windows
@@ -107,8 +105,7 @@ def tree_forward(
 ) -> Tensor:
     """Run the model on the N tokens of a tree after `length` tokens in the cache; return logits [N, V] (V tokens).
 
-    All nodes are added to the cache. `limit` is the maximum length of the text in tokens.
-    """
+    All nodes are added to the cache. `limit` is the maximum length of the text in tokens."""
     position = length + torch.tensor(tree.depth, device=model.device)
     # Positions from `limit` on can be outside the context. Nodes there are never accepted, so their position is free.
     return model(
@@ -124,8 +121,7 @@ def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length
     """Make the additive mask [1, 1, N, T + N] of N nodes after T tokens for each kind of attention layer.
 
     Each node attends to the text, to its ancestors and to itself. Windows and chunks use positions instead of cache
-    slots, because nodes of one depth share a position.
-    """
+    slots, because nodes of one depth share a position."""
     text = torch.ones(len(tree.depth), length, dtype=torch.bool, device=model.device)
     allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]
     query, key = position[:, None], torch.cat([torch.arange(length, device=model.device), position])

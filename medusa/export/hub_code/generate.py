@@ -59,8 +59,7 @@ def generate(
     """Generate with Medusa heads; return the same as `model.generate`.
 
     The B prompts [B, T] are padded on the left to T tokens, with an `attention_mask` [B, T]. Raise ValueError if there
-    are no heads, they or an option do not fit the model, or the model cannot verify a tree.
-    """
+    are no heads, they or an option do not fit the model, or the model cannot verify a tree."""
     where = medusa_heads or _named_in_generate()
     heads = heads_for(model, where, {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs})
     tree = CandidateTree(medusa_tree or heads.tree, model.device)
@@ -162,8 +161,7 @@ def _named_in_generate() -> str:
     """Return the value of `custom_generate` in the user's call of transformers' `generate`.
 
     `generate` does not pass this argument to this file, and runs a copy of this file in a cache without the heads. So
-    the value is read from the stack frame of `generate`.
-    """
+    the value is read from the stack frame of `generate`."""
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_locals.get("custom_generate")

@@ -34,8 +34,7 @@ class Heads:
 
     A head has residual blocks and an LM head, or uses the LM head of the model. A block computes x + SiLU(W x + b), as
     in the Medusa paper, or x + D SiLU(U x + b) + c with matrices U and D. Heads of kind `medusa` read the hidden
-    state. Heads of kind `cascade` read the output of the previous head's blocks.
-    """
+    state. Heads of kind `cascade` read the output of the previous head's blocks."""
 
     def __init__(self, config: Options, tensors: dict[str, Tensor], lm_head: torch.nn.Module) -> None:
         """Make heads from the content of `config.json`, their tensors and the model's LM head."""
@@ -85,8 +84,7 @@ def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
 class CandidateTree:
     """A tree of guesses. The path [0, 2] is the third best guess of head 2 as a child of the best guess of head 1.
 
-    Node 0 is the root: the next token, which the model has already chosen. Parents come before their children.
-    """
+    Node 0 is the root: the next token, which the model has already chosen. Parents come before their children."""
 
     def __init__(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
         """Make a tree from the paths of its nodes; raise ValueError if the parent of a path is missing."""
@@ -112,8 +110,7 @@ _LOADED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Heads]] = weak
 def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads:
     """Load heads from the folder or Hub repository `where`, in the model's dtype and on the device of its LM head.
 
-    The heads are cached for each model. Raise ValueError if there are no heads or they do not fit the model.
-    """
+    The heads are cached for each model. Raise ValueError if there are no heads or they do not fit the model."""
     # Load the weights of the commit that this code is from: transformers caches the code in a folder with that name.
     commit = next((part for part in Path(__file__).parts if re.fullmatch("[0-9a-f]{40}", part)), None)
     if commit is not None and not Path(where).is_dir():
