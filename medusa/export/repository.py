@@ -78,14 +78,13 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
         backbone=without_folders(heads.config.backbone),
         tree=heads.config.tree or default.to_json(),
     )
-    provenance = heads.provenance if facts.provenance is None else facts.provenance
-    written = Checkpoint(config, heads.tensors, without_folders(provenance))
+    written = Checkpoint(config, heads.tensors, without_folders(heads.provenance))
     save(written, folder)
     with_code = why_no_code(config) is None
     if with_code:
         write_text(folder / GENERATE, bundle())
         write_text(folder / REQUIREMENTS, NEEDS)
-    write_text(folder / CARD, model_card(written, replace(facts, provenance=provenance), with_code))
+    write_text(folder / CARD, model_card(written, replace(facts, provenance=heads.provenance), with_code))
     return written
 
 

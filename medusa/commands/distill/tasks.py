@@ -54,8 +54,8 @@ class Task:
 def tasks_of(
     records: Iterable[Record],
     tokenizer: PreTrainedTokenizerBase | None,
-    prefix_tokens: int | None = None,
-    max_turns: int | None = None,
+    prefix_tokens: int | None,
+    max_turns: int | None,
 ) -> list[Task]:
     """Make a task from each record: a text to continue, or a conversation of which `max_turns` questions are answered.
 

@@ -67,8 +67,8 @@ def generate(
     require_tree_support(model)
 
     prompts = inputs if inputs is not None else input_ids
-    require(prompts is not None, "no prompt: pass input_ids (inputs_embeds cannot be continued with heads)")
-    assert prompts is not None
+    if prompts is None:
+        raise ValueError("no prompt: pass input_ids (inputs_embeds cannot be continued with heads)")
     for name in ("assistant_model", "synced_gpus"):
         require(not kwargs.get(name), f"{name} cannot be combined with heads; leave it out")
     given = kwargs.get("generation_config") or model.generation_config
