@@ -20,7 +20,7 @@ DRAFTERS = {
 
 
 def parse(spec: str) -> DrafterConfig:
-    """Parse a description such as `ngram:n=3,tokens=8`; a mistake in it is a `RequestError`."""
+    """Parse the description of a drafter, such as `ngram:n=3,tokens=8`; raises a `RequestError` if it is wrong."""
     name, _, options = spec.partition(":")
     if name not in DRAFTERS:
         raise RequestError(f"there is no drafter {name!r}; choose one of {', '.join(DRAFTERS)}")

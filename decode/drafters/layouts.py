@@ -199,7 +199,7 @@ def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
 
 
 def default_tree(heads: MedusaHeads) -> Tree:
-    """The tree for heads without a saved tree: 8 nodes on a CPU; on a GPU, where nodes are nearly free, 64 (Medusa)."""
+    """The tree for heads without a saved tree: 8 nodes on a CPU, and 64 on a GPU, where nodes are nearly free."""
     name = "eight" if heads.device.type == "cpu" else "mc_sim_7b_63"
     return load_tree(name, heads.config.num_heads).clip(heads.config.num_heads)
 

@@ -63,10 +63,12 @@ class Mix(DrafterFactory):
     """A factory of drafters, each of which joins the drafts of several drafters."""
 
     def __init__(self, parts: Sequence[DrafterFactory], nodes: int = 0) -> None:
-        """Mix `parts`, which share their heads if any; drafts have up to `nodes` nodes with the root (0: no limit)."""
+        """Make a mix of `parts`; a draft has at most `nodes` nodes, root included (0: no limit).
+
+        Raise a `RequestError` if two parts have different heads: a session has KV caches for one set of heads only."""
         self.parts, self.limit = list(parts), nodes
         several = {id(part.heads): part.heads for part in parts if part.heads is not None}
-        if len(several) > 1:  # a session has KV caches for one set of heads only
+        if len(several) > 1:
             raise RequestError("a mix holds two sets of heads; give all its parts the same heads")
         self.heads = next(iter(several.values()), None)
         self.warm_up = max(part.warm_up for part in parts)

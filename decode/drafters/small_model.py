@@ -17,7 +17,9 @@ def small_model_path(name: str) -> str:
 
 
 def load_small_model(name: str, context: DrafterContext, role: str = "draft model") -> PreTrainedModel:
-    """Load a model with the backbone's vocabulary in its dtype and on its device; errors call the model `role`."""
+    """Load the model `name` in the backbone's dtype and on its device; error messages call the model `role`.
+
+    Raise a `RequestError` if there is no such model, or if its vocabulary or tokenizer is not the backbone's."""
     backbone = Backbone(context.model)
     dtype, device = str(backbone.dtype).removeprefix("torch."), str(backbone.device)
     options = LoadOptions(dtype, device, trust_remote_code=context.trust_remote_code)
