@@ -135,10 +135,9 @@ class Comparison:
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
-    """Compare two benchmarks of the same prompts. `names`: the benchmarks' names in tables and error messages.
+    """Compare two benchmarks, which tables and error messages call `names`.
 
-    Raises:
-        RequestError: a benchmark has no metrics of single prompts, or the two benchmarks decoded different prompts."""
+    Raises RequestError if a benchmark has no metrics of single prompts, or if the two decoded different prompts."""
     for result, name in zip((earlier, later), names, strict=True):
         result.require_prompts(name)
     if earlier.settings.prompts_sha256 != later.settings.prompts_sha256:

@@ -119,14 +119,14 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
     warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
     contenders = [
         Contender("plain", job.plain(warm)),
-        *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
         job.by_transformers("transformers", warm),
+        *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
     ]
     job.run(contenders, 1, "lossy rules")
     figures = summarize(contenders, [None] * len(job.prompts))
     backbone = Backbone(job.loaded.model)
     rows = []
-    for contender in contenders[:-1]:
+    for contender in [contenders[0], *contenders[2:]]:
         name, found = contender.name, figures[contender.name]
         likelihood = log_likelihood(backbone, contender.rounds[0], warm.temperature)
         speed = (warm.temperature, found.tau, found.speedup_vs_generate)
@@ -151,8 +151,7 @@ def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: f
 def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
     """Make a contender that decodes with transformers' assisted generation and the draft model `name`.
 
-    Raises:
-        RequestError: the draft model does not exist, or its vocabulary or tokenizer differs from the backbone's."""
+    Raises RequestError if there is no such model, or if its vocabulary or tokenizer differs from the backbone's."""
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
     return job.by_transformers("draft model", job.settings, assistant_model=load_small_model(name, context))

@@ -49,10 +49,8 @@ def calibrate(
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
     `sizes`: numbers of nodes of the trees to try, by default those of `sizes_for`. Every tree is timed `rounds` times.
-    `on_progress` receives the name of each stage when it begins.
-
-    Raises:
-        RequestError: no continuation has more tokens than there are heads."""
+    `on_progress` receives the name of each stage when it begins. Raises RequestError if no continuation has more tokens
+    than there are heads."""
     # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]

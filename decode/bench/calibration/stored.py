@@ -117,10 +117,7 @@ def _entries(places: Sequence[Path]) -> Iterator[Any]:
 def store(places: Sequence[Path], calibration: Calibration) -> Path:
     """Store a calibration in the first file in `places` that can be written, and return the path of this file.
 
-    In this file, the calibration replaces an earlier one of the same situation.
-
-    Raises:
-        OSError: no file can be written."""
+    It replaces an earlier calibration of the same situation. Raises OSError if no file can be written."""
     place, *others = places
     try:
         kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
