@@ -162,7 +162,8 @@ class Case:
 
 def passes(cases: Sequence[Case]) -> bool:
     """Whether the p-value of every judged test (`Rule.is_judged`) is at least `threshold(cases)`."""
-    return all(value >= threshold(cases) for value in p_values(cases))
+    smallest = threshold(cases)
+    return all(value >= smallest for value in p_values(cases))
 
 
 def threshold(cases: Sequence[Case]) -> float:

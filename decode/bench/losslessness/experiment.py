@@ -65,8 +65,7 @@ class FixedContext:
     """The text that all draws of an experiment continue: a prompt and a fixed root, with the session that holds them.
 
     The root is the backbone's most probable token. For a drafter that learns from earlier steps, such as n-grams, some
-    greedy steps precede the root, until the drafter drafts.
-    """
+    greedy steps precede the root, until the drafter drafts."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
         """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
