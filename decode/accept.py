@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.settings import AcceptanceRule
 
 Scores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R]) -> scores [M, V] whose softmax is the target, and each row's index into scores [R]."""
@@ -78,7 +79,7 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
         token = decide(walk.rows, scores, index)
         child = walk.child_that_holds(token)
         walk.go_on(child, token[child < 0])
-    return walk.ended()
+    return ended_at(draft, walk.end, walk.root)
 
 
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
@@ -140,6 +141,25 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
     return ((ids - scores.argmax()).abs() <= distance) & (scores > -torch.inf)
 
 
+class Acceptor(AcceptanceRule):
+    """An acceptance rule with the functions that it applies to drafts."""
+
+    @property
+    def passes(self) -> Passes | None:
+        """The function that tests single tokens, for rules that accept the longest path; `None` for other rules."""
+        if self.rule == "typical":
+            return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
+        if self.limit is None:
+            return None
+        judge, limit = {"topk": among_best, "distance": near_best}[self.rule], self.limit
+        return lambda scores: judge(scores, limit)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The constants by which sampled typical acceptance truncates the target; `None` for all other rules."""
+        return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
+
+
 class TreeWalk:
     """The walk of B rows down their draft trees, one depth at a time; each row's walk ends at its own depth."""
 
@@ -177,10 +197,6 @@ class TreeWalk:
         self.rows = self.rows[~ends]
         self.end[self.rows] = child[~ends]
         self.depth += 1
-
-    def ended(self) -> Acceptance:
-        """The `Acceptance` of all rows, after the walk of each row has ended."""
-        return ended_at(self.draft, self.end, self.root)
 
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:

@@ -8,33 +8,22 @@ Shapes: B rows, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from decode.accept import (
-    Acceptance,
-    Passes,
-    Truncation,
-    accept_greedy,
-    accept_longest,
-    accept_walk,
-    among_best,
-    near_best,
-    typical,
-)
+from decode.accept import Acceptance, Acceptor, accept_greedy, accept_longest, accept_walk
 from decode.draft import Draft, Drafter, Frontier
 from decode.ops.fast_topk import most_probable
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
-from decode.settings import AcceptanceRule
 
 if TYPE_CHECKING:
     from decode.session import Session
-    from decode.target import Target
     from medusa.backbone import Readout
 
 
@@ -52,11 +41,10 @@ class StepOutcome(NamedTuple):
     """The decisions of one step for each unfinished row, copied from the device to the host."""
 
     lengths: list[int]
-    """1 + accepted tokens of each row."""
+    """1 + accepted tokens."""
     roots: list[int]
-    """The next root of each row."""
     ids: list[list[int]]
-    """The tokens on each row's path, the current root first; more than `lengths` of them may be given."""
+    """The tokens on the accepted path, the current root first; more than `lengths` of them may be given."""
 
 
 class Stepper(Protocol):
@@ -64,19 +52,16 @@ class Stepper(Protocol):
 
     def start(self) -> tuple[list[int], list[int]]:
         """Read the prompts into the caches; returns the indices of the rows and their first roots."""
-        ...
 
     def step(self, timer: Timer) -> StepOutcome:
         """Decode one step of all unfinished rows."""
-        ...
 
     def keep(self, left: list[int]) -> None:
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
-        ...
 
     def close(self) -> None:
-        """Free the memory of the decoding run after it has ended or was interrupted."""
-        ...
+        """Free what outlives the session, after the decoding run has ended or was interrupted."""
+        return
 
 
 class Timer:
@@ -125,7 +110,7 @@ def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list
     return left
 
 
-class TreeStepper:
+class TreeStepper(Stepper):
     """Eager tree decoding; a step proposes a draft, verifies it, accepts nodes and compacts the cache."""
 
     def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor) -> None:
@@ -142,7 +127,7 @@ class TreeStepper:
         readout = self.session.verifier(draft)
         timer.lap("verify")
         accepted = self.accept(draft, readout)
-        outcome = on_host(draft, accepted)
+        outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which a step waits for the device
         timer.lap("accept")
         self.frontier = self.compact(draft, readout, accepted, outcome.lengths)
         timer.lap("compact")
@@ -150,10 +135,27 @@ class TreeStepper:
 
     def accept(self, draft: Draft, readout: Readout) -> Acceptance:
         """Decide which nodes of the draft are accepted, by the acceptance rule."""
-        session, rows = self.session, self.frontier.rows
-        return self.acceptor.accept(
-            draft, readout.logits, rows, session.target, session.sequences, session.verifier.depth_limit(draft)
-        )
+        session, logits, passes = self.session, readout.logits, self.acceptor.passes
+        target, depth_limit = session.target, session.verifier.depth_limit(draft)
+        if target.is_argmax and passes is None:
+            return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
+        scores = partial(self._scores, draft, logits)
+        if passes is not None:
+            return accept_longest(draft, scores, passes, depth_limit)
+        draws = target.draws.of(self.frontier.rows)
+        if draft.proposal is not None:
+            return accept_sampled(draft, scores, draws, depth_limit)
+        return accept_walk(draft, scores, partial(target.decide, draws), depth_limit)
+
+    def _scores(self, draft: Draft, logits: Tensor, walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's scores after nodes of a draft (`decode.accept.Scores`), whose processors see the path there."""
+        found = []
+        paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
+        for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
+            row = self.frontier.rows[index]
+            prefix = self.session.sequences.prefix(row, draft.ids[index, path[path >= 0]])
+            found.append(self.session.target.scores(row, prefix, logits[index, node]))
+        return torch.cat(found), torch.arange(len(found), device=walking.device)
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
         """Keep the first `lengths` nodes of each accepted path in the caches; returns the next step's frontier."""
@@ -176,74 +178,6 @@ class TreeStepper:
         rows = [rows[place] for place in left]
         self.frontier = self.session.frontier(root[index], hidden[index.to(hidden.device)], rows)
 
-    def close(self) -> None:
-        """Do nothing: the session's memory is freed with the session."""
-
-
-class Acceptor(AcceptanceRule):
-    """An acceptance rule with the methods that apply it to drafts."""
-
-    @property
-    def passes(self) -> Passes | None:
-        """The function that tests single tokens, for rules that accept the longest path; `None` for other rules."""
-        if self.rule == "typical":
-            return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
-        if self.limit is None:
-            return None
-        judge, limit = {"topk": among_best, "distance": near_best}[self.rule], self.limit
-        return lambda scores: judge(scores, limit)
-
-    @property
-    def truncation(self) -> Truncation | None:
-        """The constants by which sampled typical acceptance truncates the target; `None` for all other rules."""
-        return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
-
-    def accept(
-        self,
-        draft: Draft,
-        logits: Tensor,
-        rows: list[int],
-        target: Target,
-        sequences: Sequences,
-        depth_limit: Tensor | None,
-    ) -> Acceptance:
-        """Decide which nodes of `draft` are accepted, from the backbone's logits [B, N, V] after each node.
-
-        Args:
-            rows: the index of each row in the session.
-            depth_limit: [B] the greatest depth that may be accepted; `None`: any.
-        """
-        passes = self.passes
-        if target.is_argmax and passes is None:
-            return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
-        scores = scores_after(draft, logits, rows, target, sequences)
-        if passes is not None:
-            return accept_longest(draft, scores, passes, depth_limit)
-        draws = target.draws.of(rows)
-        if draft.proposal is not None:
-            return accept_sampled(draft, scores, draws, depth_limit)
-        return accept_walk(draft, scores, lambda *asked: target.decide(draws, *asked), depth_limit)
-
-
-def scores_after(
-    draft: Draft, logits: Tensor, rows: list[int], target: Target, sequences: Sequences
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A function that computes the target's scores after nodes of a draft, for `accept_walk` and the other rules.
-
-    Logits processors see the text and the path to each node. `rows` has the index in the session of each row of the
-    batch.
-    """
-
-    def scores(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        found = []
-        paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
-        for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
-            prefix = sequences.prefix(rows[index], draft.ids[index, path[path >= 0]])
-            found.append(target.scores(rows[index], prefix, logits[index, node]))
-        return torch.cat(found), torch.arange(len(found), device=walking.device)
-
-    return scores
-
 
 def pack(draft: Draft, accepted: Acceptance) -> Tensor:
     """Pack each row's path length, next root and token ids of the path into [B, D + 3], for one copy to the host.
@@ -256,11 +190,6 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
     """Read the outcome of a step from the rows of `pack`, on the host."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
-
-
-def on_host(draft: Draft, accepted: Acceptance) -> StepOutcome:
-    """Copy the decisions of a step to the host: the one moment at which a step waits for the device."""
-    return unpack(pack(draft, accepted).tolist())
 
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:

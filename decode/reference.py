@@ -1,8 +1,7 @@
 """Plain autoregressive decoding: one token per forward, without tree or draft.
 
-Plain decoding is the baseline for decoding with heads. It shares the rows, the target and the cache with tree decoding,
-so a difference in text or time comes from the tree. Plain and tree decoding are tested against transformers' own
-`generate`.
+It is the baseline for decoding with heads. It shares the rows, the target and the cache with tree decoding, so a
+difference in text or time comes from the tree. Both are tested against transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -10,23 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.cache import TreeCache
-from decode.loop import StepOutcome, Timer
+from decode.loop import StepOutcome, Stepper, Timer
 from decode.masks import TreeMasks
-from decode.sequences import Sequences
 from decode.session import Session
 from decode.topology import Topology
 from decode.verify import reread
-from medusa.backbone import Backbone, Readout
+from medusa.backbone import Readout
 from medusa.tree import Tree
 
 
-class PlainStepper:
-    """Decodes one token per row and step, without a draft (a `decode.loop.Stepper`)."""
+class PlainStepper(Stepper):
+    """Decodes one token per row and step, without a draft."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        self.forward = PlainForward(session.backbone, session.verifier.cache, session.sequences)
+        self.session, self.cache, backbone = session, session.verifier.cache, session.backbone
+        self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
+        self.topology = Topology.of(Tree.chain(0).to(backbone.device))
 
     def start(self) -> tuple[list[int], list[int]]:
         frontier = self.session.prefill()
@@ -36,7 +34,7 @@ class PlainStepper:
 
     def step(self, timer: Timer) -> StepOutcome:
         session, rows = self.session, self.rows
-        readout = self.forward(self.roots[:, None])
+        readout = self._read(self.roots[:, None])
         timer.lap("verify")
         self.roots = session.target.next(rows, session.sequences, readout.logits[:, -1]).to(session.backbone.device)
         roots = self.roots.tolist()
@@ -47,27 +45,15 @@ class PlainStepper:
         timer.lap("compact")
         return StepOutcome(lengths, roots, ids=[[]] * len(rows))
 
-    def keep(self, left: list[int]) -> None:
-        self.session.select(left)
-        self.roots, self.rows = self.roots[left], [self.rows[place] for place in left]
-
-    def close(self) -> None:
-        """Do nothing: the session's memory is freed with the session."""
-
-
-class PlainForward:
-    """The forward of plain decoding: one model reads one token per row, on top of its cache."""
-
-    def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
-        self.backbone, self.cache, self.sequences = backbone, cache, sequences
-        self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
-        self.topology = Topology.of(Tree.chain(0).to(backbone.device))
-
-    def __call__(self, ids: Tensor) -> Readout:
+    def _read(self, ids: Tensor) -> Readout:
         """Read the tokens `ids` [B, 1]; returns hidden states [B, 1, H] and logits [B, 1, V] after them."""
-        reread(self.backbone, self.cache, self.sequences)
+        reread(self.session.backbone, self.cache, self.session.sequences)
         lengths = self.cache.lengths
         positions = torch.tensor(lengths, device=ids.device)[:, None]
         # Rows of one length need no mask: everything in the cache comes before them.
         mask = None if self.cache.is_even else self.masks(lengths, self.topology)
-        return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=mask)
+        return self.session.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=mask)
+
+    def keep(self, left: list[int]) -> None:
+        self.session.select(left)
+        self.roots, self.rows = self.roots[left], [self.rows[place] for place in left]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.accept import Acceptance, Scores, TreeWalk
+from decode.accept import Acceptance, Scores, TreeWalk, ended_at
 from decode.draft import Draft
 from decode.ops.draws import Draws
 
@@ -34,7 +34,7 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tens
         child, left = _first_accepted(draft, walk, Residuals.at_first(draft, walk, scores, index), draws)
         ends = child < 0
         walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.p_of[ends]))
-    return walk.ended()
+    return ended_at(draft, walk.end, walk.root)
 
 
 def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: Draws) -> tuple[Tensor, Residuals]:

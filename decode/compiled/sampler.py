@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from decode.accept import Acceptance, accept_greedy, ended_at, typical
+from decode.accept import Acceptance, Acceptor, accept_greedy, ended_at, typical
 from decode.draft import Draft
-from decode.loop import Acceptor
 from decode.ops.draws import cumulative, invert
 from decode.ops.fast_topk import most_probable
 from decode.target import WARPERS, Target

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from decode.accept import Acceptor
 from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache
 from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
 from decode.drafters.layouts import DynamicTree, Layout
-from decode.loop import Acceptor, StepOutcome, Timer, unpack
+from decode.loop import StepOutcome, Stepper, Timer, unpack
 from decode.session import Session
 from decode.settings import ONE_SHAPE
 from medusa.errors import RequestError
@@ -22,8 +23,8 @@ MIN_CAPACITY = 256
 """Number of cache slots per row in the smallest cache."""
 
 
-class CompiledStepper:
-    """Decodes the texts of a session by compiled steps (implements `decode.loop.Stepper`)."""
+class CompiledStepper(Stepper):
+    """Decodes the texts of a session by compiled steps."""
 
     ahead = 1024
     """Maximum number of new tokens for which the first cache has room."""
