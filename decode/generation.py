@@ -9,6 +9,7 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +18,19 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decode.accept import Acceptor
 from decode.compiled.stepper import CompiledStepper
 from decode.draft import NoDraft
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
-from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
+from decode.loop import Step, Stepper, Timer, TreeStepper, run
 from decode.reference import PlainStepper
-from decode.request import prepare, requests_of, with_generators
+from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
-from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, Settings, require_uncontrasted, with_options
+from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, Settings, listing_options
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
@@ -41,74 +43,6 @@ class Decoding(NamedTuple):
 
     session: Session
     steps: Iterator[Step]
-
-
-def plain_decoding(
-    model: PreTrainedModel,
-    requests: Sequence[Request],
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-    compile: bool = False,
-    amateur: Amateur | None = None,
-) -> Decoding:
-    """Start plain decoding: one token per step, without a drafter.
-
-    Args:
-        keep_hidden: record the hidden states of all tokens in the session.
-        compile: compile each step with torch.compile.
-        amateur: the small model of contrastive decoding; `None`: no contrast.
-
-    Raises:
-        RequestError: the amateur does not fit, or the steps cannot be compiled."""
-    if amateur is not None:
-        require_uncontrasted(compile, amateur)
-        amateur.require_fitting(model, requests)
-    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
-    acceptor, device = Acceptor("rejection" if requests[0].do_sample else "greedy"), session.backbone.device
-    stepper: Stepper
-    if compile:
-        stepper = CompiledStepper(session, acceptor, Tree.chain(0), None, lambda: NoDraft(device))
-    elif amateur is not None:
-        stepper = TreeStepper(session, NoDraft(device), acceptor)
-    else:
-        stepper = PlainStepper(session)
-    return Decoding(session, run(session.sequences, stepper, timer or Timer()))
-
-
-def tree_decoding(
-    model: PreTrainedModel,
-    factory: DrafterFactory,
-    requests: Sequence[Request],
-    rule: AcceptanceRule,
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-    compile: bool = False,
-    amateur: Amateur | None = None,
-) -> Decoding:
-    """Start tree decoding with a drafter; see `plain_decoding` for the other arguments.
-
-    Raises:
-        RequestError: a lossy rule cannot return scores, the drafter cannot sample guesses, the amateur does not fit,
-            or the steps cannot be compiled."""
-    acceptor, config = Acceptor(*rule), requests[0].config
-    if acceptor.passes is not None and (config.output_scores or config.output_logits):
-        exact = "rejection" if config.do_sample else "greedy"
-        raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
-    if acceptor.draft == "sample" and not factory.can_draw:
-        raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
-    require_tree_forward(model)
-    if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
-        return plain_decoding(model, requests, timer, keep_hidden, compile, amateur)
-    if amateur is not None:
-        require_uncontrasted(compile, amateur)
-        amateur.require_fitting(model, requests)
-    session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
-    stepper: Stepper
-    if compile:
-        stepper = _compiled(session, factory, acceptor)
-    else:
-        stepper = TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
-    return Decoding(session, run(session.sequences, stepper, timer or Timer()))
 
 
 def decoding(
@@ -128,29 +62,82 @@ def decoding(
     return tree_decoding(model, factory, requests, settings.rule, *how)
 
 
-def _compiled(session: Session, factory: DrafterFactory, acceptor: Acceptor) -> CompiledStepper:
+def tree_decoding(
+    model: PreTrainedModel,
+    factory: DrafterFactory,
+    requests: Sequence[Request],
+    rule: AcceptanceRule,
+    timer: Timer | None = None,
+    keep_hidden: bool = False,
+    compile: bool = False,
+    amateur: Amateur | None = None,
+) -> Decoding:
+    """Start tree decoding with a drafter; with `keep_hidden`, the session records the hidden states of all tokens.
+
+    Raises:
+        RequestError: a lossy rule cannot return scores, the drafter cannot sample guesses, the amateur does not fit,
+            or the steps cannot be compiled."""
+    acceptor, config = Acceptor(*rule), requests[0].config
+    if acceptor.passes is not None and (config.output_scores or config.output_logits):
+        exact = "rejection" if config.do_sample else "greedy"
+        raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
+    if acceptor.draft == "sample" and not factory.can_draw:
+        raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
+    require_tree_forward(model)
+    if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
+        return plain_decoding(model, requests, timer, keep_hidden, compile, amateur)
+    if amateur is not None:
+        amateur.require_fitting(model, requests, compile)
+    session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
+    if not compile:
+        drafter = factory.start(session, drawn=acceptor.draft == "sample")
+        return _decoding(session, TreeStepper(session, drafter, acceptor), timer)
     if not isinstance(factory, TrainedHeads):
         raise RequestError(
             "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
         )
     heads, tree = factory.heads, factory.tree
-    return CompiledStepper(session, acceptor, tree, heads, lambda: heads_drafter(heads, session.backbone, tree))
+    make_drafter = partial(heads_drafter, heads, session.backbone, tree)
+    return _decoding(session, CompiledStepper(session, acceptor, tree, heads, make_drafter), timer)
 
 
-def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
-    """Remove the padding from each row of a batch [B, T] by the attention mask; no mask means no padding."""
-    if attention_mask is None:
-        return input_ids.tolist()
-    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, attention_mask, strict=True)]
+def plain_decoding(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    timer: Timer | None = None,
+    keep_hidden: bool = False,
+    compile: bool = False,
+    amateur: Amateur | None = None,
+) -> Decoding:
+    """Start plain decoding: one token per step, without a drafter; the arguments are those of `tree_decoding`.
+
+    Raises:
+        RequestError: the amateur does not fit, or the steps cannot be compiled."""
+    if amateur is not None:
+        amateur.require_fitting(model, requests, compile)
+    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
+    acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
+    make_drafter = partial(NoDraft, session.backbone.device)
+    stepper: Stepper
+    if compile:
+        stepper = CompiledStepper(session, acceptor, Tree.chain(0), None, make_drafter)
+    elif amateur is not None:
+        stepper = TreeStepper(session, make_drafter(), acceptor)
+    else:
+        stepper = PlainStepper(session)
+    return _decoding(session, stepper, timer)
 
 
-@with_options()
+def _decoding(session: Session, stepper: Stepper, timer: Timer | None) -> Decoding:
+    return Decoding(session, run(session.sequences, stepper, timer or Timer()))
+
+
+@listing_options()
 def steps(
     model: PreTrainedModel,
     heads: MedusaHeads | None,
     input_ids: Tensor,
     *,
-    options: DecodingOptions,
     attention_mask: Tensor | None = None,
     tree: TreeLike = None,
     drafter: DrafterLike = None,
@@ -162,17 +149,17 @@ def steps(
 
     `kwargs` are those of `model.generate`; for the other arguments see `generate`.
     """
+    options = DecodingOptions.taken_from(kwargs)
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
     return _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
 
 
-@with_options()
+@listing_options()
 def generate(
     model: PreTrainedModel,
     heads: MedusaHeads | None = None,
     inputs: Tensor | None = None,
     *,
-    options: DecodingOptions,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     tree: TreeLike = None,
@@ -187,8 +174,6 @@ def generate(
         model: any decoder-only model of transformers that can hold a tree.
         heads: Medusa heads made for the model; `None` with a drafter that needs none.
         inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer returns them.
-        options: the fields of `decode.settings.DecodingOptions` (acceptance, draft, stop_drafting, epsilon, delta,
-            compile), each as a keyword argument.
         tree: a `Tree`, its name, file or paths; by default the tree saved with the heads.
         drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
             `NgramConfig(tokens=5)`, or a factory, which keeps what it has loaded from call to call.
@@ -198,12 +183,15 @@ def generate(
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
             its prompt and seed. Without them, one row draws from PyTorch's generator as `model.generate` does, and the
             rows of a batch are seeded from that generator.
+        acceptance, draft, stop_drafting, epsilon, delta, compile (in `kwargs`): the fields of
+            `decode.settings.DecodingOptions`.
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).
 
     Raises:
         RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, an amateur
             that does not fit, or an option that tree decoding does not support.
     """
+    options = DecodingOptions.taken_from(kwargs)
     ids = inputs if inputs is not None else input_ids
     if ids is None:
         raise RequestError("no prompt: pass inputs or input_ids")
@@ -213,7 +201,7 @@ def generate(
     return _output(decoding.session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
-@with_options(prefix="medusa_")
+@listing_options(prefix="medusa_")
 def medusa_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -221,7 +209,6 @@ def medusa_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    options: DecodingOptions,
     medusa_heads: MedusaHeads | None = None,
     medusa_tree: TreeLike = None,
     medusa_drafter: DrafterLike = None,
@@ -235,6 +222,7 @@ def medusa_generate(
     `tokenizer` and `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
     `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches.
     """
+    options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
     decoding = _start(model, context, requests, options, medusa_drafter, medusa_amateur)
@@ -281,9 +269,7 @@ def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Te
     sequences = torch.cat([input_ids, padded.to(input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    kept = {"scores": session.target.kept_scores, "logits": session.target.kept_logits}
-    by_position = {
-        name: None if of_rows is None else session.target.by_position(of_rows, new_ids, width)
-        for name, of_rows in kept.items()
-    }
+    target = session.target
+    kept = {"scores": target.kept_scores, "logits": target.kept_logits}
+    by_position = {name: target.by_position(of_rows, new_ids, width) for name, of_rows in kept.items() if of_rows}
     return GenerateDecoderOnlyOutput(sequences=sequences, **by_position)  # type: ignore[arg-type]

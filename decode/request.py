@@ -110,8 +110,7 @@ def requests_of(
     """
     require_tree_support(model)
     _require_supported(generation_config, input_ids, model_kwargs)
-    mask = model_kwargs.get("attention_mask")
-    rows = input_ids.tolist() if mask is None else [r[m.bool()].tolist() for r, m in zip(input_ids, mask, strict=True)]
+    rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
     if not all(rows):
         raise RequestError("a prompt is empty; give at least one token")
     require_fitting(rows, Backbone(model))
@@ -122,6 +121,13 @@ def requests_of(
         )
     max_new_tokens = int(generation_config.max_length) - input_ids.shape[1]
     return [Request(row, logits_processor, stopping_criteria, generation_config, max_new_tokens) for row in rows]
+
+
+def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:
+    """Remove the padding from each row of a batch [B, T] by the attention mask; no mask means no padding."""
+    if attention_mask is None:
+        return input_ids.tolist()
+    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, attention_mask, strict=True)]
 
 
 def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

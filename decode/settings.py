@@ -1,12 +1,11 @@
 """Decoding options: each option's name, default, check and help in one place.
 
 `Settings` is what the command line, the server and the benchmarks pass on. `decode.generate` takes the fields of
-`DecodingOptions` as keyword arguments (`with_options`), and takes all other options as `model.generate` does.
+`DecodingOptions` as keyword arguments, and all other options as `model.generate` does.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
@@ -29,6 +28,7 @@ LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 """Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 DRAFTS = ("topk", "sample")
+Function = TypeVar("Function", bound=Callable[..., object])
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
 
 
@@ -77,6 +77,12 @@ class DecodingOptions(Options):
         if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
             raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
 
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any], prefix: str = "") -> DecodingOptions:
+        """Remove the options, each named with `prefix`, from `kwargs`; `None` stands for an option's default."""
+        given = {field.name: kwargs.pop(prefix + field.name, None) for field in fields(DecodingOptions)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
     def rule_for(self, do_sample: bool) -> AcceptanceRule:
         """The acceptance rule for these options; by default the lossless rule, greedy or rejection.
 
@@ -86,17 +92,6 @@ class DecodingOptions(Options):
         if self.draft not in DRAFTS:
             raise RequestError(f"draft is {self.draft!r}; choose one of {', '.join(DRAFTS)}")
         rule = rule or ("rejection" if do_sample else "greedy")
-        self._require_mode(rule, do_sample)
-        if self.draft == "sample":
-            self._require_drawable(rule, do_sample)
-        elif self.stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
-            instead = "typical-sampled" if do_sample else "greedy"
-            raise RequestError(
-                f"with stop-drafting, acceptance {self.acceptance!r} would depend on the batch; use {instead}"
-            )
-        return AcceptanceRule(rule, self.epsilon, self.delta, self.draft, limit)
-
-    def _require_mode(self, rule: str, do_sample: bool) -> None:
         if rule == "greedy" and do_sample:
             raise RequestError(
                 "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
@@ -107,17 +102,22 @@ class DecodingOptions(Options):
             )
         if rule in LOSSY and not do_sample:
             raise RequestError(f"acceptance {rule!r} needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
-
-    def _require_drawable(self, rule: str, do_sample: bool) -> None:
-        if rule not in ("rejection", "typical-sampled"):
+        sampled = self.draft == "sample"
+        if sampled and rule not in ("rejection", "typical-sampled"):
             raise RequestError(
                 "draft 'sample' needs a temperature above 0 and acceptance 'rejection' or 'typical-sampled'; "
                 f"with {rule!r} use draft 'topk'"
             )
-        if not do_sample:
+        if sampled and not do_sample:
             raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
-        if self.stop_drafting:
+        if sampled and self.stop_drafting:
             raise RequestError("stop-drafting cannot be combined with draft sample; use draft topk")
+        if self.stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
+            instead = "typical-sampled" if do_sample else "greedy"
+            raise RequestError(
+                f"with stop-drafting, acceptance {self.acceptance!r} would depend on the batch; use {instead}"
+            )
+        return AcceptanceRule(rule, self.epsilon, self.delta, self.draft, limit)
 
 
 class Settings(DecodingOptions):
@@ -131,11 +131,7 @@ class Settings(DecodingOptions):
         0, "sample among the K most probable tokens; 0 is off", "0 (off) or above", lambda value: value >= 0, "K"
     )
     top_p: float = option(
-        1.0,
-        "sample within the probability mass P; 1 is off",
-        "above 0 and at most 1 (off)",
-        lambda value: 0 < value <= 1,
-        "P",
+        1.0, "sample within the probability mass P; 1 is off", "above 0 and at most 1 (off)", lambda p: 0 < p <= 1, "P"
     )
     min_p: float = share(0.0, "sample tokens above P times the best probability; 0 is off", "P")
     repetition_penalty: float = option(
@@ -179,7 +175,7 @@ class Settings(DecodingOptions):
             kwargs["eos_token_id"] = None
         return kwargs
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All settings as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         amateur = None if self.amateur is None else self.amateur.to_dict()
@@ -221,34 +217,21 @@ def require_uncontrasted(compile: bool, amateur: object) -> None:
         raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
 
 
-T = TypeVar("T")
+def listing_options(prefix: str = "") -> Callable[[Function], Function]:
+    """Decorate a function that takes the fields of `DecodingOptions` in its `kwargs`: its signature then lists them.
 
-
-def with_options(prefix: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorate a function so that it takes the fields of `DecodingOptions` as keyword arguments.
-
-    The function receives them as one object in its parameter `options`. Its signature lists them, each with `prefix`
-    before its name: for help(), and for transformers, which passes a `custom_generate` callable only the arguments that
-    its signature names.
+    Each name follows `prefix`. The list is for help(), and for transformers, which passes a `custom_generate` callable
+    only the arguments that its signature names.
     """
 
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        names = {prefix + field.name: field for field in fields(DecodingOptions)}
-
-        @functools.wraps(function)
-        def wrapped(*args: object, **kwargs: object) -> T:
-            given = {field.name: kwargs.pop(name) for name, field in names.items() if kwargs.get(name) is not None}
-            kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            return function(*args, options=DecodingOptions(**given), **kwargs)  # type: ignore[arg-type]
-
+    def decorate(function: Function) -> Function:
+        *own, kwargs = inspect.signature(function).parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
-        added = [
-            inspect.Parameter(name, keyword, default=field.default, annotation=field.type)
-            for name, field in names.items()
+        listed = [
+            inspect.Parameter(prefix + field.name, keyword, default=field.default, annotation=field.type)
+            for field in fields(DecodingOptions)
         ]
-        own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
-        rest = [own.pop()] if own[-1].kind is inspect.Parameter.VAR_KEYWORD else []
-        wrapped.__signature__ = inspect.Signature([*own, *added, *rest])  # type: ignore[attr-defined]
-        return wrapped
+        vars(function)["__signature__"] = inspect.Signature([*own, *listed, kwargs])
+        return function
 
     return decorate

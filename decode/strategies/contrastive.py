@@ -23,6 +23,7 @@ from decode.drafters.small_model import require_same_vocabulary
 from decode.prefill import OnHidden
 from decode.request import require_fitting, require_longrope_alone
 from decode.sequences import Request, Sequences
+from decode.settings import require_uncontrasted
 from decode.strategies.options import ContrastOptions
 from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
@@ -89,8 +90,9 @@ class Amateur:
         expert, amateur = (Verifier.with_cache(each, sequences, capacity) for each in (backbone, Backbone(self.model)))
         return ContrastVerifier(expert, amateur, self.contrast)
 
-    def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request]) -> None:
-        """Raise a `RequestError` if the amateur's vocabulary, context or attention does not fit model and requests."""
+    def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request], compile: bool = False) -> None:
+        """Raise a `RequestError` if the amateur does not fit the model or the requests, or steps are to be compiled."""
+        require_uncontrasted(compile, self)
         require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
         require_tree_forward(self.model)
         require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")
