@@ -1,9 +1,8 @@
 """Attention masks of drafts: which slots of the KV cache each draft node sees, in each kind of attention layer.
 
-A node sees the text before it, its ancestors and itself. Masks are additive and of the model's dtype (0, or the least
-finite number), because eager attention would silently add a boolean mask as 0 and 1. A model with several kinds of
-attention layers gets one mask per kind. Windows and chunks count positions, not slots: two nodes of one depth share a
-position but lie in two slots.
+A node sees the text before it, its ancestors and itself. Masks are additive and of the model's dtype, because eager
+attention would silently add a boolean mask as 0 and 1. Windows and chunks count positions, not slots: two nodes of one
+depth share a position but lie in two slots.
 
 Shapes: B rows, N nodes of a draft, S cache slots, W nodes of one forward.
 """
@@ -24,11 +23,9 @@ from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additiv
 class TreeMasks:
     """Attention masks of drafts, for rows of any length.
 
-    Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static
-    topology, which all rows and steps share, needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns
-    of text, N of nodes, and S columns that no node sees. It is built once, and a text of L tokens uses its columns from
-    S - L on.
-    """
+    Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static topology
+    needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes, and S columns that no
+    node sees. A text of L tokens uses its columns from S - L on."""
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -73,16 +70,8 @@ def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_L
 
 def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
     """Which of the first `slots` cache slots each node sees [B, N, slots]; `lengths` [B] are the texts' lengths."""
-    nodes, prefix = topology.num_nodes, lengths[:, None]  # [B, 1]
-    slot = torch.arange(slots, device=lengths.device)[None]  # [1, S]
-    node = slot - prefix  # [B, S] the node in each slot; below 0: the text
-    is_text, is_node = node < 0, (node >= 0) & (node < nodes)
-    node = node.clamp(0, nodes - 1)
     ancestors, depth = topology.ancestors.expand(len(lengths), -1, -1), topology.depth.expand(len(lengths), -1)
-    of_slot = ancestors.gather(2, node[:, None].expand(-1, nodes, -1))
-    allowed = is_text[:, None] | (is_node[:, None] & of_slot)  # [B, N, S]
-    key = torch.where(is_text, slot, prefix + depth.gather(1, node))[:, None]  # positions [B, 1, S]
-    return kind.limited(allowed, (prefix + depth)[:, :, None], key)
+    return kind.limited(*_by_slot(ancestors, lengths, depth, depth, slots))
 
 
 def grown_masks(
@@ -94,15 +83,25 @@ def grown_masks(
         starts: [B] where the text ends; every node sees all of the text.
         seen: [B, W, A] the cache slots that each node sees after the text: those of its A - 1 ancestors and its own.
         depth: [B, W] positions of the W nodes, counted from the text's end.
-        slot_depths: [S - text] positions of the nodes in all slots after the text; windows and chunks need them.
-    """
+        slot_depths: [S - text] positions of the nodes in all slots after the text."""
     nodes = len(slot_depths)
     own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
-    slot = torch.arange(int(starts.max()) + nodes, device=seen.device)
-    node = slot - starts[:, None]  # [B, S] the node in each slot; below 0: the text
-    inside = node.clamp(0, nodes - 1)
-    allowed = own.gather(2, inside[:, None].expand(-1, seen.shape[1], -1)) & (node[:, None] < nodes)
-    allowed = torch.where(node[:, None] < 0, True, allowed)
-    key = torch.where(node < 0, slot, starts[:, None] + slot_depths[inside])[:, None]  # positions [B, 1, S]
-    query = (starts[:, None] + depth)[:, :, None]  # [B, W, 1]
-    return layers.masks(lambda kind: additive(kind.limited(allowed, query, key), dtype)[:, None])
+    by_slot = _by_slot(own, starts, depth, slot_depths.expand(len(starts), -1), int(starts.max()) + nodes)
+    return layers.masks(lambda kind: additive(kind.limited(*by_slot), dtype)[:, None])
+
+
+def _by_slot(
+    own: Tensor, starts: Tensor, depth: Tensor, node_depths: Tensor, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which slots W nodes see [B, W, slots], with the positions of nodes [B, W, 1] and slots [B, 1, slots].
+
+    Nodes of depth `node_depths` [B, N] follow the text, which ends at `starts` [B]. Each of the W nodes, of depth
+    `depth` [B, W], sees the text and the nodes `own` [B, W, N]."""
+    nodes, prefix = own.shape[2], starts[:, None]  # [B, 1]
+    slot = torch.arange(slots, device=starts.device)[None]  # [1, S]
+    node = slot - prefix  # [B, S] the node in each slot; below 0: the text
+    is_text, inside = node < 0, node.clamp(0, nodes - 1)
+    of_slot = own.gather(2, inside[:, None].expand(-1, own.shape[1], -1))
+    allowed = is_text[:, None] | ((node < nodes)[:, None] & of_slot)
+    key = torch.where(is_text, slot, prefix + node_depths.gather(1, inside))[:, None]
+    return allowed, (prefix + depth)[:, :, None], key
