@@ -1,7 +1,7 @@
 """How the nodes of a draft are connected, as tensors: one topology for all rows, or one per row.
 
-A static tree, the most probable part of a larger tree, a chain and the paths of n-grams all take this form, so the
-code after the drafter does not distinguish them. Node 0 is the root, and a parent comes before its children.
+Static and dynamic trees, chains and the paths of n-grams all take this form, so the code after the drafter does not
+distinguish them. Node 0 is the root, and a parent comes before its children.
 
 Shapes: B rows, R = 1 if all rows share the topology, else R = B, N nodes, D the greatest depth (0 for the root alone),
 C the most children of a node, X any number of nodes.
@@ -9,7 +9,7 @@ C the most children of a node, X any number of nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -33,14 +33,15 @@ class Topology:
     """[R, N, D + 1] nodes from the root to each node, padded with -1."""
     max_children: int
     """C as a number on the host, so that reading it does not wait for the device."""
-    is_static: bool = False
-    """Whether all steps share this topology, so that what depends on it can be cached."""
+    static_non_ancestors: Tensor | None = None
+    """The result of `non_ancestors` for a topology that all steps share; `None` for a topology of one step."""
 
     @classmethod
     def of(cls, tree: Tree) -> Topology:
         """Make the topology of a static tree, which all rows share."""
         most = tree.children.shape[1]
-        return cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most, is_static=True)
+        topology = cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most)
+        return replace(topology, static_non_ancestors=topology.non_ancestors)
 
     @classmethod
     def from_parents(cls, parent: Tensor, depth: Tensor, max_depth: int, max_children: int) -> Topology:
@@ -81,6 +82,10 @@ class Topology:
         )
 
     @property
+    def is_static(self) -> bool:
+        return self.static_non_ancestors is not None
+
+    @property
     def is_shared(self) -> bool:
         return len(self.parent) == 1
 
@@ -101,13 +106,8 @@ class Topology:
         """[R, N, N] mask: True at [_, i, j] where the token of node j cannot affect whether node i is accepted.
 
         These nodes j are the ones that are not ancestors of node i, and the root, which is already decided."""
-        return self._non_ancestors if self.is_static else self._find_non_ancestors()
-
-    @cached_property
-    def _non_ancestors(self) -> Tensor:
-        return self._find_non_ancestors()
-
-    def _find_non_ancestors(self) -> Tensor:
+        if self.static_non_ancestors is not None:
+            return self.static_non_ancestors
         root = torch.arange(self.num_nodes, device=self.parent.device) == 0
         return ~self.ancestors | root
 
@@ -124,16 +124,15 @@ class Topology:
     def find_place(self) -> Tensor:
         """Compute the cached property `place`, which torch.compile cannot trace."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
-        place = siblings.tril(-1).sum(-1)
-        return torch.cat([torch.zeros_like(self.parent[:, :1]), place], dim=1)
+        return F.pad(siblings.tril(-1).sum(-1), (1, 0))
 
     def find_children(self, place: Tensor) -> Tensor:
         """Compute the cached property `children`, which torch.compile cannot trace, from the places [R, N]."""
-        rows, device = len(self.parent), self.parent.device
-        table = torch.full((rows, self.num_nodes * self.max_children), -1, device=device)
+        (rows, nodes), device = self.parent.shape, self.parent.device
+        table = torch.full((rows, nodes * self.max_children), -1, device=device)
         slot = self.parent * self.max_children + place
-        table.scatter_(1, slot[:, 1:], torch.arange(1, self.num_nodes, device=device).expand(rows, -1))
-        return table.view(rows, self.num_nodes, self.max_children)
+        table.scatter_(1, slot[:, 1:], torch.arange(1, nodes, device=device).expand(rows, -1))
+        return table.view(rows, nodes, self.max_children)
 
 
 def chosen_part(tree: Tree, chosen: Tensor) -> Topology:

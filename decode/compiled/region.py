@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance
 from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache, static
 from decode.compiled.sampler import FixedSampler
-from decode.draft import Draft, Drafter, Frontier
+from decode.draft import Drafter, Frontier
 from decode.loop import at_end, pack
 from decode.masks import visible_slots
 from decode.ops.grouped_attention import grouped
@@ -54,13 +53,12 @@ class Region:
         self.hidden = static(torch.zeros_like(hidden))
         self.alive = static(torch.ones(rows, dtype=torch.long, device=device))  # 0 for rows that have ended
         self.end = min(end for end in (backbone.context, cache.capacity) if end is not None)
-        _ = drafter.propose(self.frontier()).topology.non_ancestors  # compiled steps cannot fill this cache
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run one decoding step; returns its packed outcome, which `decode.loop.unpack` reads.
+        """Run one decoding step with a uniform random number for each token that sampling may decide, `u` [B, D + 1].
 
-        `u` [B, D + 1] are uniform random numbers, one for each token that sampling may decide."""
+        Returns the packed outcome, which `decode.loop.unpack` reads."""
         with grouped(self.config), self.backbone.watched():
             packed: Tensor = self.compiled(u)
         return packed.tolist()
@@ -84,18 +82,17 @@ class Region:
         if topology.max_children > 1:
             cache.move(accepted.path.clamp_min(0))
         packed, counts = pack(draft, accepted), accepted.length * self.alive  # rows that have ended do not grow
-        self.hidden.copy_(self._heads_read(draft, readout.hidden, accepted, counts))
+        if self.heads_cache is None:
+            hidden = at_end(readout.hidden, accepted)
+        else:
+            path = accepted.path.clamp_min(0)
+            on_path = path[:, :, None].expand(-1, -1, readout.hidden.shape[-1])
+            states, ids = readout.hidden.gather(1, on_path).to(self.hidden.dtype), draft.ids.gather(1, path)
+            hidden = self.heads_cache.path(self.hidden, states, ids, accepted.length - 1, counts)
+        self.hidden.copy_(hidden)
         self.root.copy_(accepted.next_root)
         lengths.add_(counts)
         return packed
-
-    def _heads_read(self, draft: Draft, hidden: Tensor, accepted: Acceptance, counts: Tensor) -> Tensor:
-        """Select the hidden states [B, H] that the heads read in the next step from those of all nodes [B, N, H]."""
-        if self.heads_cache is None:
-            return at_end(hidden, accepted)
-        path = accepted.path.clamp_min(0)
-        states = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1])).to(self.hidden.dtype)
-        return self.heads_cache.path(self.hidden, states, draft.ids.gather(1, path), accepted.length - 1, counts)
 
     def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
         """Copy the keys and values of these caches, and `frontier`, into the region; `alive` marks unfinished rows."""
@@ -115,9 +112,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     """Compile the bound method `step` as one graph, and for its own object only.
 
     Of torch.compile's guards only those on tensors are kept, because guards on a thousand modules take longer than a
-    step of a small model. Instead of the other guards, the key of
-    the compiled region is compared once per session; `modules_key` computes the part of the key for modules.
-    """
+    step of a small model. Instead, the key of the compiled region is compared once per session (`modules_key`)."""
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)  # shares no compiled code
@@ -126,9 +121,8 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
         # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
         # then read the next token's embedding instead of its state.
         "inplace_buffers": False,
+        "triton.cudagraphs": device.type == "cuda",
     }
-    if device.type == "cuda":
-        options["triton.cudagraphs"] = True
     bound = MethodType(own, method.__self__)
     return torch.compile(bound, fullgraph=True, dynamic=False, options=options)  # type: ignore[arg-type]
 
@@ -177,7 +171,7 @@ def modules_key(module: nn.Module) -> Key:
     """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
 
     Settings are attributes such as train mode or active adapters. Parameters enter the key by identity, dtype and
-    device, because tied parameters are one input of compiled code. Parameter values are not in the key."""
+    device, not by value, because tied parameters are one input of compiled code."""
     return tuple(
         (
             type(part),
