@@ -1,7 +1,6 @@
 """KV caches of the backbone and of the heads for compiled steps, with fixed shapes and memory addresses.
 
-Shapes: B rows, S cache slots (the capacity), N draft nodes, C columns of a path, T tokens, D the tree's depth, H hidden
-size.
+Shapes: B rows, S cache slots (the capacity), N draft nodes, C columns of a path, H hidden size.
 """
 
 from __future__ import annotations
@@ -119,33 +118,36 @@ def static(tensor: Tensor) -> Tensor:
 class FixedHeadsCache:
     """KV caches of fixed shape for heads that attend to the text; the counterpart of `HeadsCache` in eager decoding."""
 
+    prefix: FixedCache | None
+    pairs: FixedCache | None
+
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
         """Make empty caches for the heads of the cache `like`; `max_depth` is the depth of the heads' draft tree."""
         self.heads: MedusaHeads = like.heads
         self.backbone: Backbone = like.backbone
         self.chain = Topology.of(Tree.chain(max_depth).to(like.backbone.device))
-        self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in _caches(like))
+        caches = (like.prefix, like.pairs)
+        self.prefix, self.pairs = (None if cache is None else FixedCache(cache, capacity) for cache in caches)
 
     def load(self, other: AnyHeadsCache) -> None:
         """Copy the keys and values that the cache `other` holds for the same heads."""
-        for cache, source in zip((self.prefix, self.pairs), _caches(other), strict=True):
+        for cache, source in zip((self.prefix, self.pairs), (other.prefix, other.pairs), strict=True):
             if cache is not None and source is not None:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append each row's accepted path; returns the hidden states at the paths' ends [B, H], for the next draft.
+        """Append accepted paths as `HeadsCache.path` does; returns the hidden states at the paths' ends [B, H].
 
-        `before`, `hidden` and `ids` are as in `HeadsCache.path`. `end` [B] is the column of each path's last node, and
-        `counts` [B] the number of nodes that each row keeps: 0 for rows that have ended."""
-        if self.prefix is not None:
+        `end` [B] is the column of each path's last node, and `counts` [B] the number of nodes that each row keeps."""
+        cache = self.prefix
+        if cache is not None:
             assert self.heads.prefix is not None
-            cache = self.prefix
             positions = cache.append_next(hidden.shape[1])
             allowed = visible_slots(self.chain, cache.lengths, cache.capacity)[:, None]
             hidden = self.heads.prefix(hidden, positions, additive(allowed, hidden.dtype), cache)
             cache.lengths.add_(counts)
-        if self.pairs is not None:
-            cache = self.pairs
+        cache = self.pairs
+        if cache is not None:
             positions = cache.append_next(hidden.shape[1])
             pairs = torch.cat([before[:, None], hidden[:, :-1]], dim=1)
             cache.update(*self.heads.project_kv(pairs, self.backbone.embed(ids).to(hidden), positions), 0)
@@ -159,12 +161,6 @@ class FixedHeadsCache:
         layer, lengths = self.pairs.tree_layers[0], self.pairs.lengths[:, None]
         seen = torch.arange(self.pairs.capacity, device=lengths.device) < lengths
         return ContextKV(layer.keys, layer.values, seen[:, None], lengths, self.heads.config.num_heads)
-
-
-def _caches(like: AnyHeadsCache) -> list[TreeCache | FixedCache | None]:
-    """The KV caches of the heads' prefix layers and of their context attention; `None` for an unused cache."""
-    parts = (like.prefix, like.pairs)
-    return [part if part is None or isinstance(part, FixedCache) else part.cache for part in parts]
 
 
 AnyCache = TreeCache | FixedCache
