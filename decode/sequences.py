@@ -30,35 +30,29 @@ class Request(NamedTuple):
 class Sequences:
     """Prompts and the tokens written after them; each row has its own reason to end.
 
-    EOS and length are checked on plain numbers. Other stopping criteria (stop strings, time, a user's own) are
-    transformers' objects, which see each text grow by one token at a time, as in plain decoding.
-    """
+    EOS and length are checked on plain numbers. Other stopping criteria (stop strings, time, a user's own) see each
+    text grow by one token at a time, as in plain decoding."""
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
         """Start with the prompts of `requests`; `prefix` can append up to `slack` draft tokens to a text."""
         self.prompts = [list(request.prompt) for request in requests]
         self.new_ids: list[list[int]] = [[] for _ in requests]
-        self.finish_reason: list[str | None] = [None] * len(requests)
-        self.limits = [
-            r.max_new_tokens if context is None else min(r.max_new_tokens, context - len(r.prompt)) for r in requests
-        ]
+        ends = [len(r.prompt) + r.max_new_tokens for r in requests]
+        self.limits = [min(end, context or end) - len(prompt) for end, prompt in zip(ends, self.prompts, strict=True)]
+        self.finish_reason = ["length" if limit <= 0 else None for limit in self.limits]
         self.eos = [
             {int(i) for c in r.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
             for r in requests
         ]
-        self.criteria = [
-            [c for c in request.criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-            for request in requests
-        ]
+        checked = (EosTokenCriteria, MaxLengthCriteria)
+        self.criteria = [StoppingCriteriaList(c for c in r.criteria if not isinstance(c, checked)) for r in requests]
         width = max(len(p) + max(limit, 0) for p, limit in zip(self.prompts, self.limits, strict=True))
         self.buffer = torch.zeros(len(requests), width + slack + 1, dtype=torch.long, device=device)
         for row, prompt in enumerate(self.prompts):
             self.buffer[row, : len(prompt)] = torch.tensor(prompt, device=device)
-            if self.limits[row] <= 0:
-                self.finish_reason[row] = "length"
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.in_buffer = list(self.lengths)
-        """Tokens of each row that the buffer holds. It is filled on request, because most runs ask for no prefix."""
+        """Tokens of each row that the buffer holds, which is filled on request: most runs ask for no prefix."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -88,14 +82,12 @@ class Sequences:
 
     def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Write `tokens` to a row until it ends; returns the tokens written, including an EOS that ends the row."""
-        if self.finish_reason[row] is not None:
-            return []
         kept: list[int] = []
         for token in tokens:
-            kept.append(token)
-            self.finish_reason[row] = self._ending(row, kept)
             if self.finish_reason[row] is not None:
                 break
+            kept.append(token)
+            self.finish_reason[row] = self._ending(row, kept)
         self.lengths[row] += len(kept)
         self.new_ids[row] += kept
         return kept
@@ -105,9 +97,7 @@ class Sequences:
             return "eos"
         if self.criteria[row]:
             prefix = self.prefix(row, torch.tensor(kept, device=self.buffer.device))
-            no_scores = cast(torch.FloatTensor, None)  # no criterion that is left here reads scores
-            if any(
-                bool(criterion(cast(torch.LongTensor, prefix), no_scores).all()) for criterion in self.criteria[row]
-            ):
+            # No criterion that is left here reads scores.
+            if self.criteria[row](cast(torch.LongTensor, prefix), None).all():
                 return "stop"
         return "length" if len(self.new_ids[row]) + len(kept) >= self.limits[row] else None

@@ -1,8 +1,7 @@
 """The target: the scores that a text must follow, computed from the backbone's logits by transformers' own processors.
 
-Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows the
-processors one row: the prompt, everything written so far, and the path down to a node. Plain decoding would show the
-processors exactly the same tokens.
+Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows them one row,
+as plain decoding would: the prompt, everything written so far, and the path down to a node.
 
 Shapes: B rows, R of them that decide a token, M distributions that these rows share, V vocabulary.
 """
@@ -55,15 +54,12 @@ class Target:
     def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
         """Process the logits [V] after `prefix` [1, T] of a row; returns scores [1, V], float32.
 
-        Call this method once per decided token, in order: processors may keep a state, and the scores may be recorded.
-        """
+        Call this method once per decided token, in order: processors may keep a state, and scores may be recorded."""
         # On the prefix's device, where generators and the processors' tensors are, whatever device the last layer has.
         raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)
         if self.kept_logits is not None:
             self.kept_logits[row].append(raw.clone())  # a processor may write in place
-        scores = _processed(self.processors[row], prefix, raw)
-        if self.truncation is not None:
-            scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
+        scores = processed(self.processors[row], prefix, raw, self.truncation)
         if self.kept_scores is not None:
             self.kept_scores[row].append(scores)
         return scores
@@ -71,13 +67,8 @@ class Target:
     def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
         """Decide one token per row [R]: the most probable token, or a draw from the target.
 
-        Draws are made in the order of the tokens, one draw per token, so a seed gives the text of `model.generate`.
-
-        Args:
-            rows: [R] indices of the rows in `draws`.
-            scores: [M, V] processed scores, which rows may share.
-            index: [R] which of the M scores each row takes.
-        """
+        Row i of `rows` [R], numbered as in `draws`, takes the scores `index[i]` of `scores` [M, V]. Draws are made in
+        the order of the tokens, one per token, so a seed gives the text of `model.generate`."""
         if not self.do_sample:
             return scores.argmax(-1)[index]
         return draws.tokens(rows, scores.softmax(-1), index)
@@ -98,23 +89,29 @@ class Target:
         """Apply the target's temperature, top-k and top-p to a drafter's logits; returns q. Both are [B, nodes, V].
 
         Drafts are drawn from q. Every q gives the right text; the closer q is to the target, the more is accepted.
-        Penalties depend on a path that is not drawn yet, so q is computed without them.
-        """
-        ignored = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # warpers do not read ids
-        warped = [_processed(self.warpers[row], ignored, logits[i].float()) for i, row in enumerate(rows)]
+        Penalties depend on a path that is not drawn yet, so q is computed without them."""
+        warped = [processed(self.warpers[row], None, logits[i].float()) for i, row in enumerate(rows)]
         return torch.stack(warped).softmax(-1)
 
-    def by_position(
-        self, kept: Sequence[Sequence[Tensor]], new_ids: Sequence[Sequence[int]], width: int
-    ) -> tuple[Tensor, ...]:
-        """Recorded scores as `model.generate` returns them: `width` tensors [B, V].
+    def by_position(self, kept: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Recorded scores of texts as `model.generate` returns them: a tensor [B, V] for each new token.
 
         Short rows repeat their last scores."""
         return tuple(
-            torch.cat([kept[row][min(at, len(ids) - 1)].clone() for row, ids in enumerate(new_ids)])
-            for at in range(width)
+            torch.cat([scores[min(at, length - 1)].clone() for scores, length in zip(kept, lengths, strict=True)])
+            for at in range(max(lengths))
         )
 
 
-def _processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
-    return cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
+def processed(
+    processors: LogitsProcessorList, ids: Tensor | None, scores: Tensor, truncation: Truncation | None = None
+) -> Tensor:
+    """Apply logits processors to scores [X, V] after `ids` [X, T]; then exclude tokens that are not typical.
+
+    `WARPERS` read no ids, so these may be `None`. Without `truncation`, no token is excluded."""
+    if ids is None:
+        ids = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    scores = cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
+    if truncation is None:
+        return scores
+    return scores.masked_fill(~typical(scores.softmax(-1), *truncation), -torch.inf)

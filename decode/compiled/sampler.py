@@ -5,17 +5,16 @@ Shapes: B rows, N nodes, D the depth of the tree, V vocabulary, C the most child
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from decode.accept import Acceptance, Acceptor, accept_greedy, ended_at, typical
+from decode.accept import Acceptance, accept_greedy, ended_at, typical
 from decode.draft import Draft
+from decode.loop import Acceptor
 from decode.ops.draws import cumulative, invert
 from decode.ops.fast_topk import most_probable
-from decode.target import WARPERS, Target
+from decode.target import WARPERS, Target, processed
 from medusa.errors import RequestError
 
 
@@ -31,8 +30,8 @@ class FixedSampler:
         """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
 
         Raises:
-            RequestError: such a step cannot be compiled, because a logits processor reads the text, rows differ in
-                options, or scores or sampled drafts are requested."""
+            RequestError: a logits processor reads the text, rows differ in options, or scores or sampled drafts are
+                requested."""
         others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
         if others:
             raise RequestError(
@@ -49,10 +48,9 @@ class FixedSampler:
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Decide which nodes of the draft to accept, from the backbone's logits [B, N, V] after each node.
+        """Decide which nodes to accept down to `depth_limit` [B], from the backbone's logits [B, N, V] after each node.
 
-        `u` [B, D + 1] are uniform random numbers for sampling, and `depth_limit` [B] the greatest depth that may be
-        accepted."""
+        `u` [B, D + 1] are uniform random numbers for sampling."""
         if not self.do_sample and not self.processors:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         if self.acceptor.rule == "typical":
@@ -60,14 +58,8 @@ class FixedSampler:
         return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Apply the target's logits processors to logits [X, V] of X positions.
-
-        The processors get zeros as ids, because none of these processors reads ids."""
-        ignored = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-        scores = cast(Tensor, self.processors(cast(torch.LongTensor, ignored), cast(torch.FloatTensor, logits.float())))
-        if self.truncation is not None:
-            scores = scores.masked_fill(~typical(scores.softmax(-1), *self.truncation), -torch.inf)
-        return scores
+        """Apply the target's logits processors to logits [X, V] of X positions."""
+        return processed(self.processors, None, logits.float(), self.truncation)
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
         """Accept nodes as `decode.accept.accept_walk` does, in a fixed number of steps; ended walks do not move."""
@@ -87,7 +79,7 @@ class FixedSampler:
         return ended_at(draft, end, root)
 
     def _typical(self, draft: Draft, logits: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Accept nodes as `decode.accept.accept_longest` with typical acceptance, computed for all nodes at once."""
+        """Accept nodes as `decode.accept.accept_longest` with typical acceptance, for all nodes at once."""
         topology, ids = draft.topology, draft.ids
         rows, nodes = ids.shape
         p = self._scores(logits.flatten(0, 1)).softmax(-1).unflatten(0, (rows, nodes))
