@@ -1,9 +1,8 @@
 """The KV cache of tree decoding: append all nodes of a draft tree, then keep the accepted path.
 
-Row b of the batch owns the cache slots [0, lengths[b]), and a token's slot is its position in the text. There are no
-holes for padding, which keeps rows of different length, windows and compaction simple. A forward appends its nodes
-after each row's slots and commits nothing; `commit` then moves the accepted nodes forward. Memory is allocated ahead of
-the text, and written in place.
+Row b of the batch owns the cache slots [0, lengths[b]), and a token's slot is its position in the text: there are no
+holes for padding. A forward appends its nodes after each row's slots and commits nothing; `commit` then moves the
+accepted nodes forward. Memory is allocated ahead of the text, and written in place.
 
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
@@ -32,29 +31,13 @@ class Arena:
         # Zeros, because uninitialised memory may hold NaN, and a masked NaN still reaches the output as 0 x NaN.
         self.buffer = like.new_zeros(count, batch, heads, capacity, size)  # [count, B, H, S, D]
         self.used = 0
-
-    def take(self) -> int:
-        """Reserve the buffer's next free place for the keys or the values of one layer; returns its index."""
-        self.used += 1
-        return self.used - 1
-
-    def grow(self, capacity: int) -> None:
-        """Copy all keys and values into a buffer of `capacity` cache slots per row."""
-        old = self.buffer
-        self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
-        self.buffer[..., : old.shape[3], :] = old
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only the rows `rows` of the batch."""
-        self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
+        """Places of the buffer that hold the keys or the values of a layer."""
 
 
 class TreeLayer(CacheLayerMixin):
     """One layer of a `TreeCache`, with the interface that transformers' attention calls."""
 
     is_sliding = False  # our masks limit windows by position, so no key is ever dropped
-    is_compileable = False
-    is_croppable = False
     keys: Tensor
     values: Tensor
 
@@ -81,7 +64,6 @@ class TreeLayer(CacheLayerMixin):
         owner, count = self.owner, key_states.shape[2]
         end = owner.longest + count
         owner.reserve(end)
-        owner.pending = count
         if owner.is_even:
             self.keys[:, :, owner.longest : end] = key_states
             self.values[:, :, owner.longest : end] = value_states
@@ -92,7 +74,7 @@ class TreeLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self) -> int:
-        return self.owner.longest if self.is_initialized else 0
+        return self.owner.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.longest + query_length, 0
@@ -100,8 +82,7 @@ class TreeLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         return -1
 
-    def get_max_length(self) -> int:
-        return -1
+    get_max_length = get_max_cache_shape
 
     def crop(self, tokens_to_remove: int) -> None:
         raise RuntimeError("a TreeCache keeps what was committed; commit less instead of cropping")
@@ -114,7 +95,6 @@ class TreeCache(Cache):
         """Make an empty cache of `capacity` slots per row; when a text needs more, the cache grows by a copy."""
         self.arenas: list[Arena] = []
         self.capacity = capacity
-        self.pending = 0  # nodes of the last forward, until they are committed
         self._set([0] * batch_size)
         text = config.get_text_config(decoder=True)
         self.tree_layers = [TreeLayer(self) for _ in range(text.num_hidden_layers)]
@@ -126,22 +106,19 @@ class TreeCache(Cache):
         self.is_even = self.longest == min(lengths, default=0)
         self._appended: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def batch_size(self) -> int:
-        return len(self.lengths)
-
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
         """Reserve a place in an arena for a layer's keys or values, shaped like `states` [B, H, _, D]."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
             if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
-                return arena, arena.take()
-        # Most models have one shape throughout, so allocate for all layers that have no place yet.
-        left = sum(not layer.is_initialized for layer in self.tree_layers)
-        arena = Arena(per_layer * left, states, self.capacity)
-        self.arenas.append(arena)
-        return arena, arena.take()
+                break
+        else:  # most models have one shape throughout, so allocate for all layers that have no place yet
+            left = sum(not layer.is_initialized for layer in self.tree_layers)
+            arena = Arena(per_layer * left, states, self.capacity)
+            self.arenas.append(arena)
+        arena.used += 1
+        return arena, arena.used - 1
 
     def reserve(self, slots: int) -> None:
         """Grow the buffers of all layers to hold at least `slots` cache slots per row."""
@@ -149,7 +126,9 @@ class TreeCache(Cache):
             return
         self.capacity = max(slots + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
         for arena in self.arenas:
-            arena.grow(self.capacity)
+            old = arena.buffer
+            arena.buffer = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+            arena.buffer[..., : old.shape[3], :] = old
         self._bind()
 
     def _bind(self) -> None:
@@ -161,15 +140,10 @@ class TreeCache(Cache):
         """Row indices [B, 1] and cache slots [B, count] of the next `count` tokens of each row."""
         if self._appended is None or self._appended[1].shape[1] != count:
             start = torch.tensor(self.lengths, device=device)[:, None]
-            rows = torch.arange(self.batch_size, device=device)[:, None]
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
             self._appended = rows, start + torch.arange(count, device=device)
         rows, slots = self._appended
         return rows.to(device), slots.to(device)
-
-    def rewind(self) -> None:
-        """Empty the cache without freeing its memory."""
-        self._set([0] * self.batch_size)
-        self.pending = 0
 
     def release(self) -> None:
         """Free the memory, after another cache has copied the keys and values of the text."""
@@ -180,44 +154,30 @@ class TreeCache(Cache):
             layer.is_initialized = False
 
     def commit_prompt(self, lengths: list[int]) -> None:
-        """Commit the first `lengths[b]` tokens that the last forward appended to row b; the others were padding."""
+        """Commit the first `lengths[b]` tokens that the last forward appended to row b, and drop the others."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
-        self.pending = 0
 
     def cut(self, lengths: list[int]) -> None:
-        """Shorten each row b to its first `lengths[b]` cache slots, for example to remove padding."""
-        self._set(list(lengths))
+        """Shorten each row b to its first `lengths[b]` cache slots, for example to remove padding.
 
-    def reopen(self, lengths: list[int]) -> None:
-        """Shorten each row b to `lengths[b]` cache slots, and treat the slots after them as uncommitted nodes again.
-
-        `commit` then chooses among the nodes of several forwards, each of which added nodes to the same draft tree."""
+        The slots after them then hold uncommitted nodes, so `commit` can choose among the nodes of several forwards."""
         self._set(list(lengths))
-        self.pending = 1
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
 
-        A path's nodes are sorted by depth, so node i of a path is in slot i or later. Moving them in one gather and one
-        scatter therefore never reads a slot that was already overwritten.
-
-        Args:
-            path: [B, C], padded with any values.
-            counts: the number of nodes that each row keeps.
-            in_place: the nodes are 0 1 2 ..., as in a chain, and do not move.
-        """
-        if not self.pending:
-            raise RuntimeError("commit() without a forward before it")
+        `path` [B, C] is padded with any values. With `in_place`, its nodes are 0 1 2 ..., as in a chain, and do not
+        move. A path's nodes are sorted by depth, so node i of a path is in slot i or later. Moving them in one gather
+        and one scatter therefore never reads a slot that was already overwritten."""
         longest = max(counts, default=0)
         if longest > 1 and not in_place:  # a single node is the root, which is already in its place
             path = path[:, :longest].clamp_min(0)
             for arena in self.arenas:
                 self._move(arena.buffer, path.to(arena.buffer.device), longest)
         self._set([old + new for old, new in zip(self.lengths, counts, strict=True)])
-        self.pending = 0
 
     def _move(self, buffer: Tensor, path: Tensor, count: int) -> None:
-        if self.batch_size == 1:
+        if len(self.lengths) == 1:
             start = self.lengths[0]
             buffer[:, :, :, start : start + count] = buffer.index_select(3, path[0] + start)
             return
@@ -229,9 +189,6 @@ class TreeCache(Cache):
         """Keep only the rows `rows` of the batch; the texts of the other rows have ended."""
         index = torch.tensor(rows)
         for arena in self.arenas:
-            arena.select(index)
+            arena.buffer = arena.buffer.index_select(1, index.to(arena.buffer.device))
         self._bind()
         self._set([self.lengths[row] for row in rows])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.longest
