@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decode.accept import Acceptor
 from decode.compiled.stepper import CompiledStepper
 from decode.draft import NoDraft
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
-from decode.loop import Step, Stepper, Timer, TreeStepper, run
+from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
 from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
@@ -75,8 +75,7 @@ def tree_decoding(
     """Start tree decoding with a drafter; with `keep_hidden`, the session records the hidden states of all tokens.
 
     Raises:
-        RequestError: a lossy rule cannot return scores, the drafter cannot sample guesses, the amateur does not fit,
-            or the steps cannot be compiled."""
+        RequestError: the acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if acceptor.passes is not None and (config.output_scores or config.output_logits):
         exact = "rejection" if config.do_sample else "greedy"
@@ -109,10 +108,7 @@ def plain_decoding(
     compile: bool = False,
     amateur: Amateur | None = None,
 ) -> Decoding:
-    """Start plain decoding: one token per step, without a drafter; the arguments are those of `tree_decoding`.
-
-    Raises:
-        RequestError: the amateur does not fit, or the steps cannot be compiled."""
+    """Start plain decoding: one token per step, without a drafter. Arguments and errors are as in `tree_decoding`."""
     if amateur is not None:
         amateur.require_fitting(model, requests, compile)
     session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
@@ -197,8 +193,7 @@ def generate(
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
     decoding = _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur)
-    _finish(decoding, streamer)
-    return _output(decoding.session, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+    return _finished(decoding, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
 @listing_options(prefix="medusa_")
@@ -218,16 +213,14 @@ def medusa_generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """A decoding method for `model.generate(custom_generate=medusa_generate, medusa_heads=heads)`.
 
-    An argument `medusa_NAME` is the argument NAME of `decode.generate`. transformers does not pass `streamer`,
-    `tokenizer` and `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
-    `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches.
-    """
+    An argument `medusa_NAME` is the argument NAME of `decode.generate`. transformers passes no `streamer`, `tokenizer`
+    or `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
+    `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches."""
     options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
     decoding = _start(model, context, requests, options, medusa_drafter, medusa_amateur)
-    _finish(decoding, medusa_streamer)
-    return _output(decoding.session, input_ids, generation_config)
+    return _finished(decoding, medusa_streamer, input_ids, generation_config)
 
 
 def _start(
@@ -244,32 +237,29 @@ def _start(
     return tree_decoding(model, factory, requests, rule, timer, compile=options.compile, amateur=Amateur.of(amateur))
 
 
-def _finish(decoding: Decoding, streamer: BaseStreamer | None) -> None:
-    """Run all steps of a decoding run; `streamer` receives the prompt, and then the tokens of every step."""
-    prompts = decoding.session.sequences.prompts
-    if streamer is not None and len(prompts) > 1:
+def _finished(
+    decoding: Decoding, streamer: BaseStreamer | None, input_ids: Tensor, config: GenerationConfig
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Run all steps; returns what `model.generate` returns: the prompts as given, then new tokens, padded on the right.
+
+    `streamer` receives the prompt, and then the tokens of every step."""
+    sequences, target = decoding.session.sequences, decoding.session.target
+    if streamer is not None and len(sequences) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
     if streamer is not None:
-        streamer.put(torch.tensor([prompts[0]]))
+        streamer.put(torch.tensor([sequences.prompts[0]]))
     for step in decoding.steps:
         if streamer is not None:
             streamer.put(torch.tensor(step.ids[0]))
     if streamer is not None:
         streamer.end()
-
-
-def _output(session: Session, input_ids: Tensor, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """Build the result as `model.generate` returns it: the prompts as given, then new tokens, padded on the right."""
     pad = getattr(config, "_pad_token_tensor", None)  # what `generate` derived from the pad token or the first EOS
-    new_ids = session.sequences.new_ids
-    width = max(map(len, new_ids))
-    padded = torch.full((len(new_ids), width), 0 if pad is None else int(pad), dtype=torch.long)
-    for row, ids in enumerate(new_ids):
-        padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
-    sequences = torch.cat([input_ids, padded.to(input_ids.device)], dim=1)
+    new_ids = [torch.tensor(ids, dtype=torch.long) for ids in sequences.new_ids]
+    padded = pad_sequence(new_ids, batch_first=True, padding_value=0 if pad is None else int(pad))
+    ids = torch.cat([input_ids, padded.to(input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
-        return sequences
-    target = session.target
+        return ids
     kept = {"scores": target.kept_scores, "logits": target.kept_logits}
-    by_position = {name: target.by_position(of_rows, new_ids, width) for name, of_rows in kept.items() if of_rows}
-    return GenerateDecoderOnlyOutput(sequences=sequences, **by_position)  # type: ignore[arg-type]
+    lengths = [len(row) for row in new_ids]
+    by_position = {name: target.by_position(rows, lengths) for name, rows in kept.items() if rows}
+    return GenerateDecoderOnlyOutput(sequences=ids, **by_position)  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""A session: the texts being decoded in one call, and everything that grows with them.
-
-Caches and texts belong to a session, and a session to one call; nothing is stored on the model.
+"""A session: the texts being decoded in one call, and everything that grows with them. The model stores none of it.
 
 Shapes: B rows, T tokens, H hidden size, V vocabulary, N nodes, D the depth.
 """
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,7 +15,7 @@ from decode.draft import Frontier
 from decode.heads_cache import HeadsCache
 from decode.sequences import Request, Sequences
 from decode.target import Target
-from decode.verify import Verifier, VerifierFactory
+from decode.verify import VerifierFactory
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 
@@ -45,21 +42,15 @@ class Session:
             slack: the greatest number of nodes of a draft, for which caches and prefixes have room after the text.
             truncation: the constants of sampled typical acceptance; `None` for other rules.
             keep_hidden: whether to record the hidden states of all tokens, in `kept_hidden`.
-            heads: the heads that draft; `None` for other drafters.
-            verifiers: makes the verifier of drafts; by default the backbone alone verifies them.
-        """
+            verifiers: makes the verifier of drafts; by default the backbone alone verifies them."""
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
-        context = self.backbone.context if verifiers is None else verifiers.context(self.backbone)
-        self.sequences = Sequences(requests, context, self.backbone.device, slack)
+        verifiers = verifiers or VerifierFactory()
+        self.sequences = Sequences(requests, verifiers.context(self.backbone), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         ahead = min(max(request.max_new_tokens for request in requests), AHEAD)
         capacity = longest + ahead + slack + 1
-        self.verifier = (
-            Verifier.with_cache(self.backbone, self.sequences, capacity)
-            if verifiers is None
-            else verifiers.create(self.backbone, self.sequences, capacity)
-        )
+        self.verifier = verifiers.create(self.backbone, self.sequences, capacity)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
         self.heads_cache = HeadsCache.of(heads, self.backbone, len(requests), capacity)
@@ -70,9 +61,7 @@ class Session:
         `most_probable_first`: take the most probable token even if the target is sampled."""
         prompts, device = self.sequences.prompts, self.backbone.device
         lengths = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+        ids = self.sequences.buffer[:, : max(lengths)]
         records = self.heads_cache is not None or self.kept_hidden is not None
         readout = self.verifier.prefill(ids, lengths, self._on_hidden if records else None)
         if self.heads_cache is not None:
@@ -100,7 +89,6 @@ class Session:
 
     def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
         """If `keep_hidden`, record those of the hidden states [B, N, H] at the first `lengths` nodes of each path."""
-        if self.kept_hidden is None:
-            return
-        for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
-            self.kept_hidden[row].append(states[nodes[:length]])
+        if self.kept_hidden is not None:
+            for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
+                self.kept_hidden[row].append(states[nodes[:length]])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from decode.strategies.options import require_uncontrasted
 from medusa.errors import RequestError
 from medusa.options import Options, count, option, share
 
@@ -27,7 +28,6 @@ LOSSY = ("typical", "typical-sampled")
 LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 """Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
-DRAFTS = ("topk", "sample")
 Function = TypeVar("Function", bound=Callable[..., object])
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
 
@@ -89,8 +89,8 @@ class DecodingOptions(Options):
         Raises:
             RequestError: an unknown `acceptance` or `draft`, or one that does not fit the other options."""
         rule, limit = rule_and_limit(self.acceptance)
-        if self.draft not in DRAFTS:
-            raise RequestError(f"draft is {self.draft!r}; choose one of {', '.join(DRAFTS)}")
+        if self.draft not in ("topk", "sample"):
+            raise RequestError(f"draft is {self.draft!r}; choose one of topk, sample")
         rule = rule or ("rejection" if do_sample else "greedy")
         if rule == "greedy" and do_sample:
             raise RequestError(
@@ -187,34 +187,23 @@ def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
 
     Raises:
         RequestError: there is no such rule, or it lacks its number."""
-    if acceptance is None:
-        return None, None
+    if acceptance in (None, *LOSSLESS, *LOSSY):
+        return acceptance, None
     name, _, number = acceptance.partition(":")
-    if name in LOSSY_GREEDY:
-        least = LOSSY_GREEDY[name][1]
-        if not number.isdecimal() or int(number) < least:
-            raise RequestError(
-                f"acceptance {acceptance!r} needs a whole number of at least {least}, as in {name}:{max(least, 2)}"
-            )
-        return name, int(number)
-    if acceptance not in (*LOSSLESS, *LOSSY):
+    if name not in LOSSY_GREEDY:
         *most, last = [name for name in ACCEPTANCES if is_lossy(name)]
-        raise RequestError(
-            f"acceptance is {acceptance!r}; choose one of {', '.join(ACCEPTANCES)} "
-            f"({', '.join(most)} and {last}: lossy)"
-        )
-    return acceptance, None
+        lossy = f"{', '.join(most)} and {last}: lossy"
+        raise RequestError(f"acceptance is {acceptance!r}; choose one of {', '.join(ACCEPTANCES)} ({lossy})")
+    least = LOSSY_GREEDY[name][1]
+    if not number.isdecimal() or int(number) < least:
+        example = f"{name}:{max(least, 2)}"
+        raise RequestError(f"acceptance {acceptance!r} needs a whole number of at least {least}, as in {example}")
+    return name, int(number)
 
 
 def is_lossy(acceptance: str) -> bool:
     """Whether an acceptance rule, as a user writes it, can change the text."""
     return acceptance.partition(":")[0] in (*LOSSY, *LOSSY_GREEDY)
-
-
-def require_uncontrasted(compile: bool, amateur: object) -> None:
-    """Raise a `RequestError` if contrastive decoding is requested with compiled steps."""
-    if compile and amateur is not None:
-        raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
 
 
 def listing_options(prefix: str = "") -> Callable[[Function], Function]:

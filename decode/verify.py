@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -25,11 +23,6 @@ class Verifier:
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
 
-    @classmethod
-    def with_cache(cls, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
-        """Make a verifier for the texts in `sequences`, with an empty KV cache of `capacity` slots per row."""
-        return cls(backbone, TreeCache(backbone.model.config, len(sequences), capacity), sequences)
-
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         """Read the prompts into the empty cache; the arguments and the result are those of `decode.prefill`."""
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
@@ -41,13 +34,12 @@ class Verifier:
         the logits after their nodes."""
         if not draft.side_branches:
             return self.read(draft)
-        readout = self.read(draft.whole)
-        nodes = start = draft.topology.num_nodes
-        for branch in draft.side_branches:
-            count = branch.topology.num_nodes - 1
-            branch.on_logits(readout.logits[:, start : start + count])
-            start += count
-        return Readout(readout.hidden[:, :nodes], readout.logits[:, :nodes])
+        counts = [branch.topology.num_nodes - 1 for branch in draft.side_branches]
+        hidden, logits = self.read(draft.whole)
+        own, *others = logits.split([draft.topology.num_nodes, *counts], dim=1)
+        for branch, after in zip(draft.side_branches, others, strict=True):
+            branch.on_logits(after)
+        return Readout(hidden[:, : own.shape[1]], own)
 
     def read(self, draft: Draft) -> Readout:
         """Run one forward over all nodes of a draft without side branches; returns hidden states and logits."""
@@ -60,8 +52,7 @@ class Verifier:
             positions = torch.tensor(lengths, device=ids.device)[:, None] + topology.depth
         end = self._end(topology)
         if end is not None:
-            # Nodes beyond the end are never accepted (`depth_limit`), nor are the nodes below them. They only must not
-            # ask for a position beyond the end.
+            # Nodes beyond the end are never accepted (`depth_limit`), but must not ask for a position there either.
             positions = positions.clamp(max=end - 1)
         # A root alone, in rows of one length, sees everything in the cache.
         alone = self.cache.is_even and topology.num_nodes == 1
@@ -87,37 +78,34 @@ class Verifier:
     def _end(self, topology: Topology) -> int | None:
         """The first position that no node of this step may have; `None` if the draft does not reach it.
 
-        This position is the end of the context, or the length at which longrope changes all rotations. The rotations
-        follow the longest position of a forward, so a draft across that length would rotate all of its nodes
-        differently than plain decoding does.
-        """
+        It is the end of the context, or the length at which longrope changes all rotations. The rotations follow the
+        longest position of a forward, so a draft across that length would rotate all its nodes wrongly."""
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
 
 
-class VerifierFactory(Protocol):
-    """Protocol of a factory of verifiers, for methods in which other models verify drafts with the backbone."""
+class VerifierFactory:
+    """Makes the verifier of a session: the backbone alone, or in subclasses with other models."""
 
     def context(self, backbone: Backbone) -> int | None:
         """The context length that all verifying models can read; `None` if it is unlimited."""
-        ...
+        return backbone.context
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
-        """Make a verifier with empty caches of `capacity` slots per row."""
-        ...
+        """Make a verifier for the texts in `sequences`, with empty KV caches of `capacity` slots per row."""
+        return Verifier(backbone, TreeCache(backbone.model.config, len(sequences), capacity), sequences)
 
 
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
     """Read a text again when it outgrows longrope's original context, as Phi-3's own `generate` does.
 
-    Up to that length, the keys were rotated by longrope's short factors. Phi-3 drops these keys and reads the text with
-    the long factors; other models with longrope keep the keys. A text that is read again is alone in its batch.
-    """
+    Up to that length, the keys were rotated by longrope's short factors. Phi-3 drops these keys; other models with
+    longrope keep them. A text that is read again is alone in its batch."""
     boundary = backbone.rope_boundary
     if boundary is None or cache.longest != boundary or not backbone.rereads:
         return
     text = sequences.prefix(0)  # [1, boundary + 1]: its root is already written, and its position turns all others
-    cache.rewind()
+    cache.cut([0])
     prefill(backbone, cache, text, [text.shape[1]])
     cache.cut([boundary])  # without the root, which the draft holds

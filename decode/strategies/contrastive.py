@@ -23,10 +23,9 @@ from decode.drafters.small_model import require_same_vocabulary
 from decode.prefill import OnHidden
 from decode.request import require_fitting, require_longrope_alone
 from decode.sequences import Request, Sequences
-from decode.settings import require_uncontrasted
-from decode.strategies.options import ContrastOptions
+from decode.strategies.options import ContrastOptions, require_uncontrasted
 from decode.tree_check import require_tree_forward
-from decode.verify import Verifier
+from decode.verify import Verifier, VerifierFactory
 from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 
@@ -64,8 +63,8 @@ class Contrast(ContrastOptions, kw_only=False):
 
 
 @dataclass(frozen=True)
-class Amateur:
-    """The small model of contrastive decoding and the scoring function (a `decode.verify.VerifierFactory`)."""
+class Amateur(VerifierFactory):
+    """The small model of contrastive decoding and the scoring function, by which it verifies with the backbone."""
 
     model: PreTrainedModel
     contrast: Contrast = field(default_factory=Contrast)
@@ -81,13 +80,12 @@ class Amateur:
         return cls(given, name=given.config._name_or_path or "amateur")
 
     def context(self, backbone: Backbone) -> int | None:
-        """Context length that both models can read; `None` without a limit."""
         contexts = (backbone.context, Backbone(self.model).context)
         return min((context for context in contexts if context is not None), default=None)
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> ContrastVerifier:
-        """Make a verifier that runs both models, each with an empty KV cache of `capacity` slots per row."""
-        expert, amateur = (Verifier.with_cache(each, sequences, capacity) for each in (backbone, Backbone(self.model)))
+        models = (backbone, Backbone(self.model))
+        expert, amateur = (super(Amateur, self).create(model, sequences, capacity) for model in models)
         return ContrastVerifier(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request], compile: bool = False) -> None:

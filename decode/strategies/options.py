@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from medusa.errors import RequestError
 from medusa.options import Options, count, option, share
 
 
@@ -31,6 +32,12 @@ class ContrastOptions(Options, kw_only=False):
         "T",
         name="amateur_temperature",
     )
+
+
+def require_uncontrasted(compile: bool, amateur: object) -> None:
+    """Raise a `RequestError` if contrastive decoding is requested with compiled steps."""
+    if compile and amateur is not None:
+        raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
 
 
 class SearchOptions(Options):

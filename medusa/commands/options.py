@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from decode.settings import Settings, require_uncontrasted
-from decode.strategies.options import ContrastOptions
+from decode.settings import Settings
+from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.errors import RequestError
 from medusa.files import write_json
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
