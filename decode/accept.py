@@ -1,9 +1,8 @@
 """Acceptance: which drafted tokens stay, given the target after each node of the draft.
 
-Every rule walks down the draft tree from the root, the token that is already decided, to deeper nodes. It accepts a
-node only together with its ancestors. docs/exactness.md has the proofs. A walk asks for the target only at the nodes
-that it reaches, for all rows at one depth together. Rows may share a context, so that a million rows can walk over one
-forward of the backbone.
+Every rule walks down the draft tree from the root, the token that is already decided, and accepts a node only together
+with its ancestors. A walk asks for the target only at the nodes that it reaches, for all rows at one depth together.
+docs/exactness.md has the proofs.
 
 Shapes: B rows, R of them whose walk has not ended, N nodes, M distributions that these R rows share, V vocabulary, D
 the depth, C the most children of a node.
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.settings import AcceptanceRule
 
 Scores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R]) -> scores [M, V] whose softmax is the target, and each row's index into scores [R]."""
@@ -36,14 +34,13 @@ class Truncation(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """The accepted path of nodes in each row of a batch, and the token that follows the path (the next root)."""
+    """The accepted path of nodes in each row of a batch, and the token that the target decided on after the path."""
 
     path: Tensor
     """[B, D + 1] accepted nodes from the root on, padded with -1."""
     length: Tensor
     """[B] the number of accepted nodes, the root included."""
-    next_root: Tensor
-    """[B] the token that the target decided on after the path."""
+    next_root: Tensor  # [B]
     end: Tensor
     """[B] the last node of the path."""
 
@@ -51,10 +48,8 @@ class Acceptance(NamedTuple):
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of nodes that equals the text of greedy decoding (Stern et al. 2018, here for trees).
 
-    Args:
-        best: [B, N] the target's most probable token after each node.
-        depth_limit: [B] the greatest depth that may be accepted, where the context ends; `None`: any depth.
-    """
+    `best` [B, N] is the target's most probable token after each node. `depth_limit` [B] is the greatest depth that may
+    be accepted, where the context ends; `None`: any depth."""
     topology = draft.topology
     match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
     accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: the node and all its ancestors match
@@ -67,12 +62,10 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
 def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None) -> Acceptance:
     """Let the target decide one token at a time, and follow its text down the tree while the draft contains it.
 
-    At each node on the way, the target's token is decided once. A child that holds the token is accepted; if no child
-    holds it, the token is the next root. A decided token is never thrown away, so the text has exactly the target's
-    distribution, whatever the draft. The accepted path is the longest prefix of the target's text inside the tree. So
-    no lossless rule accepts more on a tree that does not depend on the draws. If `decide` takes the most probable
-    token, this is greedy decoding with processors that see each node's own prefix.
-    """
+    A child that holds the decided token is accepted; if no child holds it, the token is the next root. A decided token
+    is never thrown away, so the text has exactly the target's distribution, whatever the draft. No lossless rule
+    accepts more on a tree that does not depend on the draws. If `decide` takes the most probable token, this is greedy
+    decoding with processors that see each node's own prefix."""
     walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
@@ -85,9 +78,7 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of tokens that all pass a lossy rule; of equally long paths, the most probable one.
 
-    The next root is the target's most probable token after the path. A rule that accepts the most probable token at
-    every node accepts at least as many tokens per step as greedy acceptance.
-    """
+    The next root is the target's most probable token after the path."""
     topology, end, roots = draft.topology, [], []
     tables = topology.children.tolist()
     limits = [topology.max_depth] * len(draft.ids) if depth_limit is None else depth_limit.tolist()
@@ -115,9 +106,8 @@ def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Te
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
     """A mask [..., V] of the typical tokens of probabilities p [..., V]: p > min(epsilon, delta exp(-entropy)).
 
-    This is typical acceptance (Medusa paper, section 2.3.1). exp(-entropy) never exceeds max p, so the most probable
-    token always passes; it is set explicitly, because equality or rounding could exclude it at delta 1.
-    """
+    This is typical acceptance (Medusa paper, section 2.3.1). The most probable token always passes; it is set
+    explicitly, because equality or rounding could exclude it at delta 1."""
     p = p.double()
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
     threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
@@ -135,29 +125,9 @@ def among_best(scores: Tensor, k: int) -> Tensor:
 def near_best(scores: Tensor, distance: int) -> Tensor:
     """A mask [V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
 
-    For vocabularies in which neighbouring ids are similar, such as pixels or audio samples. Tokens at -inf are
-    excluded."""
+    Neighbouring ids must be similar, as pixels or audio samples are. Tokens at -inf are excluded."""
     ids = torch.arange(len(scores), device=scores.device)
     return ((ids - scores.argmax()).abs() <= distance) & (scores > -torch.inf)
-
-
-class Acceptor(AcceptanceRule):
-    """An acceptance rule with the functions that it applies to drafts."""
-
-    @property
-    def passes(self) -> Passes | None:
-        """The function that tests single tokens, for rules that accept the longest path; `None` for other rules."""
-        if self.rule == "typical":
-            return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
-        if self.limit is None:
-            return None
-        judge, limit = {"topk": among_best, "distance": near_best}[self.rule], self.limit
-        return lambda scores: judge(scores, limit)
-
-    @property
-    def truncation(self) -> Truncation | None:
-        """The constants by which sampled typical acceptance truncates the target; `None` for all other rules."""
-        return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
 
 class TreeWalk:
@@ -177,11 +147,9 @@ class TreeWalk:
 
     def children(self) -> Tensor:
         """[R, C] the children of each unfinished row's node, as far as the depth limit allows, padded with -1."""
-        topology = self.draft.topology
+        topology, limit = self.draft.topology, self.depth_limit
         children = topology.at(topology.children, self.rows, self.nodes)
-        if self.depth_limit is None:
-            return children
-        return torch.where(self.depth_limit[self.rows, None] > self.depth, children, -1)
+        return children if limit is None else torch.where(limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
         """Find the child of each unfinished row's node whose token is `token` [R]; returns node indices [R], or -1."""

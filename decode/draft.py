@@ -17,18 +17,14 @@ from medusa.tree import Tree
 
 
 class Frontier(NamedTuple):
-    """The state in which a step starts: one row per unfinished text, each with its root.
-
-    The root is the token that is already decided and not yet read by the backbone. The root was decided from `hidden`,
-    the hidden state of the token before the root. From this state, Medusa heads guess the tokens after the root.
-    """
+    """The state in which a step starts: one row per unfinished text, each with its root."""
 
     root: Tensor
-    """[B] the decided token."""
+    """[B] the token that is already decided and not yet read by the backbone."""
     hidden: Tensor
-    """[B, H] the hidden state of the token before the root."""
+    """[B, H] the hidden state of the token before the root, from which heads guess the tokens after the root."""
     rows: list[int]
-    """The index of each of the B rows in the session; finished rows are no longer among them."""
+    """The index of each of the B rows in the session."""
     context_kv: ContextKV | None = None
     """Keys and values of the text so far, for heads that look back at it."""
 
@@ -43,10 +39,7 @@ class Proposal(NamedTuple):
 
 
 class SideBranch(NamedTuple):
-    """Additional nodes below the root of a draft, which the verifying forward reads, but which are never accepted.
-
-    Lookahead decoding uses these nodes to see what the backbone predicts after tokens that the drafter made up.
-    """
+    """Nodes below the root of a draft that are never accepted; lookahead decoding needs the logits after them."""
 
     ids: Tensor
     """[B, M] the token of each node, without the root."""
@@ -80,21 +73,18 @@ class Draft(NamedTuple):
 class Drafter(Protocol):
     """Proposes the next tokens of each row. Acceptance, not the drafter, decides which of these tokens are written.
 
-    A drafter that needs the text reads it from the session's `Sequences`. When `propose` is called, `Sequences` holds
-    all accepted tokens, the root last. A drafter receives no other data.
-    """
+    A drafter that needs the text reads it from the session's `Sequences`, which hold all accepted tokens, the root
+    last. A drafter receives no other data."""
 
     def propose(self, frontier: Frontier) -> Draft:
         """Propose a draft for each row of `frontier`; node 0 of the draft holds the row's root."""
-        ...
 
 
 class NoDraft:
-    """A drafter that proposes no tokens, so that a step writes one token, as plain decoding does."""
+    """A drafter that proposes only the root of each row, so that a step writes one token, as plain decoding does."""
 
     def __init__(self, device: torch.device) -> None:
         self.topology = Topology.of(Tree.chain(0).to(device))
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Make a draft that holds only the root of each row."""
         return Draft(frontier.root[:, None], self.topology)

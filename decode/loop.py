@@ -1,7 +1,7 @@
 """The decoding loop: after the prefill, every step proposes, verifies, accepts and compacts.
 
-Eager, plain and compiled decoding share `run`, the loop over the rows of a batch. `TreeStepper` is one eager step.
-The root of a draft is the token that is already decided, but not yet read by the backbone.
+Eager, plain and compiled decoding share `run`, the loop over the rows of a batch. The root of a draft is the token that
+is already decided, but not yet read by the backbone.
 
 Shapes: B rows, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 """
@@ -16,11 +16,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from decode.accept import Acceptance, Acceptor, accept_greedy, accept_longest, accept_walk
+from decode.accept import (
+    Acceptance,
+    Passes,
+    Truncation,
+    accept_greedy,
+    accept_longest,
+    accept_walk,
+    among_best,
+    near_best,
+    typical,
+)
 from decode.draft import Draft, Drafter, Frontier
 from decode.ops.fast_topk import most_probable
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
+from decode.settings import AcceptanceRule
 
 if TYPE_CHECKING:
     from decode.session import Session
@@ -38,7 +49,7 @@ class Step:
 
 
 class StepOutcome(NamedTuple):
-    """The decisions of one step for each unfinished row, copied from the device to the host."""
+    """The decisions of one step for each unfinished row, on the host."""
 
     lengths: list[int]
     """1 + accepted tokens."""
@@ -179,10 +190,27 @@ class TreeStepper(Stepper):
         self.frontier = self.session.frontier(root[index], hidden[index.to(hidden.device)], rows)
 
 
-def pack(draft: Draft, accepted: Acceptance) -> Tensor:
-    """Pack each row's path length, next root and token ids of the path into [B, D + 3], for one copy to the host.
+class Acceptor(AcceptanceRule):
+    """An acceptance rule with the functions that it applies to drafts."""
 
-    Shorter paths are padded with their root."""
+    @property
+    def passes(self) -> Passes | None:
+        """The function that tests single tokens, for rules that accept the longest path; `None` for other rules."""
+        if self.rule == "typical":
+            return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
+        if self.limit is None:
+            return None
+        judge, limit = {"topk": among_best, "distance": near_best}[self.rule], self.limit
+        return lambda scores: judge(scores, limit)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The constants by which sampled typical acceptance truncates the target; `None` for all other rules."""
+        return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
+
+
+def pack(draft: Draft, accepted: Acceptance) -> Tensor:
+    """Pack each row's path length, next root and ids of the path, padded with its root, for one copy to the host."""
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
     return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
 

@@ -20,13 +20,11 @@ from decode.ops.draws import Draws
 def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept nodes of a drawn tree by rejection sampling; the text has exactly the target's distribution.
 
-    The rule walks down the draft tree from the root. At each node, the children are tried in the order in which they
-    were drawn. A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes its residual
-    max(0, p - q), normalised, and q loses x, because the next sibling was drawn without x. If no child is left, the
-    next root is drawn from the current p.
+    At each node of the walk, the children are tried in the order in which they were drawn. A child x is accepted with
+    probability min(1, p(x) / q(x)). After a rejection, p becomes its residual max(0, p - q), normalised, and q loses x,
+    because the next sibling was drawn without x. If no child is left, the next root is drawn from the current p.
 
-    The draft must have a `proposal`: for chosen tokens, p / q is wrong for every q.
-    """
+    The draft must have a `proposal`: for chosen tokens, p / q is wrong for every q."""
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
     walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
@@ -59,9 +57,8 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
 class Residuals(NamedTuple):
     """The distributions of rejection sampling: p of the next token, and q from which the next sibling was drawn.
 
-    Rows with the same path and the same rejected tokens share distributions. After a rejection, p does not depend on
-    the rejected token, but q does. So there are far fewer different p than q.
-    """
+    Rows with the same path and the same rejected tokens share distributions. After a rejection, q depends on the
+    rejected token, but p does not. So there are far fewer different p than q."""
 
     p: Tensor
     """[Mp, V] the distinct target distributions."""
@@ -87,9 +84,9 @@ class Residuals(NamedTuple):
         return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
 
     def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
-        """Update p and q of the X rows `rows` after their drafted tokens `token` [X] were rejected; others keep theirs.
+        """Update p and q of the X rows `rows`, whose drafted tokens `token` [X] were rejected.
 
-        `was_last`: no row has another sibling to try, so the next sibling's distribution q is not computed."""
+        With `was_last`, no row has another sibling to try, so q is not computed."""
         if not len(rows):
             return self
         pair, own = _distinct(self.p_of[rows] * len(self.q) + self.q_of[rows], self.shared)

@@ -8,13 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from decode.sequences import Request
@@ -31,12 +26,11 @@ def prepare(
 ) -> list[Request]:
     """Prepare the arguments of `model.generate` as requests: one per prompt, times `num_return_sequences`.
 
-    Each row is prepared alone, from its ids without padding, so that penalties and minimal lengths count from the row's
-    own prompt. `kwargs` are those of `model.generate`; for `seeds` see `with_generators`.
+    Each row is prepared alone, without padding, so that penalties and minimal lengths count from the row's own prompt.
+    `kwargs` are those of `model.generate`; for `seeds` see `with_generators`.
 
     Raises:
-        RequestError: an option that tree decoding does not support, an empty prompt, or a prompt that is too long.
-    """
+        RequestError: an option that tree decoding does not support, an empty prompt, or a prompt that is too long."""
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
@@ -49,11 +43,9 @@ def prepare(
         config = kwargs.get("generation_config") or model.generation_config
         copies = getattr(config, "num_return_sequences", None) or 1
     requests: list[Request] = []
-    for prompt in prompts:
-        for _ in range(copies):
-            row = len(requests)
-            own = {} if allowed is None else {"prefix_allowed_tokens_fn": lambda _, ids, row=row: allowed(row, ids)}
-            requests += _prepare_row(model, prompt, kwargs | own)
+    for row, prompt in enumerate(prompt for prompt in prompts for _ in range(copies)):
+        own = {} if allowed is None else {"prefix_allowed_tokens_fn": lambda _, ids, row=row: allowed(row, ids)}
+        requests += _prepare_row(model, prompt, kwargs | own)
     require_longrope_alone(model, requests)
     return with_generators(model, requests, seeds)
 
@@ -63,12 +55,11 @@ def with_generators(
 ) -> list[Request]:
     """Give every row its own random number generator, so that its sample does not depend on the other rows.
 
-    `seeds`: one per row. Without them, a single row draws from PyTorch's global generator, as `model.generate` does,
-    and the rows of a batch are seeded from that generator.
+    `seeds` holds one per row. Without them, a single row draws from PyTorch's global generator, as `model.generate`
+    does, and the rows of a batch are seeded from that generator.
 
     Raises:
-        RequestError: the number of seeds is not the number of rows, or a seed is out of range.
-    """
+        RequestError: the number of seeds is not the number of rows, or a seed is out of range."""
     if not requests[0].do_sample or (seeds is None and len(requests) == 1):
         return requests
     if seeds is None:
@@ -106,8 +97,7 @@ def requests_of(
     """Make one `Request` per row from the arguments that `model.generate` passes to a decoding method.
 
     Raises:
-        RequestError: as in `prepare`; also a padded batch with processors that were made for its padded rows.
-    """
+        RequestError: as in `prepare`; also a padded batch with processors that were made for its padded rows."""
     require_tree_support(model)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
@@ -135,12 +125,9 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
         raise RequestError(f"num_beams is {config.num_beams}; beam search cannot be combined with heads")
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        asked = [
-            name for name in ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens") if getattr(config, name, None)
-        ]
-        raise RequestError(
-            f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave {' and '.join(asked) or 'it'} out"
-        )
+        options = ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens")
+        asked = " and ".join(name for name in options if getattr(config, name, None)) or "it"
+        raise RequestError(f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave {asked} out")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise RequestError(f"{name} is not available from tree decoding; run the model on the finished text")
@@ -158,21 +145,18 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
     """Raise a `RequestError` if one of several texts outgrows the length at which longrope changes all rotations."""
-    boundary = Backbone(model).rope_boundary
-    if boundary is None or len(requests) == 1:
-        return
-    if max(len(request.prompt) + request.max_new_tokens for request in requests) > boundary:
+    boundary, longest = Backbone(model).rope_boundary, max(len(r.prompt) + r.max_new_tokens for r in requests)
+    if boundary is not None and len(requests) > 1 and longest > boundary:
         raise RequestError(
             f"longrope rotates all rows differently once one passes {boundary} tokens; decode one prompt at a time"
         )
 
 
 def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn `stop_strings` and `tokenizer` into a stopping criterion; transformers' `generate` does not pass it on.
+    """Turn `stop_strings` and `tokenizer` into a stopping criterion: transformers passes custom methods no tokenizer.
 
     Raises:
         RequestError: stop strings without a tokenizer."""
-    kwargs = dict(kwargs)
     tokenizer, stops = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
     config = kwargs.get("generation_config")
     if stops is None and config is not None and config.stop_strings:

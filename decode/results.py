@@ -76,18 +76,16 @@ class DecodingRun:
         """Time spent decoding. Time that the caller spends between two steps does not count."""
 
     def __iter__(self) -> Iterator[Step]:
-        while True:
-            start = perf_counter()
-            step = next(self.steps, None)
-            if step is not None:
-                for row, ids in step.ids.items():
-                    self.results[row].step_lengths.append(len(ids))
-                    self.results[row].uncut_lengths.append(step.lengths[row])
-                    self.results[row].new_ids += ids
+        start = perf_counter()
+        for step in self.steps:
+            for row, ids in step.ids.items():
+                self.results[row].step_lengths.append(len(ids))
+                self.results[row].uncut_lengths.append(step.lengths[row])
+                self.results[row].new_ids += ids
             self.seconds += perf_counter() - start
-            if step is None:
-                break
             yield step
+            start = perf_counter()
+        self.seconds += perf_counter() - start
         self._finish("length")
 
     def stop(self) -> None:

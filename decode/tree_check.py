@@ -1,9 +1,8 @@
 """Self-test: checks once per model that a forward over a tree gives the same logits as forwards without a tree.
 
-`medusa.backbone.require_tree_support` refuses models by their configuration alone, which cannot detect every unsuitable
-model. So the self-test compares logits. It reads two trees with the cache, masks and positions of decoding; the second
-tree follows an accepted path of the first. Every node must get the logits that a plain forward, without cache or mask,
-gives at the end of the node's path.
+A configuration alone (`medusa.backbone.require_tree_support`) cannot show every unsuitable model. So the self-test
+reads two trees with the cache, masks and positions of decoding; the second tree follows an accepted path of the first.
+Every node must get the logits that a plain forward, without cache or mask, gives at the end of the node's path.
 
 Shapes: R trees, N nodes of each tree, V vocabulary.
 """
@@ -11,6 +10,7 @@ Shapes: R trees, N nodes of each tree, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -39,9 +39,8 @@ WINDOW = 5  # ends inside the text and inside a path of the tree
 # and 1e-2 in bfloat16, more in deep models. A wrong mask or position gives an error of 0.1 to 1.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 HALF_TOLERANCE = 4e-2
-# The greatest share of the control that an error may have, because the effect of a wrong mask differs between models.
-# Measured in bfloat16: rounding is up to 0.06 of the control in trained models and 0.13 in a deep untrained one; wrong
-# masks and windows are 0.34 or more.
+# The greatest share of the control that an error may have. Measured in bfloat16: rounding is up to 0.06 of the control
+# in trained models and 0.13 in a deep untrained one; wrong masks and windows are 0.34 or more.
 SHARE = 0.2
 
 
@@ -95,8 +94,9 @@ def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
     lock. A forward of the same model in another thread would see the short windows; the test runs once, before the
     first step.
     """
+    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
-    with _LOCK, _short_windows(model), torch.random.fork_rng(_cuda(model)), torch.no_grad():
+    with _LOCK, _short_windows(model), torch.random.fork_rng(devices), torch.no_grad():
         return _check(model)
 
 
@@ -129,29 +129,27 @@ def _check(model: PreTrainedModel) -> TreeCheck:
         lines = str(raised).splitlines() or [""]
         return TreeCheck(nan, control, tolerance, f"a tree forward raises {type(raised).__name__}: {lines[0]}")
     check = TreeCheck(_difference(got, right, right, tolerance), control, tolerance)
-    return check if check.error <= check.limit else replace(check, reason=_reason(check, model.training))
+    if check.error <= check.limit:
+        return check
+    reason = "its attention does not follow our masks and positions"
+    if model.training:
+        reason = "the model is in train mode, where dropout changes every forward; call model.eval()"
+    differs = f"a tree forward differs from plain forwards by {check.error:.2g} (at most {check.limit:.2g})"
+    return replace(check, reason=f"{differs}: {reason}")
 
 
 def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -> float:
     """The greatest difference between logits [R, N, V], divided by the greatest logit of `scale`.
 
-    In half precision, the median node of each tree counts, not the worst one. Rounding may send a single token to
-    another expert, whose logits differ by far more than rounding. A wrong mask affects six of the eight nodes.
-    """
+    In half precision, the median node of each tree counts: rounding may send a single token to another expert, whose
+    logits differ by far more. A wrong mask affects six of the eight nodes."""
     by_node = (some - others).abs().amax(-1)  # [R, N]
     by_tree = by_node.median(dim=1).values if tolerance == HALF_TOLERANCE else by_node.amax(dim=1)
     return float(by_tree.max() / scale.abs().max())
 
 
-def _reason(check: TreeCheck, training: bool) -> str:
-    differs = f"a tree forward differs from plain forwards by {check.error:.2g} (at most {check.limit:.2g})"
-    if training:
-        return f"{differs}: the model is in train mode, where dropout changes every forward; call model.eval()"
-    return f"{differs}: its attention does not follow our masks and positions"
-
-
 def _lines(prefix: list[int], ids: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Make one pair per leaf of a tree: the prefix with the ids on the leaf's path, and the nodes of that path."""
+    """One pair per leaf of a tree: the prefix with the ids on the leaf's path, and the nodes of that path."""
     lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in LEAVES]
     return [(prefix + [ids[node] for node in line], line) for line in lines]
 
@@ -159,8 +157,7 @@ def _lines(prefix: list[int], ids: list[int]) -> list[tuple[list[int], list[int]
 def _plain(backbone: Backbone, rows: list[list[tuple[list[int], list[int]]]]) -> Tensor:
     """Logits [R, N, V] of all nodes, from one forward without cache or mask over the texts of all paths.
 
-    Texts are padded on the right, which a causal model does not see. `rows` has the pairs of `_lines` for each tree.
-    """
+    Texts are padded on the right, which a causal model does not see. `rows` has the pairs of `_lines` for each tree."""
     texts = [text for row in rows for text, _ in row]
     ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
     for index, text in enumerate(texts):
@@ -197,12 +194,11 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     configs += [c for module in model.modules() if isinstance(c := getattr(module, "config", None), PretrainedConfig)]
     changed = []
     try:
-        for config in {id(config): config for config in configs}.values():
-            for name in ("sliding_window", "attention_chunk_size"):
-                window = getattr(config, name, None)
-                if window:
-                    changed.append((config, name, window))
-                    setattr(config, name, min(window, WINDOW))
+        for config, name in itertools.product(configs, ("sliding_window", "attention_chunk_size")):
+            window = getattr(config, name, None)
+            if window and window > WINDOW:
+                changed.append((config, name, window))
+                setattr(config, name, WINDOW)
         yield
     finally:
         for config, name, window in changed:
@@ -214,10 +210,6 @@ def _tolerance(backbone: Backbone) -> float:
     if backbone.dtype == torch.float32 and rounded:  # TF32 and autocast compute in about ten bits
         return HALF_TOLERANCE
     return TOLERANCES.get(backbone.dtype, HALF_TOLERANCE)
-
-
-def _cuda(model: PreTrainedModel) -> list[torch.device]:
-    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
 
 
 _LOCK = threading.RLock()

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from decode.accept import Acceptor
 from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache
 from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
 from decode.drafters.layouts import DynamicTree, Layout
-from decode.loop import StepOutcome, Stepper, Timer, unpack
-from decode.session import Session
+from decode.loop import Acceptor, StepOutcome, Stepper, Timer, unpack
+from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -25,9 +24,6 @@ MIN_CAPACITY = 256
 
 class CompiledStepper(Stepper):
     """Decodes the texts of a session by compiled steps."""
-
-    ahead = 1024
-    """Maximum number of new tokens for which the first cache has room."""
 
     def __init__(
         self,
@@ -45,21 +41,20 @@ class CompiledStepper(Stepper):
 
         Raises:
             RequestError: this model, these options or this machine do not allow compiled steps."""
-        require_compilable(session)
+        _require_compilable(session)
         if tree.min_probability:
             raise RequestError(ONE_SHAPE)
         self.session, self.acceptor, self.tree, self.make_drafter = session, acceptor, tree, make_drafter
         self.regions = Regions.of(session.backbone.model)
         self.taken: list[tuple[Key, Region]] = []
-        # The key holds the heads themselves, so that no other heads can get their id.
+        shape = tree.temperatures if isinstance(tree, DynamicTree) else None
         self.key = (
             len(session.sequences),
-            heads,
-            _tree_key(tree),
-            *FixedSampler.key(session.target, acceptor),
-            *surroundings_key(session.backbone),
+            (tree.num_nodes, shape, *tree.candidates.parent.tolist(), *tree.candidates.rank.tolist()),
+            FixedSampler.key(session.target, acceptor),
+            surroundings_key(session.backbone),
             modules_key(session.backbone.model),
-            modules_key(heads) if heads is not None else (),
+            (heads, modules_key(heads)) if heads is not None else (),  # itself, so that no others can get its id
         )
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
 
@@ -67,7 +62,7 @@ class CompiledStepper(Stepper):
         session, sequences = self.session, self.session.sequences
         frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
         root, self.rows = frontier.root, frontier.rows
-        first = max(self.lengths) + min(max(sequences.limits), self.ahead) + self.tree.num_nodes
+        first = max(self.lengths) + min(max(sequences.limits), AHEAD) + self.tree.num_nodes
         self.region = self._region(first, session.verifier.cache, session.heads_cache, frontier)
         self.u = torch.zeros(len(sequences), self.tree.max_depth + 1, dtype=torch.float64, device=root.device)
         return self.rows, root.tolist()
@@ -127,8 +122,7 @@ class CompiledStepper(Stepper):
         return region
 
 
-def require_compilable(session: Session) -> None:
-    """Raise a `RequestError` if the session's model or options, or this machine, do not allow compiled steps."""
+def _require_compilable(session: Session) -> None:
     backbone, reason = session.backbone, ""
     if backbone.rope_boundary is not None:
         reason = "longrope rotates a text by its length"
@@ -149,9 +143,3 @@ def _has_compiler() -> bool:
         return bool(cpp_builder.get_cpp_compiler())
     except exc.InvalidCxxCompiler:
         return False
-
-
-def _tree_key(tree: Layout) -> Key:
-    """The part of a compiled region's key for the tree: everything about the tree that affects drafts."""
-    nodes = (*tree.candidates.parent.tolist(), *tree.candidates.rank.tolist())
-    return (tree.num_nodes, tree.temperatures, *nodes) if isinstance(tree, DynamicTree) else nodes

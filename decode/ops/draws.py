@@ -6,7 +6,6 @@ Shapes: B rows, R of them that draw a token, M distributions that rows can share
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,21 +14,10 @@ MASS_LEFT = 2**-24
 """Drawing without replacement ends when the remaining probability is this small; float64 sums are not exact below."""
 
 
-class Draws(Protocol):
-    """A source of random numbers for the rows of a batch."""
-
-    def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw a token for each of `rows` [R], where `rows[i]` uses the distribution `p[index[i]]` of `p` [M, V]."""
-
-    def uniforms(self, rows: Tensor, count: int) -> Tensor:
-        """Draw `count` uniform random numbers in [0, 1) for each of `rows` [R]; returns [R, count], float64."""
-
-
 class RowDraws:
     """Random draws with one generator per row, so that a row's text does not depend on the rest of its batch.
 
-    A generator `None` stands for PyTorch's global generator, which `model.generate` uses.
-    """
+    A generator `None` stands for PyTorch's global generator, which `model.generate` uses."""
 
     def __init__(self, generators: Sequence[torch.Generator | None]) -> None:
         self.generators = generators
@@ -39,6 +27,7 @@ class RowDraws:
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
+        """Draw a token for each of `rows` [R], where `rows[i]` uses the distribution `p[index[i]]` of `p` [M, V]."""
         drawn = [
             torch.multinomial(p[at], 1, generator=self.generators[row])
             for row, at in zip(rows.tolist(), index.tolist(), strict=True)
@@ -46,6 +35,7 @@ class RowDraws:
         return torch.cat(drawn) if drawn else index.clone()
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
+        """Draw `count` uniform random numbers in [0, 1) for each of `rows` [R]; returns [R, count], float64."""
         return self.of(rows.tolist()).block(count, rows.device)
 
     def block(self, count: int, device: torch.device) -> Tensor:
@@ -55,7 +45,7 @@ class RowDraws:
 
 
 class SharedDraws:
-    """Random draws with one generator for all rows; fast for very many rows that share few distributions."""
+    """The draws of `RowDraws`, with one generator for all rows; fast for very many rows that share distributions."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -66,6 +56,9 @@ class SharedDraws:
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
         return torch.rand(len(rows), count, dtype=torch.float64, generator=self.generator, device=rows.device)
+
+
+Draws = RowDraws | SharedDraws
 
 
 def cumulative(p: Tensor) -> Tensor:
@@ -79,8 +72,7 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
     Row i uses the distribution `index[i]`. The sums of distribution m are shifted to the range from m to m + 1, so that
     one search serves all rows. Each number is kept a few rounding units below 1, so that the shift never rounds it into
-    the next distribution. A token of probability 0 is never found, because its sum equals that of the token before.
-    """
+    the next distribution. A token of probability 0 is never found, because its sum equals that of the token before."""
     heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
     found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
     return found - index * sums.shape[-1]
@@ -89,11 +81,9 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Draw C tokens per row without replacement [R, C], from distributions `q` [M, V] and uniform numbers `u` [R, C].
 
-    Row i uses the distribution `q[index[i]]`. The intervals of the tokens drawn before in the row are cut out of [0,
-    1), and the row's next number is scaled to the rest of [0, 1). If at most `MASS_LEFT` is left, the row's first token
-    is repeated, and acceptance skips it. This adds no bias, because the repetition depends on the earlier tokens and
-    not on `u`.
-    """
+    Row i uses the distribution `q[index[i]]`. The intervals of the tokens drawn before in the row are cut out of
+    [0, 1), and the row's next number is scaled to the rest. If at most `MASS_LEFT` is left, the row's first token is
+    repeated, and acceptance skips it. This adds no bias: the repetition depends on earlier tokens and not on `u`."""
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
     tokens = torch.zeros(u.shape, dtype=torch.long, device=q.device)

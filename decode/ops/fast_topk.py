@@ -1,8 +1,8 @@
 """Argmax and top-k over a vocabulary, faster than PyTorch's on a CPU.
 
-PyTorch searches a row value by value: 64 rows of 32,000 values take 1.7 ms in float32, and 7.4 ms in bfloat16. Here
-`amax`, which is vectorised, finds the maximum of each block of values, and only the blocks with the largest maxima are
-searched. This takes 0.2 and 0.4 ms.
+PyTorch searches a row value by value: 64 rows of 32,000 values take 1.7 ms in float32, and 7.4 ms in bfloat16. Here the
+vectorised `amax` finds the maximum of each block of values, and only the blocks with the largest maxima are searched:
+0.2 and 0.4 ms.
 
 Shapes: V values in each row, in blocks of BLOCK.
 """

@@ -1,11 +1,10 @@
 """Grouped-query attention of several tokens with a mask, without copies of the keys for every query head.
 
 If g query heads share a key head, transformers' sdpa copies keys and values g times in forwards of several tokens with
-a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of the time of
-attention. Here the g heads become g x N queries of one key head. The results are equal, on a CPU to the last bit.
+a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of attention's
+time. Here the g heads become g x N queries of one key head. The results are equal, on a CPU to the last bit.
 
-The model's configuration keeps the name "sdpa", because several models (Falcon, Gemma 4, DeepSeek 3.2) compare that
-name and use a different mask if it differs.
+The model's configuration keeps the name "sdpa", which several models (Falcon, Gemma 4, DeepSeek 3.2) compare.
 
 Shapes: B rows, H query heads on H / g key heads, N tokens, S cache slots, D head size.
 """
@@ -62,9 +61,8 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 def grouped(config: PretrainedConfig) -> Iterator[None]:
     """Use `sdpa_grouped` in models with sdpa attention while the context is open.
 
-    `sdpa_grouped` replaces transformers' own function in the registry of attention functions, but not a function that
-    the user has registered. Models that other threads run meanwhile get the same results.
-    """
+    It replaces transformers' own function in the registry of attention functions, but not a function that the user has
+    registered. Models that other threads run meanwhile get the same results."""
     if config._attn_implementation != SDPA:
         yield
         return

@@ -16,13 +16,13 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, Acceptor, Truncation, accept_longest, accept_walk, ended_at, typical
+from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
 from decode.bench.losslessness.cases import Case, Rule, combined, goodness_of_fit
 from decode.draft import Draft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.levelwise import LevelwiseDrafter
-from decode.loop import TreeStepper
+from decode.loop import Acceptor, TreeStepper
 from decode.ops.draws import SharedDraws
 from decode.rejection import accept_sampled
 from decode.request import prepare

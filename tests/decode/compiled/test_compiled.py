@@ -28,7 +28,7 @@ from decode.compiled import region, stepper
 from decode.compiled.fixed_cache import FixedCache
 from decode.compiled.region import Regions
 from decode.compiled.sampler import FixedSampler
-from decode.compiled.stepper import CompiledStepper, _has_compiler
+from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
@@ -109,7 +109,7 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
 ) -> None:
     """Drafts are compared, too, which checks the heads' own caches; across capacities, with rows that end early."""
     monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
-    monkeypatch.setattr(CompiledStepper, "ahead", 4)
+    monkeypatch.setattr(stepper, "AHEAD", 4)
     heads = random_heads(llama, kind=kind, prefix_layers=prefix_layers)
     prompts = [random_ids(length, seed=length) for length in (5, 2, 9)]
     stop = plain(llama, prompts[1], max_new_tokens=30, eos_token_id=None)[7]
@@ -173,7 +173,7 @@ def test_rows_end_one_after_the_other() -> None:
 @pytest.mark.usefixtures("as_written")
 def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
-    monkeypatch.setattr(CompiledStepper, "ahead", 4)
+    monkeypatch.setattr(stepper, "AHEAD", 4)
     Regions.of(llama).clear()
     prompts = [random_ids(9), random_ids(5)]
     found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
