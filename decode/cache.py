@@ -64,6 +64,7 @@ class TreeLayer(CacheLayerMixin):
         owner, count = self.owner, key_states.shape[2]
         end = owner.longest + count
         owner.reserve(end)
+        owner.pending = count
         if owner.is_even:
             self.keys[:, :, owner.longest : end] = key_states
             self.values[:, :, owner.longest : end] = value_states
@@ -95,6 +96,7 @@ class TreeCache(Cache):
         """Make an empty cache of `capacity` slots per row; when a text needs more, the cache grows by a copy."""
         self.arenas: list[Arena] = []
         self.capacity = capacity
+        self.pending = 0  # nodes of the last forward, until they are committed
         self._set([0] * batch_size)
         text = config.get_text_config(decoder=True)
         self.tree_layers = [TreeLayer(self) for _ in range(text.num_hidden_layers)]
@@ -156,12 +158,16 @@ class TreeCache(Cache):
     def commit_prompt(self, lengths: list[int]) -> None:
         """Commit the first `lengths[b]` tokens that the last forward appended to row b, and drop the others."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
+        self.pending = 0
 
     def cut(self, lengths: list[int]) -> None:
-        """Shorten each row b to its first `lengths[b]` cache slots, for example to remove padding.
-
-        The slots after them then hold uncommitted nodes, so `commit` can choose among the nodes of several forwards."""
+        """Shorten each row b to its first `lengths[b]` cache slots, for example to remove padding."""
         self._set(list(lengths))
+
+    def reopen(self, lengths: list[int]) -> None:
+        """Shorten each row as `cut` does; `commit` then chooses among the nodes of several forwards after the slots."""
+        self.cut(lengths)
+        self.pending = 1
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
@@ -169,12 +175,15 @@ class TreeCache(Cache):
         `path` [B, C] is padded with any values. With `in_place`, its nodes are 0 1 2 ..., as in a chain, and do not
         move. A path's nodes are sorted by depth, so node i of a path is in slot i or later. Moving them in one gather
         and one scatter therefore never reads a slot that was already overwritten."""
+        if not self.pending:
+            raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
         if longest > 1 and not in_place:  # a single node is the root, which is already in its place
             path = path[:, :longest].clamp_min(0)
             for arena in self.arenas:
                 self._move(arena.buffer, path.to(arena.buffer.device), longest)
         self._set([old + new for old, new in zip(self.lengths, counts, strict=True)])
+        self.pending = 0
 
     def _move(self, buffer: Tensor, path: Tensor, count: int) -> None:
         if len(self.lengths) == 1:

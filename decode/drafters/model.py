@@ -182,7 +182,7 @@ class ModelDrafter(LevelwiseDrafter):
                 path.append(1 + at)
                 first += len(tokens[place])
             kept.append(path)
-        self.cache.cut([length - 1 for length in self.text_lengths])
+        self.cache.reopen([length - 1 for length in self.text_lengths])
         self.cache.commit(self._padded(kept), [len(path) for path in kept], in_place=self.is_chain)
 
     def _padded(self, lines: list[list[int]]) -> Tensor:
