@@ -36,13 +36,10 @@ class Truncation(NamedTuple):
 class Acceptance(NamedTuple):
     """The accepted path of nodes in each row of a batch, and the token that the target decided on after the path."""
 
-    path: Tensor
-    """[B, D + 1] accepted nodes from the root on, padded with -1."""
-    length: Tensor
-    """[B] the number of accepted nodes, the root included."""
+    path: Tensor  # [B, D + 1] accepted nodes from the root on, padded with -1
+    length: Tensor  # [B] the number of accepted nodes, the root included
     next_root: Tensor  # [B]
-    end: Tensor
-    """[B] the last node of the path."""
+    end: Tensor  # [B] the last node of the path
 
 
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:

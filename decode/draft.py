@@ -19,47 +19,34 @@ from medusa.tree import Tree
 class Frontier(NamedTuple):
     """The state in which a step starts: one row per unfinished text, each with its root."""
 
-    root: Tensor
-    """[B] the token that is already decided and not yet read by the backbone."""
-    hidden: Tensor
-    """[B, H] the hidden state of the token before the root, from which heads guess the tokens after the root."""
-    rows: list[int]
-    """The index of each of the B rows in the session."""
-    context_kv: ContextKV | None = None
-    """Keys and values of the text so far, for heads that look back at it."""
+    root: Tensor  # [B] the token that is already decided and not yet read by the backbone
+    hidden: Tensor  # [B, H] the hidden state of the token before the root, from which heads guess what follows the root
+    rows: list[int]  # the index of each of the B rows in the session
+    context_kv: ContextKV | None = None  # keys and values of the text so far, for heads that look back at it
 
 
 class Proposal(NamedTuple):
     """The distributions q from which a draft's tokens were sampled: siblings in order, without replacement."""
 
-    q: Tensor
-    """[Q, V] draft probabilities; rows, and nodes with the same past, may share one of the Q distributions."""
-    of_children: Tensor
-    """[B, N] which distribution the children of each node were drawn from; any value for leaves."""
+    q: Tensor  # [Q, V] draft probabilities; rows, and nodes with the same past, may share one of the Q distributions
+    of_children: Tensor  # [B, N] which distribution the children of each node were drawn from; any value for leaves
 
 
 class SideBranch(NamedTuple):
     """Nodes below the root of a draft that are never accepted; lookahead decoding needs the logits after them."""
 
-    ids: Tensor
-    """[B, M] the token of each node, without the root."""
-    topology: Topology
-    """How the root and the M nodes are connected."""
-    on_logits: Callable[[Tensor], None]
-    """Receives the backbone's logits [B, M, V] after the nodes, in every forward that reads them."""
+    ids: Tensor  # [B, M] the token of each node, without the root
+    topology: Topology  # how the root and the M nodes are connected
+    on_logits: Callable[[Tensor], None]  # receives the logits [B, M, V] after the nodes, in every forward over them
 
 
 class Draft(NamedTuple):
     """The tree of candidate tokens of one step, for B rows."""
 
-    ids: Tensor
-    """[B, N] the token of each node."""
-    topology: Topology
-    """How the N nodes are connected, on the device of `ids`."""
-    proposal: Proposal | None = None
-    """What the tokens were drawn from; `None` if they were chosen, such as the most probable guesses of the heads."""
-    side_branches: tuple[SideBranch, ...] = ()
-    """What else the verifying forward reads; acceptance does not see it."""
+    ids: Tensor  # [B, N] the token of each node
+    topology: Topology  # how the N nodes are connected, on the device of `ids`
+    proposal: Proposal | None = None  # what the tokens were drawn from; `None` if they were chosen, as the best guesses
+    side_branches: tuple[SideBranch, ...] = ()  # what else the verifying forward reads; acceptance does not see it
 
     @property
     def whole(self) -> Draft:

@@ -8,7 +8,7 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class Decoding(NamedTuple):
     """A decoding run: iterating over `steps` decodes the texts, and the session holds them."""
 
     session: Session
-    steps: Iterator[Step]
+    steps: Generator[Step, None, None]
 
 
 def decoding(
@@ -143,8 +143,7 @@ def steps(
 ) -> Iterator[Step]:
     """Decode `input_ids` [B, T] and yield one `Step` per step; rows of different length need an `attention_mask`.
 
-    `kwargs` are those of `model.generate`; for the other arguments see `generate`.
-    """
+    `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
     options = DecodingOptions.taken_from(kwargs)
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
     return _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
@@ -185,8 +184,7 @@ def generate(
 
     Raises:
         RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, an amateur
-            that does not fit, or an option that tree decoding does not support.
-    """
+            that does not fit, or an option that tree decoding does not support."""
     options = DecodingOptions.taken_from(kwargs)
     ids = inputs if inputs is not None else input_ids
     if ids is None:

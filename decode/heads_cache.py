@@ -38,7 +38,7 @@ class HeadsCache:
     @classmethod
     def of(cls, heads: MedusaHeads | None, backbone: Backbone, batch_size: int, capacity: int) -> HeadsCache | None:
         """Make the cache that `heads` need; `None` for heads that read only the current hidden state."""
-        if heads is None or not (heads.prefix is not None or heads.uses_context):
+        if heads is None or (heads.prefix is None and not heads.uses_context):
             return None
         return cls(heads, backbone, batch_size, capacity)
 

@@ -8,7 +8,7 @@ Shapes: B rows, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -51,11 +51,9 @@ class Step:
 class StepOutcome(NamedTuple):
     """The decisions of one step for each unfinished row, on the host."""
 
-    lengths: list[int]
-    """1 + accepted tokens."""
+    lengths: list[int]  # 1 + accepted tokens
     roots: list[int]
-    ids: list[list[int]]
-    """The tokens on the accepted path, the current root first; more than `lengths` of them may be given."""
+    ids: list[list[int]]  # tokens on the accepted path, the current root first; more than `lengths` may be given
 
 
 class Stepper(Protocol):
@@ -86,7 +84,7 @@ class Timer:
 
 
 @torch.inference_mode()
-def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Iterator[Step]:
+def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step, None, None]:
     """Decode until every row has ended. Yields one `Step` per step; the prefill is no step."""
     try:
         rows, roots = stepper.start()

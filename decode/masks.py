@@ -1,8 +1,7 @@
 """Attention masks of drafts: which slots of the KV cache each draft node sees, in each kind of attention layer.
 
-A node sees the text before it, its ancestors and itself. Masks are additive and of the model's dtype, because eager
-attention would silently add a boolean mask as 0 and 1. Windows and chunks count positions, not slots: two nodes of one
-depth share a position but lie in two slots.
+A node sees the text before it, its ancestors and itself. Masks are additive, because eager attention would silently add
+a boolean mask as 0 and 1. Windows and chunks count positions, not slots: nodes of one depth share a position.
 
 Shapes: B rows, N nodes of a draft, S cache slots, W nodes of one forward.
 """
@@ -97,8 +96,7 @@ def _by_slot(
 
     Nodes of depth `node_depths` [B, N] follow the text, which ends at `starts` [B]. Each of the W nodes, of depth
     `depth` [B, W], sees the text and the nodes `own` [B, W, N]."""
-    nodes, prefix = own.shape[2], starts[:, None]  # [B, 1]
-    slot = torch.arange(slots, device=starts.device)[None]  # [1, S]
+    nodes, prefix, slot = own.shape[2], starts[:, None], torch.arange(slots, device=starts.device)[None]
     node = slot - prefix  # [B, S] the node in each slot; below 0: the text
     is_text, inside = node < 0, node.clamp(0, nodes - 1)
     of_slot = own.gather(2, inside[:, None].expand(-1, own.shape[1], -1))

@@ -60,16 +60,11 @@ class Residuals(NamedTuple):
     Rows with the same path and the same rejected tokens share distributions. After a rejection, q depends on the
     rejected token, but p does not. So there are far fewer different p than q."""
 
-    p: Tensor
-    """[Mp, V] the distinct target distributions."""
-    q: Tensor
-    """[Mq, V] the distinct draft distributions."""
-    p_of: Tensor
-    """[R] the index of each row's distribution in `p`."""
-    q_of: Tensor
-    """[R] the index of each row's distribution in `q`."""
-    shared: bool
-    """Whether to look for rows that share a distribution; with few rows, one distribution per row is less work."""
+    p: Tensor  # [Mp, V] the distinct target distributions
+    q: Tensor  # [Mq, V] the distinct draft distributions
+    p_of: Tensor  # [R] the index of each row's distribution in `p`
+    q_of: Tensor  # [R] the index of each row's distribution in `q`
+    shared: bool  # whether to look for rows that share a distribution, which does not pay for few rows
 
     @classmethod
     def at_first(cls, draft: Draft, walk: TreeWalk, scores: Tensor, index: Tensor) -> Residuals:

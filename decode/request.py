@@ -70,10 +70,8 @@ def with_generators(
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise RequestError(f"seeds holds {seed!r}; a seed is a whole number from 0 to 2**63 - 1")
     device = Backbone(model).device
-    return [
-        request._replace(generator=torch.Generator(device).manual_seed(seed))
-        for request, seed in zip(requests, seeds, strict=True)
-    ]
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    return [request._replace(generator=own) for request, own in zip(requests, generators, strict=True)]
 
 
 def _prepare_row(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -67,10 +66,9 @@ def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
 class DecodingRun:
     """The decoding of a batch of prompts. Iterating over it runs the steps; `results` grow with each step."""
 
-    def __init__(self, session_and_steps: tuple[Session, Iterator[Step]], seconds: float = 0.0) -> None:
+    def __init__(self, session_and_steps: tuple[Session, Generator[Step, None, None]], seconds: float = 0.0) -> None:
         """Start a run; `seconds` is the time that was already spent to prepare the requests."""
-        self.session, steps = session_and_steps
-        self.steps = cast("Generator[Step, None, None]", steps)  # as all loops are
+        self.session, self.steps = session_and_steps
         self.results = [Result(prompt) for prompt in self.session.sequences.prompts]
         self.seconds = seconds
         """Time spent decoding. Time that the caller spends between two steps does not count."""

@@ -36,13 +36,10 @@ class Session:
         heads: MedusaHeads | None = None,
         verifiers: VerifierFactory | None = None,
     ) -> None:
-        """Make a session with empty caches.
+        """Make a session with empty caches; by default the backbone alone verifies drafts.
 
-        Args:
-            slack: the greatest number of nodes of a draft, for which caches and prefixes have room after the text.
-            truncation: the constants of sampled typical acceptance; `None` for other rules.
-            keep_hidden: whether to record the hidden states of all tokens, in `kept_hidden`.
-            verifiers: makes the verifier of drafts; by default the backbone alone verifies them."""
+        Caches and prefixes have room after the text for `slack` nodes, the most of any draft. With `keep_hidden`, the
+        hidden states of all tokens are recorded in `kept_hidden`."""
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
         verifiers = verifiers or VerifierFactory()
@@ -56,9 +53,7 @@ class Session:
         self.heads_cache = HeadsCache.of(heads, self.backbone, len(requests), capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
-        """Read the prompts, and decide on the first token of each row; returns the first step's frontier.
-
-        `most_probable_first`: take the most probable token even if the target is sampled."""
+        """Read the prompts, and decide on each row's first token, by argmax with `most_probable_first`."""
         prompts, device = self.sequences.prompts, self.backbone.device
         lengths = [len(prompt) for prompt in prompts]
         ids = self.sequences.buffer[:, : max(lengths)]

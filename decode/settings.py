@@ -38,10 +38,8 @@ class AcceptanceRule(NamedTuple):
     rule: str
     epsilon: float = EPSILON
     delta: float = DELTA
-    draft: str = "topk"
-    """topk: the drafter's best guesses; sample: draws from its distributions."""
-    limit: int | None = None
-    """The number of the rules topk and distance."""
+    draft: str = "topk"  # topk: the drafter's best guesses; sample: draws from its distributions
+    limit: int | None = None  # the number of the rules topk and distance
 
     @property
     def name(self) -> str:
@@ -139,8 +137,7 @@ class Settings(DecodingOptions):
     )
     stop: tuple[str, ...] = option((), "end the text before STRING; repeatable", metavar="STRING")
     ignore_eos: bool = option(False, "continue after the end-of-text token")
-    amateur: Amateur | None = None
-    """The small model that the backbone is contrasted with."""
+    amateur: Amateur | None = None  # the small model that the backbone is contrasted with
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,8 +207,7 @@ def listing_options(prefix: str = "") -> Callable[[Function], Function]:
     """Decorate a function that takes the fields of `DecodingOptions` in its `kwargs`: its signature then lists them.
 
     Each name follows `prefix`. The list is for help(), and for transformers, which passes a `custom_generate` callable
-    only the arguments that its signature names.
-    """
+    only the arguments that its signature names."""
 
     def decorate(function: Function) -> Function:
         *own, kwargs = inspect.signature(function).parameters.values()

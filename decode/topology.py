@@ -23,18 +23,12 @@ from medusa.tree import Tree
 class Topology:
     """The connections between the nodes of a draft: parents, depths, ancestors and paths, as tensors."""
 
-    parent: Tensor
-    """[R, N] index of each node's parent; the root is its own parent."""
-    depth: Tensor
-    """[R, N] number of drafted tokens from the root to each node."""
-    ancestors: Tensor
-    """[R, N, N] True at [_, i, j] where node j is node i itself or an ancestor of node i."""
-    paths: Tensor
-    """[R, N, D + 1] nodes from the root to each node, padded with -1."""
-    max_children: int
-    """C as a number on the host, so that reading it does not wait for the device."""
-    static_non_ancestors: Tensor | None = None
-    """The result of `non_ancestors` for a topology that all steps share; `None` for a topology of one step."""
+    parent: Tensor  # [R, N] index of each node's parent; the root is its own parent
+    depth: Tensor  # [R, N] number of drafted tokens from the root to each node
+    ancestors: Tensor  # [R, N, N] True at [_, i, j] where node j is node i itself or an ancestor of node i
+    paths: Tensor  # [R, N, D + 1] nodes from the root to each node, padded with -1
+    max_children: int  # C as a number on the host, so that reading it does not wait for the device
+    static_non_ancestors: Tensor | None = None  # `non_ancestors`, if all steps share the topology
 
     @classmethod
     def of(cls, tree: Tree) -> Topology:

@@ -48,13 +48,10 @@ SHARE = 0.2
 class TreeCheck:
     """The result of the self-test. An error is the greatest difference of a logit, divided by the greatest logit."""
 
-    error: float
-    """The error of the tree forwards; nan if there are no logits to compare."""
-    control: float
-    """The error of reading the same nodes as one line of text, as a model without tree masks would."""
+    error: float  # the error of the tree forwards; nan if there are no logits to compare
+    control: float  # the error of reading the same nodes as one line of text, as a model without tree masks would
     tolerance: float
-    reason: str | None = None
-    """Why the model cannot hold a tree; `None` where it can."""
+    reason: str | None = None  # why the model cannot hold a tree; `None` where it can
 
     @property
     def limit(self) -> float:
@@ -71,8 +68,7 @@ def require_tree_forward(model: PreTrainedModel) -> None:
     """Check a model's structure, and run the self-test unless a result for this model is stored.
 
     Raises:
-        RequestError: the model cannot verify a tree.
-    """
+        RequestError: the model cannot verify a tree."""
     require_tree_support(model)
     backbone = Backbone(model)
     attention = backbone.config._attn_implementation
@@ -89,11 +85,8 @@ def require_tree_forward(model: PreTrainedModel) -> None:
 def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
     """Run the self-test: three short forwards with the cache and two without, on random ids.
 
-    Windows and chunks of real models are longer than a quick test. Masks and caches read the lengths from the
-    configuration in every call, so the test shortens windows and chunks in the configuration until it ends, under a
-    lock. A forward of the same model in another thread would see the short windows; the test runs once, before the
-    first step.
-    """
+    Windows and chunks of real models are longer than a quick test, so the test shortens them in the configuration until
+    it ends, under a lock. A forward of the model in another thread would see the short windows."""
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, _short_windows(model), torch.random.fork_rng(devices), torch.no_grad():

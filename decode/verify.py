@@ -16,7 +16,7 @@ from medusa.backbone import Backbone, Readout
 
 
 class Verifier:
-    """Verifies drafts: the backbone, with the KV cache of a session's texts."""
+    """Verifies drafts: the backbone, with the KV cache of a session's texts (`prefill`, `commit` and `select`)."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences | None = None) -> None:
         """Make a verifier on `cache`; `sequences` holds its texts, for models that read a text again (`reread`)."""
@@ -24,14 +24,12 @@ class Verifier:
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
-        """Read the prompts into the empty cache; the arguments and the result are those of `decode.prefill`."""
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
 
     def __call__(self, draft: Draft) -> Readout:
-        """Read a draft; returns hidden states [B, N, H] and logits [B, N, V].
+        """Read a draft with its side branches; returns hidden states [B, N, H] and logits [B, N, V] of the draft.
 
-        The KV cache then holds the nodes, uncommitted. The same forward reads the draft's side branches, which receive
-        the logits after their nodes."""
+        The KV cache then holds the nodes, uncommitted."""
         if not draft.side_branches:
             return self.read(draft)
         counts = [branch.topology.num_nodes - 1 for branch in draft.side_branches]
@@ -54,9 +52,8 @@ class Verifier:
         if end is not None:
             # Nodes beyond the end are never accepted (`depth_limit`), but must not ask for a position there either.
             positions = positions.clamp(max=end - 1)
-        # A root alone, in rows of one length, sees everything in the cache.
-        alone = self.cache.is_even and topology.num_nodes == 1
-        masks = None if alone else self.masks(lengths, topology)
+        sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
+        masks = None if sees_all else self.masks(lengths, topology)
         with grouped(self.backbone.config):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
@@ -68,18 +65,16 @@ class Verifier:
         return end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
-        """Keep the accepted nodes of the last forward in the cache (`TreeCache.commit`)."""
         self.cache.commit(path, counts, in_place)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only the rows `rows` of the batch in the cache."""
         self.cache.select(rows)
 
     def _end(self, topology: Topology) -> int | None:
         """The first position that no node of this step may have; `None` if the draft does not reach it.
 
-        It is the end of the context, or the length at which longrope changes all rotations. The rotations follow the
-        longest position of a forward, so a draft across that length would rotate all its nodes wrongly."""
+        It is the end of the context, or the length at which longrope changes all rotations, which follow the longest
+        position of a forward. A draft across that length would rotate all its nodes wrongly."""
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
@@ -100,8 +95,7 @@ class VerifierFactory:
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
     """Read a text again when it outgrows longrope's original context, as Phi-3's own `generate` does.
 
-    Up to that length, the keys were rotated by longrope's short factors. Phi-3 drops these keys; other models with
-    longrope keep them. A text that is read again is alone in its batch."""
+    Phi-3 drops the keys that were rotated by longrope's short factors; other models keep them. Such a text is alone."""
     boundary = backbone.rope_boundary
     if boundary is None or cache.longest != boundary or not backbone.rereads:
         return

@@ -92,12 +92,12 @@ class FixedCache(Cache):
 
     def move(self, path: Tensor) -> None:
         """Move the keys and values of the nodes `path` [B, C] to right after the text, as `TreeCache.commit` does."""
-        target = torch.arange(path.shape[1], device=path.device) + self.lengths[:, None]
+        self.append_next(path.shape[1])
         source = (self.lengths[:, None] + path).clamp_max(self.capacity - 1)
         for layer in self.tree_layers:
             for buffer in (layer.keys, layer.values):
                 index = source[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-                _write(buffer, target.clamp_max(self.capacity - 1), buffer.gather(2, index))
+                _write(buffer, self.slots, buffer.gather(2, index))
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

@@ -33,11 +33,7 @@ class CompiledStepper(Stepper):
         heads: MedusaHeads | None,
         make_drafter: Callable[[], Drafter],
     ) -> None:
-        """Make a stepper for the texts of `session`, whose drafts fill `tree`.
-
-        Args:
-            heads: the drafting heads; `None` for plain decoding, whose tree is the root alone.
-            make_drafter: makes the drafter of a new region.
+        """Make a stepper for the texts of `session`, whose drafts by `heads` fill `tree`.
 
         Raises:
             RequestError: this model, these options or this machine do not allow compiled steps."""
@@ -68,10 +64,10 @@ class CompiledStepper(Stepper):
         return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Run one compiled step; `timer` counts the whole step as the stage `verify`.
+        """Run one compiled step, which `timer` counts as the stage `verify`.
 
         Raises:
-            RequestError: torch.compile fails on this model; the failed region is dropped."""
+            RequestError: torch.compile fails on this model."""
         region, target = self.region, self.session.target
         if max(self.lengths[row] for row in self.rows) + self.tree.num_nodes > region.cache.capacity:
             region = self._region(2 * region.cache.capacity, region.cache, region.heads_cache, region.frontier())

@@ -41,10 +41,8 @@ def argmax(values: Tensor) -> Tensor:
 class TopK(NamedTuple):
     """The k largest values of each row and their indices, largest first; equal values come in any order."""
 
-    values: Tensor
-    """[..., k] the values."""
-    indices: Tensor
-    """[..., k] their indices in the row."""
+    values: Tensor  # [..., k] the values
+    indices: Tensor  # [..., k] their indices in the row
 
 
 def top_k(values: Tensor, k: int) -> TopK:
