@@ -54,7 +54,8 @@ class ExportOptions(Options):
 def run(options: ExportOptions) -> None:
     from medusa.checkpoints.folder import find_folder, load
     from medusa.export import writer
-    from medusa.export.base import Export, read_lm_head
+    from medusa.export.base import Export
+    from medusa.export.lm_head import read_lm_head
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 
