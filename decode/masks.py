@@ -35,7 +35,8 @@ class TreeMasks:
 
     def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
         """Make masks [B, 1, N, max(lengths) + N] for N draft nodes after `lengths` tokens in the KV cache."""
-        return self.layers.masks(lambda kind: self._of_kind(kind, lengths, topology)[:, None])
+        masks = {kind.name: self._of_kind(kind, lengths, topology)[:, None] for kind in self.layers.kinds}
+        return masks if self.layers.is_dict else next(iter(masks.values()))
 
     def _of_kind(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         longest = max(lengths)
