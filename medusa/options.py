@@ -144,7 +144,7 @@ def _add(container: argparse._ActionsContainer, option: Field[object], default: 
     positional = keywords.pop("positional", False)
     if default is False:
         keywords["action"] = "store_true"
-    else:
+    elif keywords.get("action") is not argparse.BooleanOptionalAction:  # it takes neither metavar nor type
         keywords["metavar"] = about["metavar"] or None
         if default is REQUIRED and not positional:
             keywords["required"] = True

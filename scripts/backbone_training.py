@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,21 +19,20 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from medusa.options import Options, count, option, share
 from train.callbacks import ProgressBar, TimeBudget
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(Options):
     """Hyperparameters of a training run."""
 
-    seed: int = 0
-    row_length: int = 384  # tokens
-    batch_size: int = 10  # rows
-    muon_lr: float = 0.02
-    adamw_lr: float = 3e-3
-    warmup_steps: int = 30
-    teacher_weight: float = 0.9  # weight of the teacher in the loss, from 0 to 1
-    teacher_top: int = 32  # K, tokens of the teacher's distribution that are kept
+    row_length: int = count(384, "cut the text into rows of N tokens")
+    batch_size: int = count(10, "rows in a batch")
+    muon_lr: float = option(0.02, "learning rate of matrices", "above 0", lambda value: value > 0, "LR")
+    adamw_lr: float = option(3e-3, "learning rate of the rest", "above 0", lambda value: value > 0, "LR")
+    warmup_steps: int = option(30, "raise the learning rate over the first N steps", metavar="N")
+    teacher_weight: float = share(0.9, "weight of the teacher in the loss", "W")
+    teacher_top: int = count(32, "keep the N most probable tokens of the teacher")  # K
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[Tensor]:
@@ -113,15 +111,6 @@ class MuonWithAdamW(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def learning_rate_factor(step: int, done: float, warmup_steps: int) -> float:
-    """Compute the learning rate as a share of its peak; `done` is the share of the training that is finished.
-
-    The rate rises linearly during the warm-up and falls linearly to 2 % in the second half of the training.
-    """
-    warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-    return warmup * (1.0 - 0.98 * max(0.0, done - 0.5) / 0.5)
-
-
 class BackboneTrainer(Trainer):
     """The stock Trainer with a teacher in the loss, two optimizers, and a schedule that can follow the clock."""
 
@@ -149,11 +138,14 @@ class BackboneTrainer(Trainer):
         return next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Make a scheduler of `learning_rate_factor`; with a time budget, it follows the clock."""
+        """Make a scheduler that follows the steps or, with a time budget, the clock.
+
+        The rate rises linearly during the warm-up and falls linearly to 2 % in the second half of the training."""
 
         def factor(step: int) -> float:
             done = self.budget.progress() if self.budget else step / num_training_steps
-            return learning_rate_factor(step, done, self.recipe.warmup_steps)
+            warmup = min(1.0, (step + 1) / max(1, self.recipe.warmup_steps))
+            return warmup * (1.0 - 0.98 * max(0.0, done - 0.5) / 0.5)
 
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
         return self.lr_scheduler

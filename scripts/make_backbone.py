@@ -13,75 +13,86 @@ import argparse
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 from backbone_training import BackboneTrainer, Recipe, Rows, Score, Teacher, encode, evaluate
 from decode.bench.machine import has_fast_bfloat16
 from medusa.commands.options import RuntimeOptions
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
-from medusa.loading import LoadOptions, load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
+from medusa.options import LoadOptions, Options, count, group, option, parse
 from medusa.records.sources import DOCUMENT_SEPARATOR
-from script_tools import markdown_table, positive, read_documents, run_script, script_parser
+from script_tools import markdown_table, read_documents, run_script, script_parser
+from train.checkpoints import all_checkpoints
 
-BYTES = 256  # every byte needs a token in a byte-level vocabulary
 SETTINGS = "training.json"  # in the output folder until the training run is finished
 SHAPES = {
     "backbone": {"hidden_size": 256, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate_size": 704},
     # Two layers, because each drafted token costs a pass through all layers.
     "draft": {"hidden_size": 80, "layers": 2, "heads": 5, "kv_heads": 5, "intermediate_size": 224},
 }
-VOCAB_SIZE, CONTEXT = 4096, 512  # of both presets
+VOCAB_SIZE = 4096  # of both presets
 CARD = Path(__file__).with_name("backbone_card.md")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of all options. An option of the preset is None unless it is given."""
-    parser = script_parser(__doc__)
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", help="a file, a folder or a Hub dataset id (roneneldan/TinyStories)")
-    data.add_argument("--document-separator", default=DOCUMENT_SEPARATOR, metavar="LINE", help="default: %(default)s")
-    data.add_argument("--split", default="train", help="split of a Hub dataset (default: %(default)s)")
-    data.add_argument("--max-documents", type=positive, metavar="N", help="read the first N documents only")
-    data.add_argument("--eval", metavar="FILE", help="text to evaluate on")
-    data.add_argument("--tokenizer", metavar="FOLDER", help="use this tokenizer instead of training one")
+class BackboneOptions(Options):
+    """Options of make_backbone.py. The options that a preset sets are None unless they are given."""
 
-    model = parser.add_argument_group("model: a preset, and sizes that differ from it")
-    model.add_argument("--preset", choices=SHAPES, default="backbone", help="default: %(default)s")
-    for name in SHAPES["backbone"]:
-        default = ", ".join(f"{preset} {shape[name]}" for preset, shape in SHAPES.items())
-        model.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=f"default: {default}")
-    model.add_argument("--vocab-size", type=positive, metavar="N", help=f"default: {VOCAB_SIZE}, or the tokenizer's")
-    model.add_argument("--context", type=positive, default=CONTEXT, metavar="N", help="default: %(default)s")
+    data: str | None = option(None, "train on a file, a folder or a Hub dataset id (roneneldan/TinyStories)")
+    document_separator: str = option(DOCUMENT_SEPARATOR, "line between two documents", metavar="LINE")
+    split: str = option("train", "split of a Hub dataset")
+    max_documents: int | None = count(None, "read the first N documents only")
+    eval: str | None = option(None, "text to evaluate on", metavar="FILE")
+    tokenizer: str | None = option(None, "use this tokenizer instead of training one", metavar="FOLDER")
+    preset: str = option("backbone", "sizes of the model, unless they are given", choices=SHAPES)
+    hidden_size: int | None = count(None, "default: backbone 256, draft 80")
+    layers: int | None = count(None, "default: backbone 6, draft 2")
+    heads: int | None = count(None, "default: backbone 8, draft 5")
+    kv_heads: int | None = count(None, "default: backbone 4, draft 5")
+    intermediate_size: int | None = count(None, "default: backbone 704, draft 224")
+    vocab_size: int | None = count(None, f"default: {VOCAB_SIZE}, or the tokenizer's")
+    context: int = count(512, "longest text of the model, in tokens")
+    steps: int | None = count(None, "train for this many steps")
+    minutes: float | None = option(
+        None, "train for this long; the schedule follows the clock", "above 0", lambda value: value > 0, type=float
+    )
+    recipe: Recipe = group(Recipe, "training")
+    teacher: str | None = option(None, "also train on this model's distribution (same vocabulary)", metavar="FOLDER")
+    bf16: bool | None = option(
+        None, "bfloat16 autocast (default: if the device is fast at it)", action=argparse.BooleanOptionalAction
+    )
+    load: LoadOptions = group(LoadOptions, "loading", only=("device",))
+    runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
+    output: Path | None = option(None, "write the model here", metavar="FOLDER", type=Path)
+    overwrite: bool = option(False, "replace the content of the output folder")
+    resume: bool = option(False, "continue from the checkpoint in the output folder")
+    checkpoint_every: int = count(100, "steps from one checkpoint to the next", "STEPS")
+    save_tokenizer: bool = option(True, "write the tokenizer too", action=argparse.BooleanOptionalAction)
+    data_name: str | None = option(None, "for the model card (default: the name of --data)")
+    data_licence: str = option("CDLA-Sharing-1.0", "for the model card")
+    evaluate_only: str | None = option(None, "only print the figures of this model on --eval", metavar="FOLDER")
 
-    recipe = parser.add_argument_group("training")
-    length = recipe.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=positive, help="train for this many steps")
-    length.add_argument("--minutes", type=float, help="train for this long; the schedule follows the clock")
-    for name, field in Recipe.__dataclass_fields__.items():
-        flag, kind = f"--{name.replace('_', '-')}", float if isinstance(field.default, float) else int
-        recipe.add_argument(flag, type=kind, default=field.default, metavar="N", help="default: %(default)s")
-    recipe.add_argument("--teacher", metavar="FOLDER", help="also train on this model's distribution (same vocabulary)")
-    bf16_help = "bfloat16 autocast (default: if the device is fast at it)"
-    recipe.add_argument("--bf16", action=argparse.BooleanOptionalAction, help=bf16_help)
-    recipe.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU)")
-    recipe.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice)")
+    @property
+    def device(self) -> str:
+        return self.load.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FOLDER", help="write the model here")
-    output.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
-    output.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
-    output.add_argument("--checkpoint-every", type=positive, default=100, metavar="STEPS", help="default: %(default)s")
-    save_tokenizer = {"action": argparse.BooleanOptionalAction, "default": True, "help": "write the tokenizer too"}
-    output.add_argument("--save-tokenizer", **save_tokenizer)
-    output.add_argument("--data-name", help="for the model card (default: the name of --data)")
-    output.add_argument("--data-licence", default="CDLA-Sharing-1.0", help="for the model card (default: %(default)s)")
-    output.add_argument("--evaluate-only", metavar="FOLDER", help="only print the figures of this model on --eval")
-    return parser
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes of the preset, or those that the user gave instead."""
+        return {name: getattr(self, name) or default for name, default in SHAPES[self.preset].items()}
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        """The settings that determine the result of a training run, by name."""
+        settings = {"data": self.data_name or Path(self.data).name} | self.shape
+        settings |= {"context": self.context, "vocab_size": self.vocab_size, "seed": self.runtime.seed}
+        return settings | asdict(self.recipe)
 
 
 def require(allowed: object, message: str) -> None:
@@ -90,31 +101,24 @@ def require(allowed: object, message: str) -> None:
         raise RequestError(message)
 
 
-def check_training(args: argparse.Namespace) -> None:
-    """Fill in the sizes of the preset; raise RequestError for options that cannot work together."""
-    for name, default in SHAPES[args.preset].items():
-        setattr(args, name, getattr(args, name) or default)
-    require(args.data and args.output, "a training needs --data and --output")
-    require(args.steps or args.minutes is not None, "--steps or --minutes is needed: how long to train")
-    for name in ("minutes", "batch_size", "muon_lr", "adamw_lr", "teacher_top"):
-        value = getattr(args, name)
-        require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}; it must be above 0")
-    require(0 <= args.teacher_weight <= 1, f"--teacher-weight is {args.teacher_weight}; take a value from 0 to 1")
-    own_tokens = args.preset == "backbone" and not args.teacher and args.save_tokenizer
+def check_training(options: BackboneOptions) -> None:
+    """Raise RequestError for options that cannot work together in a training run."""
+    require(options.data and options.output, "a training needs --data and --output")
+    one = (options.steps is None) != (options.minutes is None)
+    require(one, "give --steps or --minutes, not both: how long to train")
+    own_tokens = options.preset == "backbone" and not options.teacher and options.save_tokenizer
     needing = "--preset draft, --teacher and --no-save-tokenizer"
-    require(args.tokenizer or own_tokens, f"{needing} need --tokenizer FOLDER: the backbone's")
-    size, heads = args.hidden_size, args.heads
+    require(options.tokenizer or own_tokens, f"{needing} need --tokenizer FOLDER: the backbone's")
+    size, heads, kv_heads = (options.shape[name] for name in ("hidden_size", "heads", "kv_heads"))
     even = not size % heads and not size // heads % 2
     require(even, f"--hidden-size {size} over --heads {heads} must give an even size for each head")
-    require(not heads % args.kv_heads, f"--heads {heads} must be a multiple of --kv-heads {args.kv_heads}")
-    vocab_size = args.vocab_size or VOCAB_SIZE
-    require(vocab_size > BYTES, f"--vocab-size is {vocab_size}; it must be at least {BYTES + 1}: every byte, and BOS")
-    fits = 2 <= args.row_length <= args.context
-    require(fits, f"--row-length is {args.row_length}; it must lie between 2 and --context {args.context}")
-    begun = (args.output / SETTINGS).is_file()
-    require(begun or not args.resume, f"nothing to resume: {args.output} holds no {SETTINGS}")
-    free = not args.output.exists() or args.overwrite or args.resume or not any(args.output.iterdir())
-    require(free, f"{args.output} is not empty; add --overwrite, or --resume to continue a training")
+    require(not heads % kv_heads, f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    length, context, folder = options.recipe.row_length, options.context, options.output
+    require(2 <= length <= context, f"--row-length is {length}; it must lie between 2 and --context {context}")
+    begun = (folder / SETTINGS).is_file()
+    require(begun or not options.resume, f"nothing to resume: {folder} holds no {SETTINGS}")
+    free = not folder.exists() or options.overwrite or options.resume or not any(folder.iterdir())
+    require(free, f"{folder} is not empty; add --overwrite, or --resume to continue a training")
 
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -134,30 +138,30 @@ def open_model(folder: str, load: LoadOptions, tokenizer: PreTrainedTokenizerBas
     return model
 
 
-def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def build_model(options: BackboneOptions, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """Make a Llama in float32 with random weights and tied embeddings."""
-    set_seed(args.seed)
-    sizes = {"num_hidden_layers": args.layers, "num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads}
-    sizes |= {"hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size}
-    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": args.context}
+    shape = options.shape
+    sizes = {name: shape[name] for name in ("hidden_size", "intermediate_size")}
+    sizes |= {"num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"]}
+    sizes |= {"num_key_value_heads": shape["kv_heads"], "max_position_embeddings": options.context}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **special, tie_word_embeddings=True))
 
 
-def training_arguments(args: argparse.Namespace) -> TrainingArguments:
+def training_arguments(options: BackboneOptions, bf16: bool) -> TrainingArguments:
     """Make the Trainer's arguments from the command line."""
     arguments = TrainingArguments(
-        output_dir=str(args.output),
-        max_steps=args.steps or 2**31,  # or the time budget ends the training
-        per_device_train_batch_size=args.batch_size,
-        bf16=args.bf16,
-        use_cpu=args.device == "cpu",
-        seed=args.seed,
-        save_steps=args.checkpoint_every,
+        output_dir=str(options.output),
+        max_steps=options.steps or 2**31,  # or the time budget ends the training
+        per_device_train_batch_size=options.recipe.batch_size,
+        bf16=bf16,
+        use_cpu=options.device == "cpu",
+        seed=options.runtime.seed,
+        save_steps=options.checkpoint_every,
         save_total_limit=1,
-        logging_steps=min(100, args.steps or 100),
+        logging_steps=min(100, options.steps or 100),
         dataloader_drop_last=True,
-        dataloader_pin_memory=args.device != "cpu",
+        dataloader_pin_memory=options.device != "cpu",
         remove_unused_columns=False,
         restore_callback_states_from_checkpoint=True,
     )
@@ -165,106 +169,97 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     return arguments
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings that determine the result of a training run, by name."""
-    names = [*SHAPES[args.preset], "context", "vocab_size", *Recipe.__dataclass_fields__]
-    return {"data": args.data_name or Path(args.data).name} | {name: getattr(args, name) for name in names}
-
-
-def find_checkpoint(args: argparse.Namespace) -> str | None:
+def find_checkpoint(options: BackboneOptions) -> str | None:
     """Return the checkpoint to resume; for a new run, prepare the output folder and return None.
 
     Raises:
         RequestError: the run to resume was started with other settings."""
-    settings, place = settings_of(args), args.output / SETTINGS
-    if args.resume:
+    settings, place = options.decisive, options.output / SETTINGS
+    if options.resume:
         begun = read_json(place)
         changed = ", ".join(name for name in settings if settings[name] != begun.get(name))
-        require(not changed, f"{args.output} holds a training run with other settings: {changed}")
-        return get_last_checkpoint(str(args.output))
-    remove_checkpoints(args.output)
+        require(not changed, f"{options.output} holds a training run with other settings: {changed}")
+        return get_last_checkpoint(str(options.output))
+    remove_checkpoints(options.output)
     write_json(place, settings)
     return None
 
 
 def remove_checkpoints(folder: Path) -> None:
     """Delete the Trainer's checkpoints in `folder`."""
-    for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+    for checkpoint in all_checkpoints(folder):
         shutil.rmtree(checkpoint)
 
 
-def train(args: argparse.Namespace) -> None:
+def train(options: BackboneOptions) -> None:
     """Read the data, train a model, and write it with its card."""
-    if args.eval:
-        read_documents(args.eval, args.document_separator)  # refused before the training if it cannot be read
-    documents = read_documents(args.data, args.document_separator, args.max_documents, args.split)
-    random.Random(args.seed).shuffle(documents)
-    if args.tokenizer:
-        tokenizer = open_tokenizer(args.tokenizer)
+    check_training(options)
+    recipe, separator = options.recipe, options.document_separator
+    if options.eval:
+        read_documents(options.eval, separator)  # refused before the training if it cannot be read
+    documents = read_documents(options.data, separator, options.max_documents, options.split)
+    random.Random(options.runtime.seed).shuffle(documents)
+    asked = options.vocab_size
+    if options.tokenizer:
+        tokenizer = open_tokenizer(options.tokenizer)
     else:  # byte-level BPE like the shipped tokenizer, whose only special token, id 0, is BOS, EOS and PAD
-        size = args.vocab_size or VOCAB_SIZE
-        tokenizer = load_tokenizer("demo").train_new_from_iterator(documents, size, show_progress=False)
-        tokenizer.model_max_length = args.context
+        tokenizer = load_tokenizer("demo").train_new_from_iterator(documents, asked or VOCAB_SIZE, show_progress=False)
+        tokenizer.model_max_length = options.context
     tokens = len(tokenizer)
-    require(args.vocab_size in (None, tokens), f"--vocab-size is {args.vocab_size}; the tokenizer has {tokens} tokens")
-    rows = Rows(encode(tokenizer, documents), args.row_length)
-    too_few = f"the text fills {len(rows)} rows of {args.row_length} tokens, and a step takes {args.batch_size}"
-    require(len(rows) >= args.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
-    model = build_model(args, tokenizer)
-    teacher = None
-    if args.teacher:
-        load = LoadOptions("bfloat16" if args.bf16 else "float32", args.device)
-        teacher = Teacher(open_model(args.teacher, load, tokenizer), rows, args.teacher_top)
-    recipe = Recipe(**{name: getattr(args, name) for name in Recipe.__dataclass_fields__})
-    trainer = BackboneTrainer(model, rows, recipe, training_arguments(args), args.minutes, teacher)
-    trainer.train(resume_from_checkpoint=find_checkpoint(args))
-    data = f"{settings_of(args)['data']}: {len(documents):,} documents"
-    write_model(args, model, tokenizer, {"data": data, "steps": trainer.state.global_step})
+    require(asked in (None, tokens), f"--vocab-size is {asked}; the tokenizer has {tokens} tokens")
+    rows = Rows(encode(tokenizer, documents), recipe.row_length)
+    too_few = f"the text fills {len(rows)} rows of {recipe.row_length} tokens, and a step takes {recipe.batch_size}"
+    require(len(rows) >= recipe.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
+    bf16 = options.bf16
+    if bf16 is None:
+        bf16 = has_fast_bfloat16() if options.device == "cpu" else torch.cuda.is_bf16_supported()
+    model, teacher = build_model(options, tokenizer), None
+    if options.teacher:
+        load = LoadOptions("bfloat16" if bf16 else "float32", options.device)
+        teacher = Teacher(open_model(options.teacher, load, tokenizer), rows, recipe.teacher_top)
+    trainer = BackboneTrainer(model, rows, recipe, training_arguments(options, bf16), options.minutes, teacher)
+    trainer.train(resume_from_checkpoint=find_checkpoint(options))
+    facts = options.decisive | {"vocab_size": tokens, "licence of the data": options.data_licence}
+    facts |= {"data": f"{facts['data']}: {len(documents):,} documents", "steps": trainer.state.global_step}
+    write_model(options, model, tokenizer, facts | {"bf16 autocast": bf16})
 
 
 def write_model(
-    args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: dict[str, object]
+    options: BackboneOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, object]
 ) -> None:
-    """Write the model in bfloat16, and a card with its settings, its score and the figures of the run in `data`."""
-    model.to(torch.bfloat16).save_pretrained(args.output)
-    if args.save_tokenizer:
-        tokenizer.save_pretrained(args.output)
-    facts = settings_of(args) | {"vocab_size": len(tokenizer), "licence of the data": args.data_licence}
-    facts |= data | {"bf16 autocast": args.bf16}
-    facts |= {name: Path(path).resolve().name for name in ("teacher", "tokenizer") if (path := getattr(args, name))}
-    if args.eval:
-        score = score_of(args, str(args.output), tokenizer)
-        facts[f"on {Path(args.eval).name}"] = f"{score}; whole documents, with BOS at the start of each"
+    """Write the model in bfloat16, and a card with the `facts` about it and its score."""
+    model.to(torch.bfloat16).save_pretrained(options.output)
+    if options.save_tokenizer:
+        tokenizer.save_pretrained(options.output)
+    facts |= {name: Path(path).resolve().name for name in ("teacher", "tokenizer") if (path := getattr(options, name))}
+    if options.eval:
+        score = score_of(options, str(options.output), tokenizer)
+        facts[f"on {Path(options.eval).name}"] = f"{score}; whole documents, with BOS at the start of each"
         print(score)
-    card = {"licence": args.data_licence.lower(), "title": args.output.resolve().name}
+    card = {"licence": options.data_licence.lower(), "title": options.output.resolve().name}
     table = markdown_table(["", ""], ((name.replace("_", " "), value) for name, value in facts.items()))
     content = CARD.read_text(encoding="utf-8").format(parameters=model.num_parameters(), table=table, **card)
-    write_text(args.output / "README.md", content)
-    remove_checkpoints(args.output)
-    (args.output / SETTINGS).unlink()
+    write_text(options.output / "README.md", content)
+    remove_checkpoints(options.output)
+    (options.output / SETTINGS).unlink()
 
 
-def score_of(args: argparse.Namespace, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
+def score_of(options: BackboneOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
     """Evaluate the model in `folder` on the text of `--eval`, in float32, since bfloat16 differs between devices."""
-    load = LoadOptions("float32", args.device)
-    teacher = open_model(args.teacher, load, tokenizer) if args.teacher else None
-    documents = read_documents(args.eval, args.document_separator)
+    load = LoadOptions("float32", options.device)
+    teacher = open_model(options.teacher, load, tokenizer) if options.teacher else None
+    documents = read_documents(options.eval, options.document_separator)
     return evaluate(open_model(folder, load, tokenizer), tokenizer, documents, teacher)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    LoadOptions(device=args.device)  # raises RequestError for a device that this machine lacks
-    if args.bf16 is None:
-        args.bf16 = has_fast_bfloat16() if args.device == "cpu" else torch.cuda.is_bf16_supported()
-    RuntimeOptions(threads=args.threads, seed=args.seed).prepare()
-    if not args.evaluate_only:
-        check_training(args)
-        train(args)
+    options = parse(BackboneOptions, script_parser(__doc__), argv)
+    options.runtime.prepare()
+    if not options.evaluate_only:
+        train(options)
         return
-    require(args.eval, "--evaluate-only needs --eval FILE")
-    print(score_of(args, args.evaluate_only, open_tokenizer(args.tokenizer or args.evaluate_only)))
+    require(options.eval, "--evaluate-only needs --eval FILE")
+    print(score_of(options, options.evaluate_only, open_tokenizer(options.tokenizer or options.evaluate_only)))
 
 
 if __name__ == "__main__":
