@@ -44,9 +44,9 @@ class Measured(NamedTuple):
 def open_measured(options: MeasuringOptions) -> Measured:
     """Load the backbone and the prompts; raise RequestError if the backbone cannot verify a tree."""
     records = options.prompts.read()
-    loaded, _, prompts, _ = open_models(options, records)
-    require_tree_forward(loaded.model)
-    return Measured(loaded, prompts, [record.category for record in records])
+    opened = open_models(options, records)
+    require_tree_forward(opened.loaded.model)
+    return Measured(opened.loaded, opened.prompts, [record.category for record in records])
 
 
 def take_turns(options: MeasuringOptions, measured: Measured, methods: dict[str, Method]) -> dict[str, MethodFigures]:

@@ -138,7 +138,7 @@ def run(options: BenchmarkOptions) -> None:
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
     options.output.write(content)
-    if options.report is None:
+    if not options.report:
         return
     from decode.bench.report.page import benchmark_page
 
@@ -183,14 +183,15 @@ def measure(
     records = options.prompts.read()
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
-    loaded, settings, prompts, (source, *others) = models.open_models(options, records, specs, calibrates)
-    models.hint_at_bfloat16(loaded, output)
+    opened = models.open_models(options, records, specs, calibrates)
+    source, *others = opened.drafters
+    models.hint_at_bfloat16(opened.loaded, output)
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
-            loaded=loaded,
+            loaded=opened.loaded,
             source=source,
-            settings=settings,
-            prompts=prompts,
+            settings=opened.settings,
+            prompts=opened.prompts,
             categories=[record.category for record in records],
             heads=options.models.heads,
             drafter=specs[0] or "heads",

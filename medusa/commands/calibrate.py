@@ -53,9 +53,10 @@ def run(options: CalibrateOptions) -> None:
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
-    loaded, settings, prompts, (source,) = models.open_models(options, records, [None], calibrates=False)
+    opened = models.open_models(options, records, [None], calibrates=False)
+    loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
     models.hint_at_bfloat16(loaded, output)
-    model, tokenizer, heads = loaded.model, loaded.tokenizer, source.heads
+    model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # --heads is required
     with output.progress.status("generating") as status:
         if prompts:

@@ -25,7 +25,7 @@ from medusa.options import group, option
 
 if TYPE_CHECKING:
     from decode.results import Result
-    from decode.serve.chat import Turn
+    from decode.serve.chat import Conversation, Turn
     from decode.serve.texts import TextGenerator, TextPiece
     from decode.settings import Settings
 
@@ -62,6 +62,7 @@ class ChatOptions(CommandOptions):
 
 
 def run(options: ChatOptions) -> None:
+    from decode.serve.chat import Conversation
     from medusa.commands import models
 
     if options.page.web:
@@ -69,14 +70,15 @@ def run(options: ChatOptions) -> None:
         options.page.require_free()
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
+    conversation = Conversation(models.require_tokenizer(opened.loaded, "a chat"), options.system)
     generator, settings = models.text_generator(opened, "a chat"), opened.settings
-    terminal = _Terminal(options, generator, settings)  # raises an error for a system message without a template
     begin = [opened.loaded.bos_token_id or 0]
     if options.page.web:
         _serve_page(options, generator, settings, begin)
         return
     with options.warming_up():
         generator.warm_up(begin, settings)
+    terminal = _Terminal(options, generator, settings, conversation)
     terminal.run()
     options.output.write(models.results_json(options, opened, terminal.results))
 
@@ -96,11 +98,10 @@ def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settin
 class _Terminal:
     """A chat in the terminal. Answers go to standard output, everything else to standard error."""
 
-    def __init__(self, options: ChatOptions, generator: TextGenerator, settings: Settings) -> None:
-        from decode.serve.chat import Conversation
-
-        self.options, self.generator, self.settings = options, generator, settings
-        self.conversation = Conversation(generator.tokenizer, options.system)
+    def __init__(
+        self, options: ChatOptions, generator: TextGenerator, settings: Settings, conversation: Conversation
+    ) -> None:
+        self.options, self.generator, self.settings, self.conversation = options, generator, settings, conversation
         self.plain = options.plain or generator.source is None
         self.notes = options.output.progress
         self.console = Console(highlight=False, markup=False, emoji=False)

@@ -52,8 +52,6 @@ def run(options: GenerateOptions) -> None:
 
     drafts = not options.plain and not options.strategy.is_search
     opened = models.open_models(options, options.prompts.read(), [options.models.drafter] if drafts else [])
-    if opened.settings.stop:
-        models.require_tokenizer(opened.loaded, "--stop")
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
@@ -76,11 +74,10 @@ def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | Non
     def print_step(stream: TextStream, _row: int, ids: list[int]) -> None:
         print(joined(stream.step(ids)), end="", flush=True)
 
-    loaded, settings, prompts, _ = opened
-    tokenizer, shown = loaded.tokenizer, not options.output.quiet
+    settings, tokenizer, shown = opened.settings, opened.loaded.tokenizer, not options.output.quiet
     results: list[Result] = []
-    method = DrafterMethod(loaded.model, opened.source, settings, tokenizer, keep_hidden=recorder is not None)
-    for batch in batches(prompts, options.batch_size):
+    method = DrafterMethod(opened.loaded.model, opened.source, settings, tokenizer, keep_hidden=recorder is not None)
+    for batch in batches(opened.prompts, options.batch_size):
         stream = TextStream(tokenizer, settings.stop) if shown and tokenizer and len(batch) == 1 else None
         seeds = prompt_seeds(options.runtime.seed, range(len(results), len(results) + len(batch)))
         new = method(batch, partial(print_step, stream) if stream else None, seeds)

@@ -6,9 +6,9 @@ This module imports torch and transformers, so commands import it only when they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -63,13 +63,22 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
             require_draftable(heads.config, text.hidden_size, text.vocab_size, tree, settings.draft == "sample")
 
 
-class Opened(NamedTuple):
-    """The loaded models of a command, its settings with the amateur, if there is one, and its encoded prompts."""
+@dataclass
+class Opened:
+    """The loaded backbone of a command, its settings with the amateur, if there is one, and its encoded prompts."""
 
+    command: CommandOptions
     loaded: Loaded
     settings: Settings
     prompts: list[list[int]]
-    drafters: list[DrafterFactory]
+    configs: list[DrafterConfig]
+    calibrates: bool
+
+    @cached_property
+    def drafters(self) -> list[DrafterFactory]:
+        """The drafters. The first use loads their models and may calibrate a tree, after all checks of a command."""
+        settings = self.settings if self.calibrates else None
+        return [open_drafter(self.command, self.loaded, config, settings) for config in self.configs]
 
     @property
     def source(self) -> DrafterFactory | None:
@@ -86,7 +95,8 @@ def open_models(
     """Check the models of a command, load them, and encode the prompts.
 
     A drafter is written as in --drafter; `None` means the Medusa heads. With `calibrates`, heads without a tree get one
-    that suits this machine. Raise RequestError if a model is missing or does not fit, or a prompt is too long."""
+    that suits this machine. Raise RequestError if a model is missing or does not fit, a prompt is too long, or there
+    is no tokenizer to find stop strings."""
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
     check_models(command, configs)
     command.runtime.prepare()
@@ -96,13 +106,14 @@ def open_models(
         require_tree_support(loaded.model)
     prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
     require_fitting(prompts, Backbone(loaded.model))
+    if settings.stop:
+        require_tokenizer(loaded, "--stop")
     if contrasting.amateur is not None:
         model = load_small_model(contrasting.amateur, _context(command, loaded), "amateur")
         require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
-    sources = [open_drafter(command, loaded, config, settings if calibrates else None) for config in configs]
-    return Opened(loaded, settings, prompts, sources)
+    return Opened(command, loaded, settings, prompts, configs, calibrates)
 
 
 def _context(command: CommandOptions, loaded: Loaded) -> DrafterContext:

@@ -47,16 +47,16 @@ def run(options: VerifyOptions) -> int:
 
     output, spec = options.output, options.models.drafter
     records = options.prompts.read()
-    loaded, settings, prompts, (source,) = models.open_models(options, records, [spec], calibrates=False)
+    opened = models.open_models(options, records, [spec], calibrates=False)
     with output.progress_bars() as start_progress:
         asked = Verification(
-            loaded=loaded,
-            source=source,
-            settings=settings,
-            prompts=prompts,
+            loaded=opened.loaded,
+            source=opened.drafters[0],
+            settings=opened.settings,
+            prompts=opened.prompts,
             heads=options.models.heads,
             drafter=spec or "heads",
-            tree=models.tree_json(source),
+            tree=models.tree_json(opened.source),
             batch_size=options.batch_size,
             seed=options.runtime.seed,
             draws=options.draws,

@@ -561,6 +561,34 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
     assert not any(text[0] == prompt for text in seen[0] for prompt in prompts)
 
 
+@pytest.mark.parametrize(
+    ("backbone", "argv", "message"),
+    [
+        ("backbone", ("generate", "--prompt", "abc", "--record", "heads"), "holds files that are not features"),
+        ("bare", ("generate", "--prompts", "ids.jsonl", "--stop", "x"), "--stop needs one"),
+        ("bare", ("benchmark", "--prompts", "ids.jsonl", "--stop", "x"), "--stop needs one"),
+        ("backbone", ("chat", "--system", "Be kind."), "--system needs a chat template"),
+        ("bare", ("chat",), "a chat needs one"),
+    ],
+)
+def test_bad_requests_are_refused_before_a_tree_is_calibrated(
+    medusa: Any,
+    own_place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backbone: str,
+    argv: tuple[str, ...],
+    message: str,
+) -> None:
+    """A calibration may take minutes."""
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated"))
+    monkeypatch.chdir(tmp_path)
+    Path("ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n', encoding="utf-8")
+    done = medusa(*argv, "--backbone", getattr(own_place, backbone), "--heads", own_place.heads, "--tree", "auto")
+    assert done.status == 2
+    assert message in done.err
+
+
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 

@@ -171,10 +171,11 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
     from decode.bench.methods import DrafterMethod, Method, transformers_method
     from medusa.commands.models import open_models
 
-    loaded, settings, _, drafters = open_models(options, drafters=[None] if options.models.heads else [])
+    opened = open_models(options, drafters=[None] if options.models.heads else [])
+    loaded, settings = opened.loaded, opened.settings
     method: Method = transformers_method(loaded.model, settings, loaded.tokenizer)
-    if drafters:
-        method = DrafterMethod(loaded.model, drafters[0], settings, loaded.tokenizer)
+    if opened.source is not None:
+        method = DrafterMethod(loaded.model, opened.source, settings, loaded.tokenizer)
     about = loaded.name, loaded.tokenizer, loaded.bos_token_id
     return LocalEngine(options.output, settings, options.runtime.seed, *about, options.batch_size, loaded.model, method)
 
