@@ -27,8 +27,6 @@ from medusa.files import Json
 from medusa.fingerprint import embedding_sample
 from medusa.loading import load_config
 
-ARCHITECTURES = ("mlp", "prefix-mlp")
-"""The values of `hydra_head_arch` that can be loaded: Hydra and Hydra++."""
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)(\.1)?\.weight")
 PREFIX, EMBEDDING = "prefix_embeding_layer", "input_embed_fn.weight"
@@ -43,8 +41,8 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
         RequestError: the architecture is not supported, the heads do not read tokens, or a tensor is wrong or missing.
     """
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
-    if arch not in ARCHITECTURES:
-        raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only {' and '.join(ARCHITECTURES)} can be loaded")
+    if arch not in ("mlp", "prefix-mlp"):  # Hydra and Hydra++
+        raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only mlp and prefix-mlp can be loaded")
     if offset != 0:
         raise RequestError(f"{source}: hidden_state_offset is {offset}; only 0, the last hidden state, can be loaded")
     config, blocks, suffix = _shapes(tensors, source)
@@ -56,18 +54,17 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     if arch == "prefix-mlp":
         config = replace(config, prefix_layers=1, prefix=_prefix(base, source))
     modules = empty(config).tensors
-    names = {module: _names(module, config.num_heads, blocks, suffix) for module in modules}
-    wanted: Tensors = {}
-    for module, tensor in modules.items():
-        if module in ("lm_heads", "lm_biases"):  # [K, H, V] and [K, V] here; [V, H] and [V] for each head in the file
-            wanted |= zip(names[module], tensor.mT if module == "lm_heads" else tensor, strict=True)
-        else:
-            wanted[names[module][0]] = tensor
+    # [K, H, V] and [K, V] here; [V, H] and [V] for each head in the file
+    matrices, biases = modules.pop("lm_heads").mT, modules.pop("lm_biases")
+    lm_heads = [f"hydra_lm_head.{head}{suffix}" for head in range(config.num_heads)]
+    names = {module: _name(module, blocks) for module in modules}
+    wanted = {names[module]: tensor for module, tensor in modules.items()}
+    for name, matrix, bias in zip(lm_heads, matrices, biases, strict=True):
+        wanted |= {f"{name}.weight": matrix, f"{name}.bias": bias}
     require_exactly({name: tensors[name] for name in tensors if name not in LEFT_OUT}, wanted, source)
-    # Cloned, so that blocks do not share weights.
-    found = {module: tensors[name].clone() for module, (name, *_) in names.items()}
-    found["lm_heads"] = torch.stack([tensors[name] for name in names["lm_heads"]]).transpose(1, 2).contiguous()
-    found["lm_biases"] = torch.stack([tensors[name] for name in names["lm_biases"]])
+    found = {module: tensors[name].clone() for module, name in names.items()}  # no blocks with shared weights
+    found["lm_heads"] = torch.stack([tensors[f"{name}.weight"] for name in lm_heads]).mT.contiguous()
+    found["lm_biases"] = torch.stack([tensors[f"{name}.bias"] for name in lm_heads])
     return Checkpoint(config, found)
 
 
@@ -81,9 +78,8 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
     require_plausible(heads, tensors, source)
     first = tensors[f"hydra_mlp.0.{blocks[0]}.linear.weight"]
     if first.ndim == 2 and first.shape[0] == first.shape[1]:
-        raise RequestError(
-            f"{source}: its heads do not read tokens (grounded_heads: false); only Hydra heads, which do, can be loaded"
-        )
+        reason = "its heads do not read tokens (grounded_heads: false); only Hydra heads, which do, can be loaded"
+        raise RequestError(f"{source}: {reason}")
     lm_head = next(filter(None, map(LM_HEAD.fullmatch, tensors)), None)
     if lm_head is None:
         raise RequestError(f"{source} misses the tensor hydra_lm_head.0.weight; its heads are not complete")
@@ -91,15 +87,12 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
     return MedusaConfig(*sizes, kind="hydra", block=ORIGINAL_HYDRA), blocks, lm_head[2] or ""
 
 
-def _names(module: str, num_heads: int, blocks: list[int], suffix: str) -> list[str]:
-    """Convert a name in the state dict to names in Hydra's file: one for each head if all LM heads are one tensor."""
-    match module.split("."):
-        case ["stacks", head, "layers", layer, *rest]:
-            return [f"hydra_mlp.{head}.{blocks[int(layer)]}.{'.'.join(rest)}"]
-        case ["prefix", *rest]:
-            return [".".join([PREFIX, *rest])]
-    part = "weight" if module == "lm_heads" else "bias"
-    return [f"hydra_lm_head.{head}{suffix}.{part}" for head in range(num_heads)]
+def _name(module: str, blocks: list[int]) -> str:
+    """Convert a name in the state dict, except those of LM heads, to the name in Hydra's file."""
+    if module.startswith("prefix."):
+        return PREFIX + module.removeprefix("prefix")
+    _, head, _, layer, rest = module.split(".", 4)  # stacks.{head}.layers.{layer}.{rest}
+    return f"hydra_mlp.{head}.{blocks[int(layer)]}.{rest}"
 
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
@@ -114,9 +107,8 @@ def _prefix(base: str | None, source: str) -> PrefixSizes:
         raise RequestError(f"{need} ({error}); {way_out}") from None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default" or getattr(config, "hidden_act", "silu") != "silu":
-        raise RequestError(
-            f"{source}: its prefix layer needs a backbone with default RoPE and SiLU, and {base} has others"
-        )
+        need = "its prefix layer needs a backbone with default RoPE and SiLU"
+        raise RequestError(f"{source}: {need}, and {base} has others")
     return {
         "heads": config.num_attention_heads,
         "key_value_heads": config.num_key_value_heads,

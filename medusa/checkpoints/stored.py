@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,38 +16,30 @@ from medusa.errors import RequestError, first_line
 from medusa.files import read_json, replacing
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
-WEIGHTS = "medusa_lm_head.safetensors"
-"""The file of the heads' weights in this project's format and in the format of TGI and LoRAX."""
-LEGACY_WEIGHTS = "medusa_lm_head.pt"
-"""The file of weights in the first format of FasterDecoding."""
-HYDRA_WEIGHTS = "hydra_lm_head.pt"
-"""The file of weights of the original Hydra."""
-HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)
-"""All files that contain only heads, in the order in which they are looked for."""
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""The index files of a model whose weights are in several files."""
+WEIGHTS = "medusa_lm_head.safetensors"  # the format of this project, TGI and LoRAX
+LEGACY_WEIGHTS = "medusa_lm_head.pt"  # the first format of FasterDecoding
+HYDRA_WEIGHTS = "hydra_lm_head.pt"  # the format of the original Hydra
+HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)  # in the order in which they are looked for
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of models in several files
 
 
 class Stored(Mapping[str, Tensor]):
-    """A mapping from names to tensors in files, which are mapped into memory, because they can be large."""
+    """A mapping from names to tensors in files (`places`), which are mapped into memory at their first use."""
 
-    def __init__(self, places: dict[str, Path] | None = None) -> None:
-        """Make a mapping from `places`, the file of each tensor. No file is read yet."""
-        self.places = places or {}
-        self._contents: dict[Path, Tensors] = {}  # the tensors of each file that was opened
+    def __init__(self, places: dict[str, Path]) -> None:
+        self.places = places
+        self._content = cache(_load)
 
     @classmethod
     def of_files(cls, paths: list[Path]) -> Stored:
         """Map all tensors in these files; RequestError if a file is damaged, or two contain the same tensor."""
-        stored = cls()
+        stored = cls({})
         for path in paths:
-            names = stored._content(path)
-            if twice := next((name for name in names if name in stored), None):
-                raise RequestError(
-                    f"{stored.places[twice]} and {path.name} both hold {twice}, as if split for several GPUs; "
-                    "merge them into one checkpoint"
-                )
-            stored.places |= dict.fromkeys(names, path)
+            for name in stored._content(path):
+                if name in stored:
+                    both = f"{stored.places[name]} and {path.name} both hold {name}, as if split for several GPUs"
+                    raise RequestError(f"{both}; merge them into one checkpoint")
+                stored.places[name] = path
         return stored
 
     @classmethod
@@ -57,7 +50,7 @@ class Stored(Mapping[str, Tensor]):
         for suffix in (".safetensors", ".bin", ".pt"):
             if paths := [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]:
                 return cls.of_files(paths)
-        return cls()
+        return cls({})
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
@@ -97,17 +90,14 @@ class Stored(Mapping[str, Tensor]):
             raise RequestError(f"{path} does not hold {name}, though its index says so; download it again")
         return content[name]
 
-    def _content(self, path: Path) -> Tensors:
-        """Open a file at its first use; return its tensors."""
-        if path not in self._contents:
-            self._contents[path] = _load(path)
-        return self._contents[path]
-
 
 def _load(path: Path) -> Tensors:
     """Map a file of tensors into memory; raise RequestError if it is damaged or contains something else."""
     try:
-        content = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
+        if path.suffix == ".safetensors":
+            content = load_file(path)
+        else:  # files from before PyTorch 1.6 are no zip archives, and cannot be mapped
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception as error:  # damage raises errors of many types
         reason = first_line(error)
         raise RequestError(f"{path} is damaged or no file of tensors ({reason}); download it again") from None
@@ -116,12 +106,6 @@ def _load(path: Path) -> Tensors:
     ):
         raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
     return content
-
-
-def _unpickled(path: Path) -> object:
-    with contextlib.suppress(RuntimeError):  # files from before PyTorch 1.6 cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:
