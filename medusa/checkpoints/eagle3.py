@@ -27,20 +27,18 @@ from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.heads.context_kv import BASE, attention_heads
 
-LAYER = "layers.0."
-"""The prefix of the names of the layer's tensors."""
 NAMES = {
-    "feature_norm.weight": f"{LAYER}hidden_norm.weight",
-    "token_norm.weight": f"{LAYER}input_layernorm.weight",
-    "out.weight": f"{LAYER}self_attn.o_proj.weight",
-    "stack.norm.weight": f"{LAYER}post_attention_layernorm.weight",
-    "stack.gate.weight": f"{LAYER}mlp.gate_proj.weight",
-    "stack.up.weight": f"{LAYER}mlp.up_proj.weight",
-    "stack.down.weight": f"{LAYER}mlp.down_proj.weight",
+    "feature_norm.weight": "layers.0.hidden_norm.weight",
+    "token_norm.weight": "layers.0.input_layernorm.weight",
+    "out.weight": "layers.0.self_attn.o_proj.weight",
+    "stack.norm.weight": "layers.0.post_attention_layernorm.weight",
+    "stack.gate.weight": "layers.0.mlp.gate_proj.weight",
+    "stack.up.weight": "layers.0.mlp.up_proj.weight",
+    "stack.down.weight": "layers.0.mlp.down_proj.weight",
     "norm.weight": "norm.weight",
 }
 """The names of tensors in the state dict of `EagleHeads`, and their names in EAGLE-3's format."""
-PAIR_PARTS = tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv")
+PAIR_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 """The names of the query, key and value matrices, which `EagleHeads` concatenates as `pair.weight`."""
 COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")
 """Tensors that are not read: copies of the backbone's tensors, and `t2d`, which follows from `d2t`."""
@@ -67,15 +65,12 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     Raises:
         RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing.
     """
-    tensors = {name.replace("midlayer.", LAYER): stored[name] for name in stored if name not in COPIES}
+    tensors = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:
         only = "only layers that use the backbone's LM head can be loaded"
         raise RequestError(f"{source} has an LM head of its own; {only}")
-    vocabulary = {}
-    if "d2t" in tensors:
-        offsets = tensors.pop("d2t").to(torch.int64)
-        vocabulary["vocabulary"] = offsets + torch.arange(len(offsets))
+    offsets = tensors.pop("d2t", None)
     size = len(tensors["norm.weight"])
     config = MedusaConfig(
         hidden_size=size,
@@ -83,9 +78,9 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
         num_heads=published.get("medusa_num_heads", 5),  # only files of this package have the number
         kind="eagle",
         block=GATED,
-        expansion=len(tensors[f"{LAYER}mlp.gate_proj.weight"]) / size,
+        expansion=len(tensors[NAMES["stack.gate.weight"]]) / size,
         lm_head="shared",
-        vocabulary=len(vocabulary["vocabulary"]) if vocabulary else None,
+        vocabulary=None if offsets is None else len(offsets),
         base_model_name_or_path=published.get("base_model_name_or_path"),
     )
     require_exactly(tensors, to_eagle3(empty(config)), source)
@@ -95,16 +90,16 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
             raise RequestError(f"{source}: its {key} is {heads}; it must be {expected} for this hidden size")
     found = {module: tensors[name] for module, name in NAMES.items()}
     found["pair.weight"] = torch.cat([tensors[name] for name in PAIR_PARTS]).roll(size, dims=1)
-    return Checkpoint(config, found | vocabulary).require_complete(source)
+    if offsets is not None:
+        found["vocabulary"] = offsets.to(torch.int64) + torch.arange(len(offsets))
+    return Checkpoint(config, found).require_complete(source)
 
 
 def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
     """Raise RequestError unless this package can run the layer: same inputs, constants and tensors as its own layer."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
-        raise RequestError(
-            f"{source} reads hidden states of several layers (fc); only layers that read the last hidden state can be "
-            "loaded (eagle_config.use_aux_hidden_state: false)"
-        )
+        only = "only layers that read the last hidden state can be loaded (eagle_config.use_aux_hidden_state: false)"
+        raise RequestError(f"{source} reads hidden states of several layers (fc); {only}")
     rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
     for key, value, wanted in (
         ("rms_norm_eps", published.get("rms_norm_eps"), GATED_EPS),

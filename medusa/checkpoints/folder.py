@@ -1,28 +1,21 @@
-"""Loading and saving of heads: from local folders and the Hub in any format, and into folders in this project's format.
-
-The names of the files and tensors show which format a folder has.
-"""
+"""Loading of heads in any format from folders and the Hub, and saving in this project's format."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from medusa.checkpoints.checkpoint import Checkpoint, Tensors
+from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.eagle3 import from_eagle3, is_eagle3
 from medusa.checkpoints.hydra import from_hydra
 from medusa.checkpoints.published import PREFIX, HeadTensors, from_others, from_published, is_of_heads, to_published
 from medusa.checkpoints.stored import CONFIG, HEADS_FILES, HYDRA_WEIGHTS, PROVENANCE, WEIGHTS, Stored, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
-from medusa.files import ASSETS, Json, read_json, require_absent, write_json
+from medusa.files import ASSETS, read_json, require_absent, write_json
 
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-"""The form of a repository's id on the Hub: org/name."""
-DEMO = ASSETS / "heads"
-"""The folder of the heads that come with the package."""
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")  # org/name
 
 
 class HubOptions(TypedDict, total=False):
@@ -35,7 +28,10 @@ class HubOptions(TypedDict, total=False):
 
 
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
-    """Load heads as `MedusaHeads.from_pretrained` does, but without a module."""
+    """Load heads as `MedusaHeads.from_pretrained` does, but without a module.
+
+    The names of the files, tensors and config keys show which format a folder has.
+    """
     folder = find_folder(name_or_path, **hub)
     stored = _stored_heads(folder)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
@@ -43,24 +39,28 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
         raise RequestError(f"{folder / CONFIG} holds no JSON object")
     paths = stored.paths
     source = str(paths[0] if len(paths) == 1 else folder)
+    has_own_names = bool(published.get("prefix_layers") or published.get("vocabulary"))
     if paths and paths[0].name == HYDRA_WEIGHTS:
         checkpoint = from_hydra(dict(stored), published, source)
+    elif published.get("kind") == "medusa" and not has_own_names:
+        checkpoint = from_published(HeadTensors(dict(stored)), published, source)
     elif "kind" in published:
-        checkpoint = _from_own_format(dict(stored), published, source)
+        if "hidden_size" not in published:
+            raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded")
+        checkpoint = Checkpoint(MedusaConfig.from_dict(published), dict(stored)).require_complete(source)
     elif is_eagle3(stored):
         checkpoint = from_eagle3(stored, published, source)
     else:
         checkpoint = from_others(stored, published, source, str(name_or_path))
-    provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
-    return replace(checkpoint, provenance=provenance)
+    checkpoint.provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
+    return checkpoint
 
 
 def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
     """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
-    Tensors of independent heads get the names that servers read (`medusa.checkpoints.published`). Tensors of heads of
-    other kinds, with prefix layers or with a reduced vocabulary keep their names in the state dict. If `folder`
-    contains heads and `overwrite` is false, RequestError is raised.
+    Tensors of heads with `MedusaConfig.is_published` get the names that servers read (`medusa.checkpoints.published`);
+    others keep their names in the state dict. RequestError if `folder` contains heads and `overwrite` is false.
     """
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(checkpoint), folder / WEIGHTS)
@@ -76,7 +76,7 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     """
     name = str(name_or_path)
     if name == "demo":
-        return DEMO
+        return ASSETS / "heads"
     if Path(name).is_dir():
         return Path(name)
     if not HUB_ID.fullmatch(name) or Path(name).parent.is_dir():
@@ -109,20 +109,11 @@ def _download(name: str, hub: HubOptions) -> Path:
 
 def _stored_heads(folder: Path) -> Stored:
     """Return the tensors in a folder's file of heads or, without such a file, of its model with heads inside."""
-    path = next((folder / name for name in HEADS_FILES if (folder / name).is_file()), None)
-    if path is not None:
-        return Stored.of_files([path])
+    for path in (folder / name for name in HEADS_FILES):
+        if path.is_file():
+            return Stored.of_files([path])
     stored = Stored.of_model(folder)
     if not is_eagle3(stored) and not any(map(is_of_heads, stored)):
         files = ", ".join(HEADS_FILES)
         raise RequestError(f"no heads in {folder}: it holds neither {files} nor a model with heads inside")
     return stored
-
-
-def _from_own_format(tensors: Tensors, published: Json, source: str) -> Checkpoint:
-    """Make heads from the tensors and the config that `save` wrote."""
-    if published["kind"] == "medusa" and not published.get("prefix_layers") and not published.get("vocabulary"):
-        return from_published(HeadTensors(tensors), published, source)
-    if "hidden_size" not in published:
-        raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded")
-    return Checkpoint(MedusaConfig.from_dict(published), tensors).require_complete(source)

@@ -58,8 +58,7 @@ class Stack(nn.Module):
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
         sizes = [input_size] + [config.hidden_size] * (config.num_layers - 1)
-        layer = square_layer if config.block == "square" else mlp_layer
-        self.layers = nn.ModuleList(layer(config, size) for size in sizes)
+        self.layers = nn.ModuleList(_layer(config, size) for size in sizes)
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
@@ -68,22 +67,20 @@ class Stack(nn.Module):
         return x
 
 
-def square_layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """Create the layer SiLU(z W + b) of input z, with W and b zero at the start: Hydra's block without the residual."""
-    linear = _zeros(nn.Linear(input_size, config.hidden_size))
-    return nn.Sequential(OrderedDict(linear=linear, act=nn.SiLU()))
+def _layer(config: MedusaConfig, input_size: int) -> nn.Module:
+    """Create SiLU(z W + b) for `square` (Hydra's block without the residual), or SiLU(z U + b) D + c for `mlp` blocks.
 
-
-def mlp_layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """Create the layer SiLU(z U + b) D + c of input z, with D and c zero at the start."""
-    up, down = nn.Linear(input_size, config.inner_size), _zeros(nn.Linear(config.inner_size, config.hidden_size))
-    return nn.Sequential(OrderedDict(up=up, act=nn.SiLU(), down=down))
-
-
-def _zeros(linear: nn.Linear) -> nn.Linear:
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+    Their last matrix and bias (W and b, or D and c) are zero at the start.
+    """
+    if config.block == "square":
+        last = nn.Linear(input_size, config.hidden_size)
+        layer = OrderedDict(linear=last, act=nn.SiLU())
+    else:
+        up, last = nn.Linear(input_size, config.inner_size), nn.Linear(config.inner_size, config.hidden_size)
+        layer = OrderedDict(up=up, act=nn.SiLU(), down=last)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(layer)
 
 
 class GatedStack(nn.Module):
@@ -98,25 +95,21 @@ class GatedStack(nn.Module):
         nn.init.zeros_(self.down.weight)
         self.dropout = nn.Dropout(0.0)
 
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        del z  # contains the token, which only the attention of EAGLE-3 reads
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:  # z has the token, which only EAGLE-3's attention reads
         inner = self.norm(x)
         return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
 
 
 class OriginalHydraStack(nn.Module):
-    """The blocks of one head of the original Hydra. They read only z [..., I], which includes the hidden state."""
+    """The blocks of one head of the original Hydra for input z [..., I], which includes the hidden state x."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
         sizes = [input_size] + [config.hidden_size] * (config.num_layers - 1)
-        self.layers = nn.ModuleList(OriginalHydraBlock(size, config.hidden_size) for size in sizes)
+        self.layers = nn.Sequential(*(OriginalHydraBlock(size, config.hidden_size) for size in sizes))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        del x
-        for layer in self.layers:
-            z = layer(z)
-        return z
+        return self.layers(z)
 
 
 class OriginalHydraBlock(nn.Module):

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from medusa.errors import RequestError
 
-BASE = 10_000.0
-"""The base of the rotary embeddings."""
+BASE = 10_000.0  # of the rotary embeddings
 NOTHING = -1e4
 """The score of an unused own key, so that its weight is 0. It is finite, because 0 times infinity is NaN."""
 
@@ -76,17 +75,6 @@ def _extended(states: Tensor, unit: Tensor) -> Tensor:
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :] = unit
     return out
-
-
-def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """Build the mask [B, T, T] of `length` positions: each attends to those of its document `before` or more earlier.
-
-    Without `document_ids` [B, T] the mask is [1, T, T].
-    """
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
-    if document_ids is not None:
-        seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
-    return seen
 
 
 def attention_heads(hidden_size: int) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.blocks import MLPBlock, SquareBlock
-from medusa.heads.context_kv import ContextKV, visible
-from medusa.heads.inputs import HeadInputs, following_ids
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.inputs import HeadInputs, following_ids, visible
 from medusa.heads.pretrained import PretrainedHeads
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class MedusaHeads(PretrainedHeads):
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the text's keys and values [B, A, T, D], with A attention heads of size D, if heads attend to it.
+        """Compute the keys and values [B, A, T, D] of a text (A attention heads of size D) for kinds that attend to it.
 
         Each position has a hidden state in `hidden`, and the embedding of the token after it in `token` [B, T, H].
         """

@@ -1,4 +1,4 @@
-"""The inputs of heads: hidden states, embeddings of the tokens that follow, and keys and values of earlier text.
+"""The inputs of heads: hidden states, embeddings of following tokens, and the keys, values and masks of earlier text.
 
 Shapes: ... any positions, K heads, H hidden size, B rows, T tokens.
 """
@@ -35,3 +35,15 @@ def following_ids(input_ids: Tensor, count: int) -> Tensor:
     """
     last = input_ids[:, -1:].expand(-1, count)
     return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
+
+
+def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
+    """Build the mask of the positions [B, T, T] that each of T = `length` positions attends to.
+
+    They are in the same document (`document_ids` [B, T]) and at least `before` positions earlier. Without document ids
+    the mask is [1, T, T].
+    """
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
+    if document_ids is not None:
+        seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
+    return seen

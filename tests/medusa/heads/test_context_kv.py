@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.heads.context_kv import ContextKV, visible
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.inputs import visible
 
 B, A, S, D, Q, J = 2, 3, 5, 4, 6, 3
 T, F = True, False
