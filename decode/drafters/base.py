@@ -64,7 +64,7 @@ class DrafterConfig(ABC):
     takes_tree: bool = False  # whether `--tree` sets the tree of this drafter
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raise a `RequestError` if the drafter cannot draft for a backbone with this configuration."""
+        """Raise a `RequestError` if the drafter cannot draft for this backbone, before its weights are loaded."""
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:

@@ -36,7 +36,9 @@ class ApiAnswer:
         """Make an answer without rows; rows are added later. `prompt_tokens`: number of tokens in all prompts."""
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        kind = "chat.completion" + ".chunk" * is_stream if is_chat else "text_completion"
+        kind = "text_completion"
+        if is_chat:
+            kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self.head: dict[str, object] = {"id": number, "created": int(time.time()), "model": model, "object": kind}
         self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
         self.loop = asyncio.get_running_loop()
@@ -49,7 +51,7 @@ class ApiAnswer:
     async def whole(self, request: HttpRequest) -> dict[str, object]:
         """Wait until all texts are finished, and return the answer as one JSON object.
 
-        Raise an `ApiError` if decoding failed, or if the client of `request`, whose body was read, has disconnected."""
+        Raise an `ApiError` if decoding failed, or if the client of `request` disconnected after sending the body."""
         texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
         left = asyncio.ensure_future(self._watch(request))
         try:
@@ -66,7 +68,7 @@ class ApiAnswer:
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events, with `usage` also the token counts, while the texts are written.
+        """Yield the answer as server-sent events while the texts grow; with `usage`, the last has the token counts.
 
         Starlette closes this generator when the client disconnects."""
         try:
@@ -128,7 +130,7 @@ class CompletionApi:
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
         """Make the endpoints for the model that requests call `name`.
 
-        `settings` and `seed` are defaults; each request without a seed gets another seed, which follows from `seed`."""
+        `settings` are the defaults of a request. Requests without a seed get different seeds, made from `seed`."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)
@@ -187,7 +189,7 @@ class CompletionApi:
         return StreamingResponse(chunks, media_type="text/event-stream")
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Give a row for each requested text to the worker; returns the answer, or raises an `ApiError`."""
+        """Check a request and give its texts to the worker as rows; returns the answer, or raises an `ApiError`."""
         self._require_model(self.name if asked.model is None else asked.model)
         try:
             settings = asked.settings(self.settings)

@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A conversation. Without a chat template, there is no system message, and messages and answers form one text."""
+    """A conversation. Without a chat template, all messages and answers form one text, and `system` must be `None`."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None

@@ -162,7 +162,7 @@ class ChatRequest(GenerationRequest):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
-        Raise an `ApiError` if there is no template or the assistant spoke last, a `RequestError` if it fails."""
+        Raise an `ApiError` without a template, or if the assistant spoke last; template errors are `RequestError`s."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":

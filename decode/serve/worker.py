@@ -41,7 +41,7 @@ class BatchRow:
     settings: Settings
     seed: int
     tell: Callable[[RowEvent], object]  # the worker thread calls it with each event
-    left: threading.Event = field(default_factory=threading.Event)  # set if the client has disconnected, or at the end
+    left: threading.Event = field(default_factory=threading.Event)  # set to end the text early
     new_tokens: int = 0
 
     @property

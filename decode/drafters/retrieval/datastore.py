@@ -176,7 +176,8 @@ def build(
     same order, and the same `about`. `tell` receives progress messages.
 
     Raises:
-        RequestError: `folder` holds something else, or the text is empty or has ids of another tokenizer.
+        RequestError: `folder` holds other files, a finished datastore, or a build with other settings or text; or the
+            text is empty or has ids of another tokenizer.
         RunError: the disk is full.
     """
     builder = _Builder(folder, about | {"format": FORMAT, "depth": DEPTH}, overwrite)
