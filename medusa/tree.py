@@ -48,7 +48,6 @@ class Tree:
     """[N, N] True where the column's node is the row's node or one of its ancestors."""
     paths: Tensor
     """[N, D + 1] the indices of the nodes from the root to each node, padded with -1."""
-    is_dynamic: ClassVar[bool] = False
     min_probability: ClassVar[float] = 0.0
 
     @classmethod

@@ -27,6 +27,7 @@ from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
 from decode.drafters import parse as parse_drafter
 from decode.drafters.base import DrafterConfig, DrafterFactory
+from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
@@ -117,7 +118,7 @@ def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings)
         if isinstance(config, NgramConfig):
             ahead = {"prompt_lookup_num_tokens": config.tokens, "max_matching_ngram_size": config.n}
             found[f"transformers, {name}"] = ahead
-        if isinstance(source, DraftModel) and not source.tree.is_dynamic:
+        if isinstance(source, DraftModel) and not isinstance(source.tree, DynamicTree):
             chosen = source.model.generation_config
             chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = source.tree.max_depth, "constant"
             chosen.assistant_confidence_threshold = 0

@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ class DynamicTree:
     candidates: Tree
     temperatures: tuple[float, ...] = ()  # of each head's softmax, for at least `max_depth` heads; empty: all are 1
     min_probability: float = 0.0  # nodes with a lower path probability are pruned, with their subtrees; 0: no pruning
-    is_dynamic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_probability <= 1:
@@ -55,7 +53,7 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """Make a tree of `num_nodes` nodes, root included, or raise a `RequestError` if the heads have fewer nodes."""
+        """Make a tree of `num_nodes` nodes, root included, or raise a `RequestError` if that number is out of range."""
         most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
@@ -79,10 +77,6 @@ class DynamicTree:
         """Copy the tree without candidates deeper than `max_depth`; `num_nodes` is at most the number of those left."""
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
-
-    def require_fit(self, num_heads: int, vocab_size: int) -> None:
-        """Raise a `RequestError` if the candidates are deeper than `num_heads`, or use guesses beyond `vocab_size`."""
-        self.candidates.require_fit(num_heads, vocab_size)
 
     @cached_property
     def _on_path(self) -> Tensor:
@@ -199,7 +193,7 @@ def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
 
 
 def default_tree(heads: MedusaHeads) -> Tree:
-    """The tree for heads without a saved tree: 8 nodes on a CPU, and 64 on a GPU, where nodes are nearly free."""
+    """The tree for heads without a saved tree: 8 nodes on a CPU, the paper's 64 on a GPU, where nodes are cheap."""
     name = "eight" if heads.device.type == "cpu" else "mc_sim_7b_63"
     return load_tree(name, heads.config.num_heads).clip(heads.config.num_heads)
 
@@ -210,7 +204,7 @@ def require_draftable(config: MedusaConfig, hidden_size: int, vocab_size: int, t
     A dynamic tree depends on the guesses, so that samples of it would be biased.
     """
     require_sizes(config, hidden_size, vocab_size)
-    tree.require_fit(config.num_heads, config.draft_vocab_size(vocab_size))
+    tree.candidates.require_fit(config.num_heads, config.draft_vocab_size(vocab_size))
     if drawn and isinstance(tree, DynamicTree):
         raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 

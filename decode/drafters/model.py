@@ -94,12 +94,12 @@ class DraftModel(DrafterFactory):
         """Make a factory from a loaded model that has tree attention; the options are those of `DraftModelConfig`."""
         require_tree_support(model)
         require_tree_forward(model)
-        tree.require_fit(tree.max_depth, Backbone(model).vocab_size)
+        tree.candidates.require_fit(tree.max_depth, Backbone(model).vocab_size)
         self.model, self.tree, self.topk, self.confidence = model, tree, topk, confidence
         self.num_nodes, self.num_bytes = tree.num_nodes, bytes_of(model)
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        if drawn and (self.tree.is_dynamic or self.confidence):
+        if drawn and (isinstance(self.tree, DynamicTree) or self.confidence):
             raise RequestError("drafter model: draft sample needs a fixed shape; leave nodes and confidence out")
         return ModelDrafter(self, session, session.target if drawn else None)
 
@@ -119,7 +119,7 @@ class ModelDrafter(LevelwiseDrafter):
         super().__init__(source.tree.to(self.device), target)
         self.source, self.sequences = source, session.sequences
         self.layers = LayerKinds(self.backbone.config)
-        self.is_chain = not self.tree.is_dynamic and self.tree.candidates.max_rank == 0 and target is None
+        self.is_chain = isinstance(self.tree, Tree) and self.tree.max_rank == 0 and target is None
         self.cache = TreeCache(source.model.config, len(session.sequences), session.verifier.cache.capacity)
         self.rows = list(range(len(session.sequences)))
         self.text_lengths: list[int] = []  # root included; the last draft starts at these slots of the cache
@@ -132,19 +132,6 @@ class ModelDrafter(LevelwiseDrafter):
         if self.backbone.context is not None and longest + self.tree.max_depth > self.backbone.context:
             return Draft(frontier.root[:, None], chain(1, frontier.root.device))
         return self._chain(frontier) if self.is_chain else super().propose(frontier)
-
-    def _root_logits(self, rows: list[int]) -> Tensor:
-        """Read the text that `rows` gained since the last step; returns logits [B, V] of the first token to draft."""
-        if self.rows != rows:
-            self._select(rows)
-        if not self.text_lengths:
-            texts = [self.sequences.tail(row, 0) for row in rows]
-            logits = prefill(self.backbone, self.cache, self._padded(texts), [len(text) for text in texts]).logits
-        else:
-            self._keep_accepted()
-            logits = self._read_new_text(rows)
-        self.text_lengths, self.levels_read = list(self.cache.lengths), []
-        return logits
 
     def _select(self, rows: list[int]) -> None:
         left = [self.rows.index(row) for row in rows]
@@ -207,8 +194,18 @@ class ModelDrafter(LevelwiseDrafter):
         return Draft(torch.stack(ids, dim=1), chain(len(ids), frontier.root.device))
 
     def begin(self, frontier: Frontier) -> State:
-        self._first = self._root_logits(frontier.rows)
-        return (frontier.root.new_empty(len(frontier.rows), 1, 0),)
+        """Read the text that the rows gained since the last step, which gives the logits [B, V] after the root."""
+        rows = frontier.rows
+        if self.rows != rows:
+            self._select(rows)
+        if self.text_lengths:
+            self._keep_accepted()
+            self._first = self._read_new_text(rows)
+        else:
+            texts = [self.sequences.tail(row, 0) for row in rows]
+            self._first = prefill(self.backbone, self.cache, self._padded(texts), list(map(len, texts))).logits
+        self.text_lengths, self.levels_read = list(self.cache.lengths), []
+        return (frontier.root.new_empty(len(rows), 1, 0),)
 
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         if depth == 0:  # the root is the text's last token, which was read with the text

@@ -194,7 +194,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
         tree = resolve_tree(command.models.tree, heads)
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        tree.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
+        tree.candidates.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
         if not isinstance(tree, DynamicTree):
             return tree
         asked = tree

@@ -82,10 +82,10 @@ def calibrate(
     points = [
         CalibrationPoint(
             nodes=tree.num_nodes,
-            paths=[] if tree.is_dynamic else tree.candidates.to_json(),
+            paths=tree.to_json() if isinstance(tree, Tree) else [],
             tau=expected_tau(tree),
             step_ms=1000 * of_step,
-            dynamic=tree.is_dynamic,
+            dynamic=isinstance(tree, DynamicTree),
         )
         for tree, of_step in zip(trees, seconds, strict=True)
     ]
