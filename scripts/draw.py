@@ -102,8 +102,7 @@ def draw_residual() -> Figure:
     axes.set_xticks(list(at), tokens)
     axes.set_ylabel("probability")
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    return plots.without_frames(figure)
 
 
 def draw_experiment(line: int, draws: int) -> Figure:
@@ -130,7 +129,7 @@ def draw_benchmark(result: BenchmarkResult) -> Figure:
     note = f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
     note += f"{settings.nodes} nodes; {machine.device}, {machine.threads} thread(s), {machine.dtype}, "
     figure.supxlabel(f"{note}torch {machine.torch}", fontsize=8, color=INK["faint"])
-    return figure
+    return plots.without_frames(figure)
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:

@@ -26,12 +26,14 @@ from decode.loop import Timer
 from decode.request import prepare
 from decode.results import DecodingRun, Result
 from decode.settings import Settings
-from decode.strategies.contrastive import Amateur, ContrastProcessor
+from decode.strategies.contrastive import ContrastProcessor
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 
+Prompts = Sequence[Sequence[int]]
 OnStep = Callable[[int, list[int]], None]  # receives the index of a prompt, and the tokens that one step wrote for it
+Seeds = Sequence[int] | None  # a random seed for each prompt, whose text then does not depend on the other prompts
 StartProgress = Callable[[str, int], Callable[..., object]]
 """A function that starts a progress bar with a title and a total, and returns a callback that advances the bar."""
 
@@ -39,15 +41,11 @@ StartProgress = Callable[[str, int], Callable[..., object]]
 class Method(Protocol):
     """A decoding method, which decodes a batch of prompts when it is called."""
 
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
-    ) -> list[Result]:
-        """Decode `prompts` (token ids) until every text ends, and return one result per prompt.
-
-        `seeds`: a random seed for each prompt, so that a sampled text does not depend on the other prompts."""
+    def __call__(self, prompts: Prompts, on_step: OnStep | None = None, seeds: Seeds = None) -> list[Result]:
+        """Decode `prompts` (token ids) until every text ends, and return one result per prompt."""
 
 
-def one_by_one(method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Result]:
+def one_by_one(method: Method, prompts: Prompts, seeds: Sequence[int]) -> list[Result]:
     """Decode the prompts one at a time, each with its own random seed."""
     return [result for prompt, seed in zip(prompts, seeds, strict=True) for result in method([prompt], seeds=[seed])]
 
@@ -63,9 +61,7 @@ class DrafterMethod:
     clock: Timer | None = None
     keep_hidden: bool = False  # whether each result contains the hidden states of its text
 
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
-    ) -> list[Result]:
+    def __call__(self, prompts: Prompts, on_step: OnStep | None = None, seeds: Seeds = None) -> list[Result]:
         start = perf_counter()
         requests = prepare(self.model, prompts, seeds, **self.settings.generate_kwargs(self.tokenizer))
         begun = decoding(self.model, self.source, requests, self.settings, self.clock, self.keep_hidden)
@@ -118,11 +114,9 @@ def transformers_method(
     context = min((end for end in (Backbone(some).context for some in models) if end is not None), default=1 << 30)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop and tokenizer is not None else None
     eos = None if settings.ignore_eos else model.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    ends = eos if isinstance(eos, list) else [eos]
 
-    def decode(
-        prompts: Sequence[Sequence[int]], on_step: OnStep | None = None, seeds: Sequence[int] | None = None
-    ) -> list[Result]:
+    def decode(prompts: Prompts, on_step: OnStep | None = None, seeds: Seeds = None) -> list[Result]:
         start = perf_counter()
         if seeds:
             torch.manual_seed(seeds[0])
@@ -139,7 +133,10 @@ def transformers_method(
         kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit} | assistance
         inputs = left_padded([result.input_ids for result in group], backbone.device)
         if amateur is not None:
-            kwargs |= _contrast_kwargs(amateur, settings, inputs["attention_mask"])
+            processors = LogitsProcessorList([ContrastProcessor(amateur, inputs["attention_mask"])])
+            if settings.repetition_penalty != 1:  # after the contrast, as in our own loop; `generate` applies it before
+                processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+            kwargs |= {"logits_processor": processors, "repetition_penalty": None}
         out = model.generate(**inputs, **kwargs)[:, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[operator]
         for result, ids in zip(group, out, strict=True):
             result.new_ids = ids
@@ -150,36 +147,22 @@ def transformers_method(
     return decode
 
 
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+def left_padded(prompts: Prompts, device: torch.device) -> dict[str, Tensor]:
     """Make the inputs of `generate` from prompts: ids [B, T], padded on the left with 0, and attention mask [B, T]."""
     ids = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     rows = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
     return {name: pad_sequence(row, batch_first=True, padding_side="left").to(device) for name, row in rows.items()}
 
 
-def _contrast_kwargs(amateur: Amateur, settings: Settings, attention_mask: Tensor) -> dict[str, object]:
-    """Make the arguments with which `generate` contrasts the backbone with the model `amateur`.
-
-    The repetition penalty is applied after the contrast, as in our own loop; `generate` would apply it before."""
-    processors = LogitsProcessorList([ContrastProcessor(amateur, attention_mask)])
-    if settings.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
-    return {"logits_processor": processors, "repetition_penalty": None}
-
-
-def _cut(result: Result, ends: set[int], stops: StopStringCriteria | None) -> None:
+def _cut(result: Result, ends: list[int | None], stops: StopStringCriteria | None) -> None:
     """Cut the new tokens of one row after its first end token or stop string, and set the finish reason.
 
     `generate` continues a finished row until all rows of the batch have ended."""
     for at, token in enumerate(result.new_ids, 1):
-        if token in ends:
-            result.finish_reason = "eos"
-        elif stops is not None and stops(torch.tensor([result.input_ids + result.new_ids[:at]]), None).all():
-            result.finish_reason = "stop"
-        else:
-            continue
-        result.new_ids = result.new_ids[:at]
-        return
+        stopped = stops is not None and stops(torch.tensor([result.input_ids + result.new_ids[:at]]), None).all()
+        if token in ends or stopped:
+            result.new_ids, result.finish_reason = result.new_ids[:at], "eos" if token in ends else "stop"
+            return
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class Recording:
 
     Each list has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text."""
 
-    ranks: list[Tensor]
+    ranks: list[Tensor] = field(default_factory=list)
     """[P, K] rank of the correct token among the guesses of each head; 0 is the best guess. MISSED if the token is
     not among the TOP best guesses, or if the text has ended before the token."""
     best: list[Tensor] = field(default_factory=list)  # [P, K, TOP] logits of the best guesses of each head
@@ -116,17 +116,17 @@ class Recording:
 @torch.no_grad()
 def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Recording:
     """Record the heads' guesses in some texts, with one forward of the backbone per text."""
-    recording = Recording([])
+    rows = []
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
         states = backbone.hidden_states(ids[:, :-1], use_cache=False)
         before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the position before each token
-        _record(recording, heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), new)
-    return recording
+        rows.append(_recorded(heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), new))
+    return Recording(*map(list, zip(*rows, strict=True)))
 
 
-def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> None:
-    """Add the heads' guesses to `recording`, for `inputs` at the P positions just before the tokens `new` of one text.
+def _recorded(heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> list[Tensor]:
+    """Return the columns of a `Recording`, for `inputs` at the P positions just before the tokens `new` of one text.
 
     Each token is the root of a step, in which head k (from 0) guesses the token k + 1 positions after the root."""
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
@@ -147,10 +147,7 @@ def _record(recording: Recording, heads: MedusaHeads, backbone: Backbone, inputs
     for head in range(num_heads):
         ended = slice(max(len(new) - head - 1, 0), None)
         ranks[ended, head], right[ended, head] = MISSED, torch.nan
-    recording.ranks.append(ranks)
-    recording.best.append(best)
-    recording.log_z.append(log_z)
-    recording.right.append(right)
+    return [ranks, best, log_z, right]
 
 
 def starts(lengths: Tensor, num_heads: int) -> list[int]:

@@ -30,7 +30,7 @@ def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figu
     """Make a figure that contains one plot, drawn by `draw(axes, *data)`. `height`: the figure's height in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.subplots(), *data)
-    return figure
+    return without_frames(figure)
 
 
 def height_of(bars: int) -> float:
@@ -38,9 +38,11 @@ def height_of(bars: int) -> float:
     return 0.9 + 0.42 * bars
 
 
-def plain_frame(axes: Axes) -> None:
-    """Remove the top and right lines of the frame around a plot."""
-    axes.spines[["top", "right"]].set_visible(False)
+def without_frames(figure: Figure) -> Figure:
+    """Remove the top and right lines of the frames around all plots of a figure."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def speedups(
@@ -48,19 +50,20 @@ def speedups(
 ) -> None:
     """Draw the speedup of each method over `model.generate`, with its interval. `ink`: as in `bars`."""
     rows = {name: (its.speedup_vs_generate, its.speedup_vs_generate_interval) for name, its in methods.items()}
-    bars(axes, rows, "{:.2f} x", ink)
+    bars(axes, rows, title, "{:.2f} x", ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
-    axes.set_title(title)
 
 
 def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
     """Draw tokens per second of each method: the median round, and the range from the slowest round to the fastest."""
     found = {name: figures.tokens_per_second for name, figures in methods.items()}
-    bars(axes, {name: (rate.median, (rate.min, rate.max)) for name, rate in found.items()}, "{:.0f}")
-    axes.set_title("tokens per second")
+    rows = {name: (rate.median, (rate.min, rate.max)) for name, rate in found.items()}
+    bars(axes, rows, "tokens per second", "{:.0f}")
 
 
-def bars(axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], form: str, ink: str = "blue") -> None:
+def bars(
+    axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], title: str, form: str, ink: str = "blue"
+) -> None:
     """Draw a horizontal bar for each name, with its value in the format `form` and with its interval, if it has one.
 
     `ink`: name of the colour of bars that have no colour in `INK`."""
@@ -71,10 +74,9 @@ def bars(axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], form: st
         if span is not None:
             axes.plot(span, [place, place], color=INK["ink"], linewidth=1.4, marker="|", markersize=7)
         axes.annotate(form.format(value), (end, place), (6, 0), textcoords="offset points", va="center")
-    axes.set_xlim(0, 1.25 * max([*ends, 1e-9]))
+    axes.set(title=title, xlim=(0, 1.25 * max([*ends, 1e-9])))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    plain_frame(axes)
 
 
 def depths(axes: Axes, medusa: MethodFigures) -> None:
@@ -84,10 +86,9 @@ def depths(axes: Axes, medusa: MethodFigures) -> None:
     axes.bar(places, shares, color=INK["medusa"], width=0.7)
     for place, share in zip(places, shares, strict=True):
         axes.annotate(f"{share:.0%}", (place, share), (0, 3), textcoords="offset points", ha="center")
-    axes.set(title=f"acceptance by depth (tau {medusa.tau:.2f})", ylim=(0, 1.1), xticks=list(places))
-    axes.set_xlabel("depth in the tree")
+    title = f"acceptance by depth (tau {medusa.tau:.2f})"
+    axes.set(title=title, xlabel="depth in the tree", ylim=(0, 1.1), xticks=list(places))
     axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
-    plain_frame(axes)
 
 
 def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
@@ -104,7 +105,6 @@ def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=2, frameon=False, title="with the drafter")
-    plain_frame(axes)
 
 
 def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
@@ -112,7 +112,6 @@ def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
     taus = [part.tau for part in stretches]
     axes.plot([part.start for part in stretches], taus, color=INK["medusa"], marker="o", ms=4)
     axes.set(title="tau along the text", xlabel="new tokens before the step", ylim=(0, 1.15 * max(taus)))
-    plain_frame(axes)
 
 
 def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
@@ -141,7 +140,7 @@ def tree(axes: Axes, accepted: Sequence[AcceptedNode]) -> None:
     axes.set(title="fraction of steps that accept each guess", xlim=(-0.2, deepest + 0.4), yticks=[])
     axes.set_ylim(max(heights.values()) + 0.5, -0.8)
     axes.set_xticks(range(deepest + 1), ["root", *(f"head {depth}" for depth in range(1, deepest + 1))])
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines.left.set_visible(False)
 
 
 def tree_height(accepted: Sequence[AcceptedNode]) -> float:
@@ -158,9 +157,8 @@ def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
         if row.tau_interval:
             axes.plot([row.temperature] * 2, row.tau_interval, color=INK["ink"], linewidth=1.4, marker="_", ms=7)
     axes.plot(at, [row.tau for row in rows], color=INK["medusa"], marker="o", ms=5)
-    axes.set(title="tau against temperature", xlabel="temperature", xticks=at)
-    axes.set_ylim(0, 1.15 * max(row.tau for row in rows))
-    plain_frame(axes)
+    top = 1.15 * max(row.tau for row in rows)
+    axes.set(title="tau against temperature", xlabel="temperature", xticks=at, ylim=(0, top))
 
 
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
@@ -178,7 +176,6 @@ def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
     shown = [count for i, count in enumerate(nodes) if i == 0 or count >= 1.3 * nodes[i - 1]]
     axes.set_xticks(shown, [str(count) for count in shown])
     axes.minorticks_off()
-    plain_frame(axes)
 
 
 def calibration_plot(calibration: Calibration) -> Figure:
@@ -186,7 +183,7 @@ def calibration_plot(calibration: Calibration) -> Figure:
     figure = Figure(figsize=(11, 3), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), CALIBRATED, strict=True):
         by_nodes(axes, calibration, name)
-    return figure
+    return without_frames(figure)
 
 
 def changes(axes: Axes, comparison: Comparison) -> None:
@@ -199,7 +196,6 @@ def changes(axes: Axes, comparison: Comparison) -> None:
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(names)), names)
     axes.set(title="later over earlier", ylim=(len(names) - 0.5, -0.5))
-    plain_frame(axes)
 
 
 def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
@@ -226,8 +222,6 @@ def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
     above.legend(frameon=False, fontsize=8, ncols=4, loc="upper right")
     below.axhspan(-2, 2, color=CASE_INK["topk"], alpha=0.12)
     below.set(ylim=(-5, 5), ylabel="deviation")
-    for axes in (above, below):
-        plain_frame(axes)
     texts = [name_of(int(token)).replace("$", "\\$") for token in shown]  # matplotlib would parse $ as a formula
     below.set_xticks(list(at), texts, rotation=60, ha="right", fontsize=8)
-    return figure
+    return without_frames(figure)
