@@ -18,9 +18,7 @@ ASSETS = Path(__file__).parent / "assets"
 """The folder of files in the package: a small backbone with heads and a draft model for it, and prompts."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The system's error numbers for a full disk, an exceeded quota and a file that is too large."""
-
-Json = dict[str, Any]
-"""A JSON object whose content has not been checked."""
+Json = dict[str, Any]  # a JSON object whose content has not been checked
 
 
 @contextlib.contextmanager
@@ -92,9 +90,9 @@ def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
 
 def _is_full(error: BaseException | None) -> bool:
     """Whether an error, or one of the errors during whose handling it was raised, comes from a full disk."""
+    # safetensors reports the system's error number as text; torch's archive writer reports only its source file.
+    signs = [f"os error {number}" for number in DISK_FULL] + ["inline_container.cc"]
     while error is not None:
-        # safetensors reports the system's error number as text; torch's archive writer reports only its source file.
-        signs = [f"os error {number}" for number in DISK_FULL] + ["inline_container.cc"]
         if getattr(error, "errno", None) in DISK_FULL or any(sign in str(error) for sign in signs):
             return True
         error = error.__context__
@@ -103,9 +101,8 @@ def _is_full(error: BaseException | None) -> bool:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes on the disk of `path`. The path itself does not need to exist."""
-    while not path.exists():
-        path = path.absolute().parent
-    return shutil.disk_usage(path).free
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    return shutil.disk_usage(existing).free
 
 
 def readable(size: int) -> str:

@@ -22,8 +22,7 @@ from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
 from medusa.options import DTYPE_NAMES, LoadOptions
 
-DEMO = ASSETS / "backbone"
-"""The folder of the backbone that comes with the package (`demo`)."""
+DEMO = ASSETS / "backbone"  # the backbone that comes with the package
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 LOAD_DEFAULTS = LoadOptions()
 

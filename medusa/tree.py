@@ -121,10 +121,8 @@ class Tree:
     @cached_property
     def order(self) -> Tensor:
         """The index [N] of each of the N nodes among its siblings, sorted by rank; 0 for the root."""
-        order = torch.zeros_like(self.parent)
-        place = torch.arange(self.children.shape[1], device=order.device).expand_as(self.children)
-        order[self.children[self.children >= 0]] = place[self.children >= 0]
-        return order
+        siblings = self.parent[:, None] == self.parent[1:]  # without the root, which is its own parent
+        return (siblings & (self.rank[1:] < self.rank[:, None])).sum(1)
 
     @property
     def candidates(self) -> Tree:

@@ -1,7 +1,6 @@
 """What a model's config says about trees: whether the model can verify one, and which masks its layers need.
 
-This file is also a part of the decoder in Hub repositories (`medusa.export.hub_code`). So it imports nothing from this
-package.
+This file imports nothing from the package, because the code in Hub repositories contains it (`medusa.export.hub_code`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ MASK_BLIND = {
     "mpt": "its ALiBi biases follow slot indices, not positions",
     "bloom": "its ALiBi biases follow slot indices, not positions",
 }
-"""Model types whose attention does not follow a tree mask, with the reason (measured).
-
-The test of logits does not find them: GPT-Neo's window is longer than the tested text, and half precision hides the
-biases of MPT.
-"""
+"""Model types whose attention does not follow a tree mask, with the reason (measured). A test of logits does not find
+them: GPT-Neo's window is longer than the tested text, and half precision hides the biases of MPT."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -43,11 +39,8 @@ def longrope_boundary(model: PreTrainedModel) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     # Models with several types of layers have separate parameters for each type.
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-    ends = [
-        kind.get("original_max_position_embeddings") or config.original_max_position_embeddings
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
+    long = [kind for kind in kinds if kind.get("rope_type") == "longrope"]
+    ends = [kind.get("original_max_position_embeddings") or config.original_max_position_embeddings for kind in long]
     return min(ends, default=None)
 
 
@@ -74,10 +67,8 @@ class LayerKind(NamedTuple):
     """A kind of attention layer: full attention, a sliding window, or chunks."""
 
     name: str = FULL
-    window: int | None = None
-    """A query sees keys at most `window - 1` positions before it."""
-    chunk: int | None = None
-    """A query sees only keys of its own chunk of positions."""
+    window: int | None = None  # a query sees keys at most `window - 1` positions before it
+    chunk: int | None = None  # a query sees only keys of its own chunk of positions
 
     def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Hide keys outside the layer's window or chunk in the mask `allowed`; `query` and `key` are positions."""
@@ -96,13 +87,11 @@ class LayerKinds:
 
     def __init__(self, config: PretrainedConfig) -> None:
         named = getattr(config, "layer_types", None)
-        self.is_dict = named is not None
-        """Whether the model takes a dict of masks."""
+        self.is_dict = named is not None  # whether the model takes a dict of masks
         window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
         names = sorted(set(named)) if named is not None else [SLIDING if window else CHUNKED if chunk else FULL]
-        self.kinds = [
-            LayerKind(name, window if name == SLIDING else None, chunk if name == CHUNKED else None) for name in names
-        ]
+        limits = {SLIDING: (window, None), CHUNKED: (None, chunk)}
+        self.kinds = [LayerKind(name, *limits.get(name, ())) for name in names]
 
     @property
     def is_full(self) -> bool:
