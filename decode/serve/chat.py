@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.request import require_fitting
 from decode.results import DecodingRun, Result, tau
-from decode.serve.texts import TextGenerator, TextPiece, TextStream, joined
+from decode.serve.generator import TextGenerator
+from decode.serve.texts import TextPiece, TextStream, joined
 from decode.settings import Settings, is_lossy
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -176,7 +177,6 @@ class ChatWorker:
     def __init__(self, generator: TextGenerator) -> None:
         self.generator = generator
         self.thread = ThreadPoolExecutor(1, "chat")
-        self.turn = asyncio.Lock()
         self.waiting = 0  # number of requested answers that are not finished
 
     async def write(
@@ -191,7 +191,7 @@ class ChatWorker:
 
         def work() -> list[Side]:
             shown = perf_counter()
-            sides = begin()
+            sides = [] if stopped.is_set() else begin()
             for _ in race(sides):
                 if stopped.is_set():
                     for side in sides:
@@ -203,7 +203,6 @@ class ChatWorker:
 
         self.waiting += 1
         try:
-            async with self.turn:
-                return [] if stopped.is_set() else await loop.run_in_executor(self.thread, work)
+            return await loop.run_in_executor(self.thread, work)
         finally:
             self.waiting -= 1

@@ -3,8 +3,7 @@
 Beam search expands the k best hypotheses of each length. Best-first beam search takes the best hypothesis of any length
 from a priority queue, and expands at most k hypotheses of each length. Scores only fall as a text grows. So hypotheses
 of one length leave the queue in the order of their scores, and the first k are the beam. The first finished text that
-leaves the queue is the best one, because no other hypothesis can exceed its score. All hypotheses share a KV cache, as
-a tree.
+leaves the queue is the best one, because no other hypothesis can exceed its score.
 
 Shapes: W hypotheses that one forward reads, V vocabulary.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -22,16 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.cache import TreeCache
-from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
-from decode.ops.grouped_attention import grouped
-from decode.prefill import prefill
 from decode.request import require_fitting
-from decode.tree_check import require_tree_forward
+from decode.strategies.scorers import Partial, Scorer, scorer_for
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
-from medusa.tree_support import LayerKinds
 
 
 class Hypothesis(NamedTuple):
@@ -56,21 +50,6 @@ class Search:
     def beam_calls(self, num_beams: int) -> int:
         """Minimum of `Search.calls` in beam search: 1 for the prompt, and `num_beams` for each further token."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
-
-
-@dataclass(eq=False)
-class _Partial:
-    """A hypothesis of the search: the tokens after the prompt; finished if `is_end`. The root has no tokens."""
-
-    ids: tuple[int, ...] = ()
-    log_probability: float = 0.0
-    is_end: bool = False
-    slots: tuple[int, ...] = ()  # cache slots after the prompt, from 0, of those of `ids` that the model has read
-    following: list[tuple[int, float]] | None = None  # best next tokens with log-probabilities, once read
-
-
-Scorer = Callable[[Sequence[_Partial]], Tensor]
-"""A function from W hypotheses to logits [W, V] of their next tokens, called for parents before their children."""
 
 
 @torch.inference_mode()
@@ -128,7 +107,7 @@ def best_first_beam(
 
 def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_size: int) -> Search:
     found = Search()
-    here: _Partial | None = _Partial()
+    here: Partial | None = Partial()
     while here is not None and len(found.hypotheses) < wanted:
         length = len(here.ids)
         if here.is_end:
@@ -145,7 +124,7 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
             found.calls += 1
             for token, log_p in here.following:
                 is_end = token in ends or length + 1 == queue.longest
-                queue.push(_Partial((*here.ids, token), here.log_probability + log_p, is_end, here.slots))
+                queue.push(Partial((*here.ids, token), here.log_probability + log_p, is_end, here.slots))
         here = queue.pop()
     found.dropped = queue.dropped
     if not found.hypotheses:
@@ -167,13 +146,13 @@ class _Queue:
     def __init__(self, num_beams: int, longest: int, length_penalty: float, max_queued: int | None) -> None:
         self.num_beams, self.longest, self.length_penalty = num_beams, longest, length_penalty
         self.max_queued = max_queued
-        self.heap: list[tuple[float, int, _Partial]] = []
+        self.heap: list[tuple[float, int, Partial]] = []
         self.number = count()  # breaks ties: the first hypothesis wins
         self.taken: Counter[int] = Counter()  # hypotheses given out to expand, by length; these are the beam
         self.seen: dict[int, list[float]] = defaultdict(list)  # log-probabilities of all that left the queue, by length
         self.dropped = 0
 
-    def bound(self, partial: _Partial) -> float:
+    def bound(self, partial: Partial) -> float:
         """The score of a finished hypothesis, or an upper bound for all continuations of an unfinished one.
 
         Continuations have a lower log-probability, which is negative. If `length_penalty` is above 0, the bound assumes
@@ -182,14 +161,14 @@ class _Queue:
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty
 
-    def push(self, partial: _Partial) -> None:
+    def push(self, partial: Partial) -> None:
         heapq.heappush(self.heap, (-self.bound(partial), next(self.number), partial))
         if self.max_queued is not None and len(self.heap) > self.max_queued:
             live = [entry for entry in self.heap if self._in_beam(entry[2])]
             self.heap = heapq.nsmallest(self.max_queued, live)  # sorted, which is a heap
             self.dropped += len(live) - len(self.heap)
 
-    def pop(self) -> _Partial | None:
+    def pop(self) -> Partial | None:
         """Remove and return the best hypothesis that beam search would also keep; `None` if none is left."""
         while self.heap:
             partial = heapq.heappop(self.heap)[2]
@@ -202,68 +181,10 @@ class _Queue:
                 return partial
         return None
 
-    def next_to_read(self, most: int) -> list[_Partial]:
+    def next_to_read(self, most: int) -> list[Partial]:
         """Up to `most` hypotheses that no forward has read and that the search probably expands next."""
         unread = (e for e in self.heap if not e[2].is_end and e[2].following is None and self._in_beam(e[2]))
         return [entry[2] for entry in heapq.nsmallest(most, unread)]
 
-    def _in_beam(self, partial: _Partial) -> bool:
+    def _in_beam(self, partial: Partial) -> bool:
         return partial.is_end or self.taken[len(partial.ids)] < self.num_beams
-
-
-def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
-    """Make the scorer of a model: `OnTree`, or `WholeTexts` if the model cannot keep a tree in its KV cache."""
-    try:
-        require_tree_forward(model)
-    except RequestError:
-        return WholeTexts(model, prompt)
-    backbone = Backbone(model)  # longrope changes the rotation of cached keys when a text crosses its boundary
-    return WholeTexts(model, prompt) if backbone.rope_boundary is not None else OnTree(backbone, prompt)
-
-
-class WholeTexts:
-    """A scorer that reads every text from its start, without a KV cache: for any causal model and for tests."""
-
-    def __init__(self, model: PreTrainedModel, prompt: list[int]) -> None:
-        self.model, self.start = model, prompt
-
-    def __call__(self, partials: Sequence[_Partial]) -> Tensor:
-        texts = [[*self.start, *partial.ids] for partial in partials]
-        # Texts are padded on the right, where no causal model attends.
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-        logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
-        last = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
-        return logits[torch.arange(len(texts), device=logits.device), last]
-
-
-class OnTree:
-    """A scorer with one KV cache, which holds the prompt and then one token per hypothesis that was read: a tree."""
-
-    def __init__(self, backbone: Backbone, prompt: list[int]) -> None:
-        self.backbone, self.start = backbone, prompt
-        self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256)
-        self.layers = LayerKinds(backbone.config)
-        self.depths: list[int] = []  # position, from 0 after the prompt, of the token in each slot after the prompt
-
-    def __call__(self, partials: Sequence[_Partial]) -> Tensor:
-        backbone, device, prompt_length = self.backbone, self.backbone.device, len(self.start)
-        if not partials[0].ids:  # the root, which is read alone
-            return prefill(backbone, self.cache, torch.tensor([self.start], device=device), [prompt_length]).logits
-        for slot, partial in enumerate(partials, len(self.depths)):
-            partial.slots = (*partial.slots, slot)
-        self.depths += [len(partial.ids) - 1 for partial in partials]
-        depth = torch.tensor([self.depths[-len(partials) :]], device=device)  # [1, W]
-        deepest = int(depth.max()) + 1
-        # Shorter paths repeat their own slot as padding.
-        paths = [[p.slots + p.slots[-1:] * (deepest - len(p.slots)) for p in partials]]
-        seen, of_slot = torch.tensor(paths, device=device), torch.tensor(self.depths, device=device)
-        starts = torch.tensor([prompt_length], device=device)
-        with grouped(backbone.config):
-            logits = backbone.forward(
-                torch.tensor([[partial.ids[-1] for partial in partials]], device=device),
-                self.cache,
-                position_ids=prompt_length + depth,
-                attention_mask=grown_masks(self.layers, backbone.dtype, starts, seen, depth, of_slot),
-            ).logits
-        self.cache.commit_prompt([len(partials)])
-        return logits[0]

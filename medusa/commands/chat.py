@@ -26,7 +26,8 @@ from medusa.options import group, option
 if TYPE_CHECKING:
     from decode.results import Result
     from decode.serve.chat import Conversation, Turn
-    from decode.serve.texts import TextGenerator, TextPiece
+    from decode.serve.generator import TextGenerator
+    from decode.serve.texts import TextPiece
     from decode.settings import Settings
 
 HELP = """\

@@ -29,7 +29,7 @@ from decode.drafters.small_model import (
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
 from decode.results import Result
-from decode.serve.texts import TextGenerator
+from decode.serve.generator import TextGenerator
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
 from decode.tree_check import require_tree_forward
