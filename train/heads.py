@@ -38,17 +38,14 @@ def new_heads(
         heads = _trained_heads(asked.start, asked, backbone)
         heads.config.backbone = fingerprint(model, name, revision)
         return heads
-    size = None if vocabulary is None else len(vocabulary)
-    heads = MedusaHeads.from_config(new_config(asked, model, name, revision, size))
+    heads = MedusaHeads.from_config(new_config(asked, model, name, revision))
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
     return heads.to(backbone.head_weight.device)
 
 
-def new_config(
-    asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None, vocabulary_size: int | None
-) -> MedusaConfig:
+def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
     """The configuration of new heads: the keys set in `asked`, the recipe's section, and values that suit `model`."""
     backbone = Backbone(model)
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
@@ -63,7 +60,7 @@ def new_config(
         prefix_layers=asked.prefix_layers or 0,
         base_model_name_or_path=name,
         backbone=fingerprint(model, name, revision),
-        vocabulary=vocabulary_size,
+        vocabulary=asked.vocabulary or None,
         **choose(sizes, asked)._asdict(),
     )
 
@@ -88,7 +85,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
     """Raise RequestError if a recipe describes other heads than the checkpoint from which its run is to resume."""
     held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
     if asked.start is None:
-        wanted = new_config(asked, model, config.backbone, config.revision, asked.vocabulary or None)
+        wanted = new_config(asked, model, config.backbone, config.revision)
     else:
         wanted = MedusaHeads.from_pretrained(asked.start).config
     for key in ("hidden_size", "vocab_size", *HEADS_ASKED):

@@ -22,10 +22,8 @@ Offsets = list[tuple[int, int]]  # the start and the end of each token of a text
 def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     """Tokenise a conversation as the tokenizer's chat template writes it.
 
-    Return the token ids, and for each token whether it counts in the loss: True in the assistant's turns.
-
-    Raises:
-        RequestError: there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
+    Return the token ids, and for each token whether it counts in the loss: True in the assistant's turns. Raise
+    RequestError if there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -37,7 +35,12 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     ids, mask = _to_tokens(written.text, spans, tokenizer, record.where)
     if spans and not any(mask):
         raise RequestError(f"{record.where}: the chat template writes nothing of what the assistant says; use another")
-    return _cut_off(ids, mask, tokenizer) if record.unfinished and spans else (ids, mask)
+    if record.unfinished and spans:  # the template ends the turn, but the model was stopped before it did
+        end = len(mask) - mask[::-1].index(True)
+        if _is_special(ids[end - 1], tokenizer):
+            end -= 1
+        ids, mask = ids[:end], mask[:end]
+    return ids, mask
 
 
 def _to_tokens(
@@ -94,27 +97,12 @@ def _end_of_turn(
         if _is_special(ids[at], tokenizer):
             return at + 1
     end = last
-    while end > first and _text(ids[end - 1], tokenizer).isspace():
+    while end > first and str(tokenizer.decode([ids[end - 1]])).isspace():
         end -= 1
     if end > first and _is_special(ids[end - 1], tokenizer):
         return end
     return last + 1 if not ended and last < len(ids) and _is_special(ids[last], tokenizer) else last
 
 
-def _cut_off(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Remove all tokens after the last answer of an unfinished conversation, also its end-of-turn token.
-
-    The template writes that token, but the model that gave the answer was stopped before it generated the token.
-    """
-    end = len(mask) - mask[::-1].index(True)
-    if _is_special(ids[end - 1], tokenizer):
-        end -= 1
-    return ids[:end], mask[:end]
-
-
 def _is_special(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return _text(token, tokenizer) != "" == str(tokenizer.decode([token], skip_special_tokens=True))
-
-
-def _text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode([token]))
+    return tokenizer.decode([token]) != "" == tokenizer.decode([token], skip_special_tokens=True)

@@ -50,14 +50,10 @@ class StreamedDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """Make a stream of rows of `length` tokens from the examples that `reader` reads.
-
-        With `whole`, no document is split. The next row is drawn at random from `shuffle_buffer` rows.
-        """
+        """Make a stream of rows of `length` tokens, without split documents if `whole`, from what `reader` reads."""
         self.reader, self.length, self.whole = reader, length, whole
-        self.shuffle_buffer, self.seed = shuffle_buffer, seed
-        self.counts = DataCounts()
-        """Counts of what the first pass over the data has read. Each worker of a data loader has its own counts."""
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed  # rows from which the next one is drawn at random
+        self.counts = DataCounts()  # of the first pass over the data; each worker of a data loader has its own
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -91,30 +87,21 @@ def load_dataset(
 ) -> PackedDataset | StreamedDataset:
     """Load, tokenise and pack the data that `config` describes.
 
-    The backbone's context length is `context`, if it has a limit. `seed` orders the rows of a streamed dataset.
-
-    Raises:
-        RequestError: the data do not exist, a record cannot be used, or no token counts in the loss.
+    The backbone's context length is `context`, if it has a limit. `seed` orders the rows of a streamed dataset. Raise
+    RequestError if the data do not exist, a record cannot be used, or no token counts in the loss.
     """
     require_data(config)
-    length, whole = row_length(config, context), config.long_documents != "split"
-    reader = ExampleReader(config, tokenizer, vocab_size, length)
+    reader = ExampleReader(config, tokenizer, vocab_size, context)
     if config.streaming:
-        stream = StreamedDataset(reader, length, whole, config.shuffle_buffer, seed)
+        stream = StreamedDataset(reader, reader.row_length, reader.whole, config.shuffle_buffer, seed)
         next(iter(stream))  # raises errors in the first records before training starts
         return stream
     counts = DataCounts()
-    dataset = PackedDataset(reader.read(counts), length, whole, counts)
+    dataset = PackedDataset(reader.read(counts), reader.row_length, reader.whole, counts)
     if not counts.taught:
-        raise RequestError(
-            f"nothing to train on in {config.path}: {counts}; heads learn from texts and from what an assistant says"
-        )
+        hint = "heads learn from texts and from what an assistant says"
+        raise RequestError(f"nothing to train on in {config.path}: {counts}; {hint}")
     return dataset
-
-
-def row_length(config: DataConfig, context: int | None) -> int:
-    """Number of tokens in a row: `sequence_length`, but at most `context`, the backbone's context length."""
-    return min(config.sequence_length, context or config.sequence_length)
 
 
 def require_data(config: DataConfig) -> None:

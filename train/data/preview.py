@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa.loading import load_config, load_tokenizer
 from medusa.options import LoadOptions
 from train.config import TrainConfig
-from train.data.datasets import require_data, row_length
+from train.data.datasets import require_data
 from train.data.packing import DataCounts, Example, pack
 from train.data.reader import ExampleReader
 
@@ -43,26 +43,24 @@ class Preview:
 def preview(config: TrainConfig, count: int) -> Preview:
     """Read all data as a training run would, and return the first `count` examples with statistics of all data.
 
-    Of a stream, only the first `count` examples are read. The backbone's weights are not loaded.
-
-    Raises RequestError if the data cannot be used for training.
+    Of a stream, only the first `count` examples are read. The backbone's weights are not loaded. Raise RequestError if
+    the data cannot be used for training.
     """
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
     sizes = load_config(config.backbone, options).get_text_config(decoder=True)
     tokenizer = load_tokenizer(config.backbone, options)
-    length = row_length(config.data, getattr(sizes, "max_position_embeddings", None))
-    counts = DataCounts()
+    context = getattr(sizes, "max_position_embeddings", None)
+    reader, counts = ExampleReader(config.data, tokenizer, sizes.vocab_size, context), DataCounts()
     shown: list[Example] = []
 
     def examples() -> Iterator[Example]:
-        found = ExampleReader(config.data, tokenizer, sizes.vocab_size, length).read(counts)
-        for example in islice(found, count if config.data.streaming else None):
+        for example in islice(reader.read(counts), count if config.data.streaming else None):
             if len(shown) < count:
                 shown.append(example)
             yield example
 
-    deque(pack(examples(), length, config.data.long_documents != "split", counts), maxlen=0)
+    deque(pack(examples(), reader.row_length, reader.whole, counts), maxlen=0)
     return Preview(shown, counts, tokenizer, whole=not config.data.streaming)
 
 

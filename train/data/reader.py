@@ -20,21 +20,21 @@ class ExampleReader:
     """Reads the records of a dataset in order, and turns them into training examples."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, row_length: int
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None
     ) -> None:
         """Make a reader of the data that `config` describes, in which token ids must be below `vocab_size`.
 
-        `config.long_documents` says what happens to examples of more than `row_length` tokens.
+        Rows are at most as long as the backbone's context length `context`, if it has a limit.
         """
-        self.config, self.tokenizer = config, tokenizer
-        self.vocab_size, self.row_length = vocab_size, row_length
+        self.config, self.tokenizer, self.vocab_size = config, tokenizer, vocab_size
+        self.row_length = min(config.sequence_length, context or config.sequence_length)
+        self.whole = config.long_documents != "split"  # whether each document stays in one row
         self.excluded = excluded_windows(config, tokenizer)
 
     def read(self, counts: DataCounts) -> Iterator[Example]:
         """Yield the examples of one pass over the data, and count dropped records and long documents in `counts`.
 
-        Raises:
-            RequestError: a record cannot be read, or its token ids are those of another tokenizer.
+        Raise RequestError if a record cannot be read, or if its token ids are those of another tokenizer.
         """
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
             example = to_example(record, self.tokenizer)
@@ -76,10 +76,8 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
     """Turn a record into a training example: token ids, and which of them count in the loss.
 
     Of a text, all tokens count in the loss; of a conversation, those of the assistant's turns; of a prompt with a
-    continuation in token ids, those of the continuation.
-
-    Raises:
-        RequestError: the record is text but there is no tokenizer, or the assistant's turns cannot be found.
+    continuation in token ids, those of the continuation. Raise RequestError if the record is text but there is no
+    tokenizer, or if the assistant's turns cannot be found.
     """
     if record.input_ids is not None:
         loss_mask = [position >= record.prompt_tokens for position in range(len(record.input_ids))]

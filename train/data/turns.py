@@ -3,13 +3,11 @@
 A turn is what the assistant says, up to and including the token that ends the turn. Three methods find it:
 
 1. The template may mark what the assistant says, with {% generation %}. The marks are then used.
-2. Otherwise the template writes the conversation twice: up to the turn's start, and up to its end. The difference
-   between the two texts is the turn.
+2. Otherwise it writes the conversation up to the turn's start, and up to its end. The turn is the difference.
 3. Some templates write a turn differently if others follow, for example without its reasoning. For these, the
    conversation is written again with another answer in this turn. The part of the text that changes is the answer.
 
-If no method gives a certain result, the conversation is an error: with a guess, the user's tokens could count in the
-loss.
+If no method is certain, the conversation is an error: after a wrong guess, the user's tokens could count in the loss.
 """
 
 from __future__ import annotations
@@ -24,18 +22,14 @@ from medusa.errors import RequestError
 from medusa.records.record import Record, template_error
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PRIVATE = [chr(code) for code in range(0xE000, 0xE010)]  # private-use characters; no text contains all of them
 
 
 class Span(NamedTuple):
-    """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters.
-
-    The first special token between `answer_end` and `end`, if any, is the end-of-turn token.
-    """
+    """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters."""
 
     start: int
     answer_end: int  # or the end of the turn, if the end of the answer is not known
-    end: int
+    end: int  # the first special token between `answer_end` and `end`, if any, is the end-of-turn token
     ended: bool  # whether the end-of-turn token lies before `end`; if not, it may also follow directly after `end`
 
 
@@ -87,18 +81,13 @@ class ConversationText:
         # `apply_chat_template(return_assistant_tokens_mask=True)` fails if a marked text ends in a space outside all
         # tokens' offsets: its mask then extends to the end of the conversation.
         given: Any = {"tools": self.record.tools, **self.tokenizer.special_tokens_map}
-        texts, places = cast(
-            tuple[list[str], list[list[tuple[int, int]]]],
-            render_jinja_template([messages], chat_template=self.template, return_assistant_tokens_mask=True, **given),
-        )
+        given |= {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        texts, places = cast(tuple[list[str], list[list[tuple[int, int]]]], render_jinja_template([messages], **given))
         found = [Span(start, end, end, ended=False) for start, end in places[0] if start < end]
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of a turn by writing the conversation twice: up to the turn's start, and up to its end.
-
-        Return `None` if one of these texts is not the beginning of the next longer one.
-        """
+        """Find a turn between the texts up to its start and up to its end; `None` if one does not begin the next."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])
@@ -108,11 +97,8 @@ class ConversationText:
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of an answer as the part of the text that changes if another answer replaces it.
-
-        Return `None` if other parts of the text change, too.
-        """
-        other = next(character for character in PRIVATE if character not in self.text)
+        """Find an answer as the part of the text that changes with the answer; `None` if other parts change, too."""
+        other = next(c for c in map(chr, range(0xE000, 0xE010)) if c not in self.text)  # a private-use character
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
         try:
             head, *tail = self._write(exchanged).split(other)

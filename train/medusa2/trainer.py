@@ -26,10 +26,7 @@ HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (
 
 
 class Medusa2Trainer(MedusaTrainer):
-    """Trains heads together with a LoRA adapter in the backbone (Medusa-2).
-
-    A checkpoint is a folder with the heads' files and a subfolder with the adapter.
-    """
+    """Trains heads together with a LoRA adapter in the backbone (Medusa-2), which checkpoints hold in a subfolder."""
 
     trained: HeadsAndAdapter
 
@@ -58,8 +55,7 @@ class Medusa2Trainer(MedusaTrainer):
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
-        """Sums [3, K + 1] over a batch, for K heads and then the LM loss: loss in nats, right guesses and labels."""
-        # The LM loss has no right guesses.
+        """Sums [3, K + 1] over a batch: loss in nats, right guesses (LM loss: none), labels; K heads, then LM loss."""
         lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
         return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
 
@@ -74,14 +70,10 @@ class Medusa2Trainer(MedusaTrainer):
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser, with a separate learning rate for the adapter.
-
-        Each of the optimiser's parameter groups is split into one for the heads and one for the adapter.
-        """
-        fresh = self.optimizer is None
+        """Create the Trainer's optimiser, and split its parameter groups: the adapter has its own learning rate."""
+        if self.optimizer is not None:
+            return self.optimizer
         optimizer = super().create_optimizer(model)
-        if not fresh:
-            return optimizer
         of_heads = {id(parameter) for parameter in self.heads.parameters()}
         rate = self.adapter.learning_rate or self.args.learning_rate / HEADS_FASTER
         for group in list(optimizer.param_groups):
@@ -107,10 +99,7 @@ class Medusa2Trainer(MedusaTrainer):
 
 
 def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
-    """Factor on lambda_0 and teacher_tilt (`train.medusa2.lm_loss`) when a share `progress` of the run is done.
-
-    The factor is `None` at the start of the run, while only the heads learn.
-    """
+    """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done; `None` while only heads learn."""
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
@@ -118,9 +107,6 @@ def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
 
 
 def lambda_0_at(config: AdapterConfig, progress: float) -> float:
-    """The value of lambda_0, the weight of the heads' loss, when a share `progress` of the run is done.
-
-    It is 1 at the start of the run, while only the heads learn and the LM loss is not computed.
-    """
+    """The weight lambda_0 of the heads' loss when a share `progress` of the run is done; 1 while only heads learn."""
     share = schedule_factor(config, progress)
     return 1.0 if share is None else config.lambda_0 * share
