@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import StateDict
-from torch.utils.data import Dataset
+from torch.utils.data import StackDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -43,18 +43,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iter
             yield torch.tensor(ids if ids[:1] == [bos] else [bos, *ids], dtype=torch.int32)
 
 
-class Rows(Dataset[dict[str, Tensor]]):
-    """Dataset of rows [T]: all documents concatenated and cut. The incomplete row at the end is dropped."""
-
-    def __init__(self, encoded: Iterable[Tensor], length: int) -> None:
-        stream = torch.cat(list(encoded))
-        self.tokens = stream[: len(stream) // length * length].view(-1, length)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"rows": torch.tensor(index), "input_ids": self.tokens[index].long()}
+def cut_rows(encoded: Iterable[Tensor], length: int) -> StackDataset:
+    """Concatenate all documents and cut them into rows [T], each with its index. The incomplete last row is dropped."""
+    stream = torch.cat(list(encoded))
+    rows = stream[: len(stream) // length * length].view(-1, length)
+    return StackDataset(rows=torch.arange(len(rows)), input_ids=rows)
 
 
 class Teacher:
@@ -63,12 +56,10 @@ class Teacher:
     They are computed when a row is first used, and stored: 6 K bytes for each token of the data.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: Rows, top: int) -> None:
-        self.model = model
-        size = (*rows.tokens[:, 1:].shape, top)
-        self.ids = torch.empty(size, dtype=torch.int32)
-        self.probabilities = torch.empty(size, dtype=torch.bfloat16)
-        self.known = torch.zeros(len(rows), dtype=torch.bool)
+    def __init__(self, model: PreTrainedModel, rows: int, length: int, top: int) -> None:
+        self.model, self.known = model, torch.zeros(rows, dtype=torch.bool)
+        self.ids = torch.empty(rows, length - 1, top, dtype=torch.int32)
+        self.probabilities = torch.empty(self.ids.shape, dtype=torch.bfloat16)
 
     def targets(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and probabilities, both [B, T-1, K], for tokens [B, T-1] of the rows with indices `rows`."""
@@ -117,7 +108,7 @@ class BackboneTrainer(Trainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        rows: Rows,
+        rows: StackDataset,
         recipe: Recipe,
         arguments: TrainingArguments,
         minutes: float | None = None,
@@ -152,7 +143,7 @@ class BackboneTrainer(Trainer):
 
     def compute_loss(self, model: PreTrainedModel, inputs: dict[str, Tensor], *_: object, **__: object) -> Tensor:
         """Compute the loss in nats a token: the model's own, mixed with the cross-entropy against the teacher."""
-        rows, ids, share = inputs["rows"], inputs["input_ids"], self.recipe.teacher_weight
+        rows, ids, share = inputs["rows"], inputs["input_ids"].long(), self.recipe.teacher_weight
         output = model(input_ids=ids, labels=ids, use_cache=False)
         if self.teacher is None:
             return output.loss

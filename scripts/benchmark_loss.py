@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from decode.bench.machine import stopwatch
-from measuring import PeakMemory
+from measuring import peak_meter
 from medusa.config import MedusaConfig
 from medusa.files import write_json
 from medusa.heads.independent import MedusaHeads
@@ -73,10 +73,10 @@ def measure(variant: Variant) -> dict[str, float]:
     peak, seconds = 0, []
     for _ in range(PASSES):
         heads.zero_grad(set_to_none=True)
-        memory, start = PeakMemory(device), clock()
+        grown, start = peak_meter(device), clock()
         head_losses(heads, *arguments).objective.sum().backward()
         seconds.append(clock() - start)
-        peak = max(peak, memory.grown())
+        peak = max(peak, grown())
     return {"peak_mb": round(peak / 1e6, 1), "seconds": round(min(seconds), 4)}
 
 

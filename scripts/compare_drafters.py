@@ -31,9 +31,9 @@ from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
-from measuring import Measured, MeasuringOptions, open_measured, show, take_turns
+from measuring import MeasuringOptions, open_measured, show, take_turns
 from medusa.__main__ import main as medusa
-from medusa.commands.models import open_drafter
+from medusa.commands.models import Opened, open_drafter
 from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import Loaded
@@ -96,7 +96,7 @@ def open_drafters(options: DraftersOptions, loaded: Loaded, folder: Path) -> tup
     return entries, left_out
 
 
-def measure(options: DraftersOptions, models: Measured, entries: dict[str, Entry]) -> dict[str, dict[str, object]]:
+def measure(options: DraftersOptions, models: Opened, entries: dict[str, Entry]) -> dict[str, dict[str, object]]:
     """Measure plain decoding, `model.generate` and all drafters; return the figures of each by its name."""
     (model, tokenizer), settings = (models.loaded.model, models.loaded.tokenizer), options.settings
     methods = {"plain": plain_method(model, settings, tokenizer)} | stock_methods(models.loaded, entries, settings)
@@ -127,7 +127,7 @@ def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings)
     return {name: transformers_method(loaded.model, settings, tokenizer, **more) for name, more in found.items()}
 
 
-def verify(options: DraftersOptions, models: Measured, source: DrafterFactory) -> dict[str, object]:
+def verify(options: DraftersOptions, models: Opened, source: DrafterFactory) -> dict[str, object]:
     """Test sampled tokens as `medusa verify` does; return the smallest p-value, and whether all tests pass."""
     model, sampling, cases = models.loaded.model, Settings(temperature=1.0), []
     generator = torch.Generator(model.device).manual_seed(options.runtime.seed)

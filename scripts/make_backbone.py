@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from backbone_training import BackboneTrainer, Recipe, Rows, Score, Teacher, encode, evaluate
+from backbone_training import BackboneTrainer, Recipe, Score, Teacher, cut_rows, encode, evaluate
 from decode.bench.machine import has_fast_bfloat16
 from medusa.commands.options import RuntimeOptions
 from medusa.errors import RequestError
@@ -170,10 +170,7 @@ def training_arguments(options: BackboneOptions, bf16: bool) -> TrainingArgument
 
 
 def find_checkpoint(options: BackboneOptions) -> str | None:
-    """Return the checkpoint to resume; for a new run, prepare the output folder and return None.
-
-    Raises:
-        RequestError: the run to resume was started with other settings."""
+    """Return the checkpoint to resume, or prepare the folder of a new run; RequestError if the settings changed."""
     settings, place = options.decisive, options.output / SETTINGS
     if options.resume:
         begun = read_json(place)
@@ -207,7 +204,7 @@ def train(options: BackboneOptions) -> None:
         tokenizer.model_max_length = options.context
     tokens = len(tokenizer)
     require(asked in (None, tokens), f"--vocab-size is {asked}; the tokenizer has {tokens} tokens")
-    rows = Rows(encode(tokenizer, documents), recipe.row_length)
+    rows = cut_rows(encode(tokenizer, documents), recipe.row_length)
     too_few = f"the text fills {len(rows)} rows of {recipe.row_length} tokens, and a step takes {recipe.batch_size}"
     require(len(rows) >= recipe.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
     bf16 = options.bf16
@@ -216,7 +213,8 @@ def train(options: BackboneOptions) -> None:
     model, teacher = build_model(options, tokenizer), None
     if options.teacher:
         load = LoadOptions("bfloat16" if bf16 else "float32", options.device)
-        teacher = Teacher(open_model(options.teacher, load, tokenizer), rows, recipe.teacher_top)
+        theirs = open_model(options.teacher, load, tokenizer)
+        teacher = Teacher(theirs, len(rows), recipe.row_length, recipe.teacher_top)
     trainer = BackboneTrainer(model, rows, recipe, training_arguments(options, bf16), options.minutes, teacher)
     trainer.train(resume_from_checkpoint=find_checkpoint(options))
     facts = options.decisive | {"vocab_size": tokens, "licence of the data": options.data_licence}

@@ -20,7 +20,7 @@ their guesses fill the rest of the tree.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -35,14 +35,13 @@ from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import resolve_tree
 from decode.generation import plain_decoding
-from decode.loop import Acceptor, Step, Timer, TreeStepper, run
+from decode.loop import Acceptor, Timer, TreeStepper, run
 from decode.masks import TreeMasks
 from decode.prefill import prefill
 from decode.request import prepare
-from decode.sequences import Request
 from decode.session import Session
 from decode.topology import Topology
-from measuring import MeasuringOptions, PeakMemory, open_measured, show
+from measuring import MeasuringOptions, open_measured, peak_meter, show
 from medusa import MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.commands.models import open_heads
@@ -50,7 +49,7 @@ from medusa.commands.options import Models
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import DTYPES
 from medusa.options import count, group, option, parse
-from script_tools import markdown_table, positive, run_script, script_parser
+from script_tools import markdown_table, run_script, script_parser
 from tiny_models import random_heads
 
 VOCAB, NUM_HEADS = 32000, 5
@@ -87,8 +86,10 @@ class Scripted(HeadsDrafter):
 
 def layers_and_hidden(text: str) -> tuple[int, int]:
     """Read layers and hidden size from text such as 6x288; the `type` of an argparse argument."""
-    layers, _, hidden = text.partition("x")
-    return positive(layers), positive(hidden)
+    layers, hidden = map(int, text.split("x"))
+    if min(layers, hidden) < 1:
+        raise ValueError(text)
+    return layers, hidden
 
 
 def counting_llama(layers: int, hidden: int) -> LlamaForCausalLM:
@@ -108,12 +109,12 @@ def measure_prefill(model: PreTrainedModel, prompt: list[int]) -> dict[str, floa
     """Measure the prefill of a prompt: seconds, peak memory with the cache (Linux or CUDA), and the cache's size."""
     backbone = Backbone(model)
     ids, clock = torch.tensor([prompt], device=backbone.device), stopwatch(backbone.device)
-    memory, cache = PeakMemory(backbone.device), TreeCache(model.config, 1, capacity=len(prompt))
+    peak, cache = peak_meter(backbone.device), TreeCache(model.config, 1, capacity=len(prompt))
     start = clock()
     prefill(backbone, cache, ids, [len(prompt)])
     kept = sum(arena.buffer.nbytes for arena in cache.arenas)
     figures = {"tokens": len(prompt), "seconds": clock() - start}
-    return figures | {"peak_mb": memory.grown() / 2**20, "cache_mb": kept / 2**20}
+    return figures | {"peak_mb": peak() / 2**20, "cache_mb": kept / 2**20}
 
 
 @torch.inference_mode()
@@ -123,7 +124,10 @@ def measure(
     """Decode one prompt; return its rounds, and the number of tokens that each step accepted, with the root."""
     backbone = Backbone(model)
     requests = prepare(model, [prompt], max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
-    session, steps = start_session(model, heads, tree, requests, tau)
+    session = Session(model, requests, slack=tree.num_nodes)
+    drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
+    drafter.tau = tau
+    steps = run(session.sequences, TreeStepper(session, drafter, Acceptor("greedy")), Timer())
     plain, plain_steps = plain_decoding(model, requests)
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
@@ -158,19 +162,6 @@ def measure(
         )
         of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
         rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.verifier.cache, one, here, None)))
-
-
-def start_session(
-    model: PreTrainedModel, heads: MedusaHeads, tree: Tree, requests: Sequence[Request], tau: float | None
-) -> tuple[Session, Iterator[Step]]:
-    """Start decoding, and return the session with its steps; with `tau`, the drafter is scripted."""
-    session = Session(model, requests, slack=tree.num_nodes)
-    drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
-    if tau is not None:
-        if not 1 <= tau <= 1 + tree.max_depth:
-            raise RequestError(f"--tau is {tau}; this tree allows 1 to {1 + tree.max_depth}")
-        drafter.tau = tau
-    return session, run(session.sequences, TreeStepper(session, drafter, Acceptor("greedy")), Timer())
 
 
 def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:
@@ -217,13 +208,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif not (options.models.backbone and options.models.heads):
         raise RequestError("nothing to measure: give --backbone B --heads H --prompts P, or --random LxH")
     else:
-        loaded, prompts, _ = open_measured(options)
-        model, heads = loaded.model, open_heads(options.models.heads, loaded)
-    tree = resolve_tree(options.models.tree, heads)
+        opened = open_measured(options)
+        model, prompts = opened.loaded.model, opened.prompts
+        heads = open_heads(options.models.heads, opened.loaded)
+    tree, tau = resolve_tree(options.models.tree, heads), options.tau
+    if tau is not None and not 1 <= tau <= 1 + tree.max_depth:
+        raise RequestError(f"--tau is {tau}; this tree allows 1 to {1 + tree.max_depth}")
     about = {name: getattr(options, name) for name in ("random", "lm_head", "prompt_tokens", "piece")}
     about |= {"nodes": tree.num_nodes, "dtype": str(model.dtype).removeprefix("torch.")}
     read = measure_prefill(model, max(prompts, key=len))
-    found = [measure(model, heads, tree, prompt, length, options.tau) for prompt in prompts]
+    found = [measure(model, heads, tree, prompt, length, tau) for prompt in prompts]
     rounds = [timed for part, _ in found for timed in part]
     outcome = summarize(rounds, statistics.fmean(length for _, lengths in found for length in lengths))
     outcome["prefill"] = read

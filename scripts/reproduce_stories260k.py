@@ -42,27 +42,10 @@ RECIPES: dict[str, Row] = {  # "data" trains on stories that people wrote, the o
 }
 PAPER = {"kind": "medusa", "block": "square", "lm_head": "own"}  # one square block, as in published heads
 TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the backbone's own text; the exclusion drops half of that at 0
-OPENING = (6, 40)  # tokens
+OPENING = (6, 40)  # least and most tokens of a story's opening
 NEW_TOKENS = 128
 START_UP = 50  # CPU seconds of `medusa train` that are not training: imports, reading, hidden states, saving
 ONE_THREAD = "--threads 1 --quiet"
-
-
-def write_inputs(reference: Path, output: Path) -> tuple[Path, Path]:
-    """Write the prompts, and the texts that share no window with a training text; return both paths."""
-    content = read_json(reference)
-    continuations = next(iter(content["runs"].values()))["new_ids"]
-    texts = [prompt + new for prompt, new in zip(content["prompts"], continuations, strict=True)]
-    return write_tokens(output / "prompts.jsonl", content["prompts"]), write_tokens(output / "excluded.jsonl", texts)
-
-
-def openings(args: argparse.Namespace, seed: int) -> list[list[int]]:
-    """Return the ids of story openings, of random lengths and in random order."""
-    tokenizer, draw, stories = load_tokenizer(args.backbone), random.Random(seed), read_documents(args.openings)
-    draw.shuffle(stories)
-    texts = [[tokenizer.bos_token_id, *tokenizer(s[:400], add_special_tokens=False)["input_ids"]] for s in stories]
-    cut = [ids[: draw.randint(*OPENING)] for ids in texts if len(ids) >= OPENING[1]]
-    return cut[: args.texts]
 
 
 def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
@@ -71,7 +54,11 @@ def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
     folder, cost = place / "text", place / "text_seconds.json"
     if not cost.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        start, prompts = cpu_seconds(), openings(args, seed)
+        start = cpu_seconds()
+        tokenizer, draw, stories = load_tokenizer(args.backbone), random.Random(seed), read_documents(args.openings)
+        draw.shuffle(stories)
+        texts = [[tokenizer.bos_token_id, *tokenizer(s[:400], add_special_tokens=False)["input_ids"]] for s in stories]
+        prompts = [ids[: draw.randint(*OPENING)] for ids in texts if len(ids) >= OPENING[1]][: args.texts]
         for temperature, share in TEMPERATURES.items():
             count = args.texts * share // sum(TEMPERATURES.values())
             source = write_tokens(place / f"openings_{temperature}.jsonl", prompts[:count])
@@ -83,14 +70,6 @@ def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
     return folder, read_json(cost)
 
 
-def heads_of(kind: str, num: int) -> Row:
-    """Return the configuration of `num` heads of a kind as `--kinds` names it."""
-    name, _, prefix = kind.partition("+")
-    if prefix not in ("", "prefix"):
-        raise RequestError(f"--kinds {kind}: only +prefix can be added to a kind")
-    return {"num": num, "prefix_layers": int(bool(prefix))} | (PAPER if name == "paper" else {"kind": name})
-
-
 def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: Path, excluded: Path) -> Row:
     """Train heads into `folder`; return their cost: CPU minutes, steps, and minutes of generating text."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,12 +79,16 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
     seconds = limit - written - START_UP
     if seconds <= 0:
         raise RequestError(f"generating text took {written:.0f} s of {limit:.0f}; give more --minutes, less --texts")
+    name, _, prefix = kind.partition("+")
+    if prefix not in ("", "prefix"):
+        raise RequestError(f"--kinds {kind}: only +prefix can be added to a kind")
+    heads = {"num": args.num_heads, "prefix_layers": int(bool(prefix))}
     training = {"max_cpu_minutes": seconds / 60, "per_device_train_batch_size": 4, "bf16": True, "seed": seed}
     config = {
         "backbone": args.backbone,
         "data": data | {"sequence_length": 256, "exclude": str(excluded), "exclude_window": 32},
         "output_dir": str(folder / "heads"),
-        "heads": heads_of(kind, args.num_heads),
+        "heads": heads | (PAPER if name == "paper" else {"kind": name}),
         "cache_features": True,
         "device": "cpu",  # must be explicit with bf16
         "training": training | {"logging_steps": 500, "save_strategy": "no"} | RECIPES[recipe],
@@ -136,24 +119,13 @@ def run(args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Pa
     if not (folder / "cost.json").is_file():
         write_json(folder / "cost.json", train(args, recipe, kind, seed, folder, excluded))
     about, cost = {"recipe": recipe, "kind": kind, "seed": seed}, read_json(folder / "cost.json")
-    taus = {tree: measure(args, folder, tree, args.prompts or prompts) for tree in args.trees}
+    taus = {tree: measure(args, folder, tree, prompts) for tree in args.trees}
     return [about | {"tree": tree, "tau": tau} | cost for tree, tau in taus.items()]
 
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of its finished children, in seconds."""
     return sum(os.times()[:4])
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Tabulate the median tau over the seeds for each recipe, kind of heads and tree."""
-    about, lines = itemgetter("recipe", "kind", "tree"), []
-    for key in dict.fromkeys(map(about, rows)):
-        group = [row for row in rows if about(row) == key]
-        taus, longest = [row["tau"] for row in group], max(row["cpu_minutes"] for row in group)
-        each = ", ".join(f"{tau:.3f}" for tau in taus)
-        lines.append([*key, f"{statistics.median(taus):.3f}", each, f"at most {longest:.2f}"])
-    return markdown_table(["recipe", "heads", "tree", "tau", "of each seed", "CPU minutes"], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -173,16 +145,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for medusa train")
     args = parser.parse_args(argv)
-    prompts, excluded = write_inputs(args.reference, args.output)
+    content = read_json(args.reference)
+    continuations = next(iter(content["runs"].values()))["new_ids"]
+    texts = [prompt + new for prompt, new in zip(content["prompts"], continuations, strict=True)]
+    prompts = write_tokens(args.output / "prompts.jsonl", content["prompts"])
+    excluded = write_tokens(args.output / "excluded.jsonl", texts)  # no training text shares a window with these
     rows: list[Row] = []
     for seed, recipe, kind in itertools.product(args.seeds, args.recipes, args.kinds):
-        rows += run(args, recipe, kind, seed, prompts, excluded)
+        rows += run(args, recipe, kind, seed, args.prompts or prompts, excluded)
         print(rows[-1], flush=True)
     if args.json:
-        about = {"texts": args.texts, "new_tokens": NEW_TOKENS, "minutes": args.minutes}
-        about |= {"temperatures": TEMPERATURES, "recipes": {name: RECIPES[name] for name in args.recipes}}
-        write_json(args.json, {"settings": about, "rows": rows})
-    print(table(rows))
+        settings = {"texts": args.texts, "new_tokens": NEW_TOKENS, "minutes": args.minutes}
+        settings |= {"temperatures": TEMPERATURES, "recipes": {name: RECIPES[name] for name in args.recipes}}
+        write_json(args.json, {"settings": settings, "rows": rows})
+    about, lines = itemgetter("recipe", "kind", "tree"), []
+    for key in dict.fromkeys(map(about, rows)):
+        group = [row for row in rows if about(row) == key]
+        taus, longest = [row["tau"] for row in group], max(row["cpu_minutes"] for row in group)
+        each = ", ".join(f"{tau:.3f}" for tau in taus)
+        lines.append([*key, f"{statistics.median(taus):.3f}", each, f"at most {longest:.2f}"])
+    print(markdown_table(["recipe", "heads", "tree", "tau", "of each seed", "CPU minutes"], lines))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,6 @@ def medusa(command: str, *more: object) -> None:
     subprocess.run([sys.executable, "-m", "medusa", *command.split(), *map(str, more)], check=True)
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1; the `type` of an argparse argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def write_jsonl(path: Path, records: Iterable[dict[str, object]]) -> None:
     """Write `records` to `path` as JSON Lines, and make its folder."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))

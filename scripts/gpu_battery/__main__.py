@@ -78,23 +78,17 @@ def run_stages(args: argparse.Namespace) -> int:
 def write_report(output: Path) -> Path:
     """Write report.md from the figures in `output`, and return its path."""
     figures = read_figures(output)
-    parts = ["# GPU battery", headline(figures.get("machine", [{}])[-1]), stage_table(figures)]
+    about = figures.get("machine", [{}])[-1]
+    toy = "Toy sizes on a CPU: these figures only show that every stage runs. " if about.get("toy") else ""
+    versions = f"torch {about.get('torch')}, transformers {about.get('transformers')}"
+    headline = f"{toy}{about.get('gpu') or about.get('processor')}, {versions}; {about.get('date')}"
+    parts = ["# GPU battery", f"{headline}, commit {about.get('commit')}.", stage_table(figures)]
     for name in STAGES:
-        shown = [figure for figure in figures.get(name, ()) if "event" not in figure]
-        if shown:
+        if shown := [figure for figure in figures.get(name, ()) if "event" not in figure]:
             parts += [f"## {name}", (STAGES[name].run.__doc__ or "").split("\n")[0]]
-            parts += [curve_table(shown)] if name == "curves" else [table(shown)]
+            parts.append(curve_table(shown) if name == "curves" else table(shown))
     write_text(output / REPORT, "\n\n".join(parts) + "\n")
     return output / REPORT
-
-
-def headline(about: Figure) -> str:
-    """Describe the machine, the versions, the date and the commit in one sentence."""
-    toy = "Toy sizes on a CPU: these figures only show that every stage runs. " if about.get("toy") else ""
-    return (
-        f"{toy}{about.get('gpu') or about.get('processor')}, torch {about.get('torch')}, transformers "
-        f"{about.get('transformers')}; {about.get('date')}, commit {about.get('commit')}."
-    )
 
 
 def stage_table(figures: dict[str, list[Figure]]) -> str:

@@ -21,9 +21,8 @@ import transformers
 
 from medusa.memory import peak_memory
 from scripts.gpu_battery.curves import curves, losses, sharding
+from scripts.gpu_battery.models import backbone, benchmark, heads, kinds, verify
 from scripts.gpu_battery.run import FULL, TOY, Figure, Run, append, read_figures
-from scripts.gpu_battery.speed import benchmark, kinds, verify
-from scripts.gpu_battery.training import backbone, heads
 
 CALL_SECONDS = 520  # of the nine minutes of a call; the rest is for starting up and for the report
 

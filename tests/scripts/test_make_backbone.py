@@ -210,7 +210,7 @@ def test_soft_cross_entropy_is_cross_entropy_on_one_token() -> None:
 
 
 def test_rows_hold_all_documents_end_to_end() -> None:
-    rows = training.Rows(map(torch.tensor, ([0, 1, 2], [0, 3], [0, 4, 5, 6])), 4)
+    rows = training.cut_rows(map(torch.tensor, ([0, 1, 2], [0, 3], [0, 4, 5, 6])), 4)
     assert [row["input_ids"].tolist() for row in rows] == [[0, 1, 2, 0], [3, 0, 4, 5]]  # the last token is dropped
 
 
@@ -241,7 +241,7 @@ def test_the_schedule_follows_steps_or_the_clock(
 ) -> None:
     arguments = TrainingArguments(str(tmp_path), max_steps=100, use_cpu=True, report_to="none")
     recipe = training.Recipe(warmup_steps=4)
-    trainer = training.BackboneTrainer(tiny_llama(), training.Rows([torch.zeros(8)], 4), recipe, arguments, minutes)
+    trainer = training.BackboneTrainer(tiny_llama(), training.cut_rows([torch.zeros(8)], 4), recipe, arguments, minutes)
     if minutes:
         monkeypatch.setattr(trainer.budget, "agreed", lambda: 45.0)  # three quarters of a minute
     factor = trainer.create_scheduler(100).lr_lambdas[0]
