@@ -9,18 +9,11 @@ Each of the four stages prints the command that runs it alone. The demo takes un
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
-from rich.columns import Columns
-from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.text import Text
 
 from decode.settings import Settings
 from medusa.commands import benchmark
@@ -35,20 +28,14 @@ from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.record import prompt_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from decode.bench.methods import Method
     from medusa.heads.independent import MedusaHeads
     from medusa.loading import Loaded
 
 TEXT_TOKENS, TEMPERATURE = 256, 0.7
 TEXT_SECONDS = 50  # time limit for generating text; a slower machine trains on less text
-SLOWER = 10  # the factor by which the stories are shown slower than they were generated
 
 
 class DemoOptions(Options):
-    """Options of `medusa demo`."""
-
     out: str = option(
         "medusa-demo", "write the text, the heads and the results to this folder", metavar="DIR", name="output"
     )
@@ -67,13 +54,7 @@ class DemoOptions(Options):
 
     @property
     def folder(self) -> Path:
-        """The folder of --output, to which the demo writes all results."""
         return Path(self.out)
-
-    @property
-    def heads(self) -> Path:
-        """The folder to which the trained heads are written."""
-        return self.folder / "heads"
 
 
 def run(options: DemoOptions) -> None:
@@ -130,7 +111,7 @@ def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads
     from train.recipe import parse_recipe
     from train.run import train
 
-    recipe, folder = ASSETS / "demo.yaml", options.heads
+    recipe, folder = ASSETS / "demo.yaml", options.folder / "heads"
     print_stage(
         options,
         f"2/4 Heads are trained on this text for {options.minutes:g} minute(s); the backbone does not change",
@@ -150,11 +131,13 @@ def train_heads(options: DemoOptions, loaded: Loaded, text: Path) -> MedusaHeads
 def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, prompt: list[int]) -> None:
     """Stage 3: generate a story with and without heads, and show both side by side."""
     from decode.bench.methods import medusa_method, plain_method
+    from medusa.commands.stories import Story, play
 
+    folder = options.folder / "heads"
     print_stage(
         options,
         "3/4 The same story, generated with and without heads",
-        f'medusa generate --backbone demo --heads {options.heads} --prompt "Once upon a time" --max-new-tokens 160',
+        f'medusa generate --backbone demo --heads {folder} --prompt "Once upon a time" --max-new-tokens 160',
     )
     assert loaded.tokenizer is not None
     settings, console = Settings(max_new_tokens=160), options.output.console
@@ -165,57 +148,15 @@ def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, promp
     console.print(f"    [green]green[/green]: drafted tokens that the backbone accepted. Equal texts: {equal}\n")
 
 
-class Story:
-    """A generated story, with the tokens and the time of every step."""
-
-    def __init__(self, title: str, method: Method, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.steps = tokenizer, list[tuple[float, list[int]]]()
-        method([prompt])  # warm-up
-        start = time.perf_counter()
-        self.result = method([prompt], lambda row, ids: self.steps.append((time.perf_counter() - start, ids)))[0]
-        speed = len(self.result.new_ids) / self.result.seconds
-        self.title = f"{title}: {speed:.0f} tokens/s, {len(self.steps)} steps"
-
-    def until(self, seconds: float) -> Text:
-        """Return the text generated in the first `seconds` seconds, with accepted drafted tokens in green."""
-        text, ids, known = Text(), list[int](), ""
-        for _, step in (step for step in self.steps if step[0] <= seconds):
-            for index, token in enumerate(step):
-                ids.append(token)
-                whole = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-                text.append(whole[len(known) :], style="green" if index else "")
-                known = whole
-        return text
-
-
-def play(console: Console, stories: Sequence[Story]) -> None:
-    """Replay how the stories grew, side by side. If the output is no terminal, show only the whole stories."""
-    width, end = max(30, console.width // 2 - 2), max(story.steps[-1][0] for story in stories)
-    height = 2 + max(6, 1300 // width)
-
-    def frame(seconds: float) -> Columns:
-        return Columns(Panel(story.until(seconds), title=story.title, width=width, height=height) for story in stories)
-
-    if not console.is_terminal:
-        console.print(frame(end))
-        return
-    console.print(f"    (shown {SLOWER} times slower than generated)")
-    start = time.perf_counter()
-    with Live(console=console, refresh_per_second=12) as live:
-        while (shown := (time.perf_counter() - start) / SLOWER) < end:
-            live.update(frame(shown))
-            time.sleep(0.05)
-        live.update(frame(end))
-
-
 def measure(options: DemoOptions, prompts: Prompts) -> None:
     """Stage 4: measure the speedup of decoding with heads on the prompts, and write and print the results."""
+    heads = options.folder / "heads"
     print_stage(
         options,
         "4/4 The speedup is measured",
-        f"medusa benchmark --backbone demo --heads {options.heads} --prompts {prompts.prompts}",
+        f"medusa benchmark --backbone demo --heads {heads} --prompts {prompts.prompts}",
     )
-    models, load, output = Models(backbone="demo", heads=str(options.heads)), options.load, options.output
+    models, load, output = Models(backbone="demo", heads=str(heads)), options.load, options.output
     asked = BenchmarkOptions(models=models, prompts=prompts, load=load, runtime=options.runtime, output=output)
     result, _ = benchmark.measure(asked, [], calibrates=False)
     console, report = output.console, options.folder / "benchmark.json"
@@ -227,6 +168,6 @@ def measure(options: DemoOptions, prompts: Prompts) -> None:
         f"\n[bold green]{figures.speedup_vs_generate:.2f} times as fast as model.generate[/bold green] "
         f"({figures.speedup:.2f} times our own plain loop), {figures.tau:.2f} tokens a step, {equal}."
     )
-    console.print(f"Heads: {options.heads}    Report: {report}")
+    console.print(f"Heads: {heads}    Report: {report}")
     console.print('Next: [dim]medusa generate --backbone demo --heads demo --prompt "Once upon a time"[/dim]')
     output.write(result.to_json())

@@ -10,19 +10,17 @@ exported heads, and what decoding in that server lacks.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError
 from medusa.export import FORMATS
-from medusa.files import Json, read_json, readable, replacing_folder, require_absent
+from medusa.files import readable, replacing_folder, require_absent
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from medusa.export.card import Facts
 
 
@@ -52,6 +50,7 @@ class ExportOptions(Options):
 
 
 def run(options: ExportOptions) -> None:
+    from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
     from medusa.export import writer
     from medusa.export.base import Export
@@ -64,21 +63,16 @@ def run(options: ExportOptions) -> None:
     require_absent(place, options.overwrite)
     heads = load(source) if options.dtype is None else load(source).to(DTYPES[options.dtype])
     if options.to == "hub":
-        facts.calibrations = _calibrations(source)
+        facts.calibrations = calibrations_of(source)
     backbone = options.backbone or heads.config.base_model_name_or_path
     if backbone is None:
         raise RequestError(f"{options.heads} does not record its backbone; add --backbone B")
-
-    @cache
-    def lm_head() -> Tensor:
-        return read_lm_head(backbone, options.load)
-
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
     name = str(local.resolve()) if local.is_dir() else backbone  # absolute: a server may start in another folder
     _require_replaceable(place, keep=[source, local])
     heads.config = replace(heads.config, base_model_name_or_path=name)
     with replacing_folder(place) as folder:
-        written = write(Export(heads, name, folder, place, lm_head, facts))
+        written = write(Export(heads, name, folder, place, cache(partial(read_lm_head, backbone, options.load)), facts))
         if not load(folder).is_same(written.heads):
             raise RunError("read again, the exported weights differ from the heads; no files were kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -98,26 +92,11 @@ def _facts(options: ExportOptions) -> Facts:
     for name in ("benchmark", "license", "repo_id"):
         if options.to != "hub" and getattr(options, name) is not None:
             raise RequestError(f"--{name.replace('_', '-')} is for the model card of --to hub; leave it out")
-    heads = options.heads
     benchmark = None if options.benchmark is None else read_benchmark(options.benchmark)
-    measured = heads if benchmark is None else benchmark["settings"]["heads"]
-    if measured != heads and Path(measured).resolve() != Path(heads).resolve():
-        warn(f"{options.benchmark} measured {measured}, not {heads}; the card names {measured}")
+    measured = options.heads if benchmark is None else benchmark["settings"]["heads"]
+    if Path(measured).resolve() != Path(options.heads).resolve():
+        warn(f"{options.benchmark} measured {measured}, not {options.heads}; the card names {measured}")
     return Facts(repo_id=options.repo_id, license=options.license, benchmark=benchmark)
-
-
-def _calibrations(source: Path) -> list[Json]:
-    """Return the tree calibrations stored in a folder of heads, except those made with other weights of the heads."""
-    from decode.bench.calibration.stored import FILE
-    from medusa.fingerprint import heads_fingerprint
-    from medusa.heads.independent import MedusaHeads
-    from medusa.loading import DTYPES
-
-    kept = read_json(source / FILE) if (source / FILE).is_file() else []
-    # The fingerprint is that of heads in the dtype of the backbone.
-    dtypes = {found["holds_for"]["dtype"] for found in kept}
-    prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(source, dtype=DTYPES[dtype])) for dtype in dtypes}
-    return [found for found in kept if found["holds_for"]["heads"] == prints[found["holds_for"]["dtype"]]]
 
 
 def _require_replaceable(output: Path, keep: list[Path]) -> None:

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from decode.bench.machine import machine
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.settings import Settings
-from medusa.files import read_json, write_json
+from medusa.files import Json, read_json, write_json
 from medusa.fingerprint import heads_fingerprint
 from medusa.heads.independent import MedusaHeads
+from medusa.loading import DTYPES
 from medusa.tree import Tree
 
 FILE = "calibration.json"
@@ -106,6 +107,15 @@ def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[flo
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)
+
+
+def calibrations_of(folder: Path) -> list[Json]:
+    """Load the calibrations in a folder of heads as JSON, except those made with other weights of the heads."""
+    kept = list(_entries([folder / FILE]))
+    # The fingerprint is that of heads in the dtype of the backbone.
+    dtypes = {entry["holds_for"]["dtype"] for entry in kept}
+    prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(folder, dtype=DTYPES[dtype])) for dtype in dtypes}
+    return [entry for entry in kept if entry["holds_for"]["heads"] == prints[entry["holds_for"]["dtype"]]]
 
 
 def _entries(places: Sequence[Path]) -> Iterator[Any]:
