@@ -96,29 +96,6 @@ class HeadTensors:
         return self.prefix + PUBLISHED.renamed(published, self.names)
 
 
-def _find_heads(stored: Mapping[str, Tensor], published: Json, source: str) -> HeadTensors:
-    """Find the tensors of heads in the files of heads or of a model, and give them FasterDecoding's names.
-
-    A tensor with an unknown name keeps its name, so that `from_published` rejects it.
-    """
-    of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
-    prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
-    # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.
-    inside = {name.removeprefix(prefix): name for name in stored if of_vllm or name.startswith(prefix)}
-    if scale := next((name for name in inside if name.endswith(("_scale", "_scaling_factor", "_amax"))), None):
-        raise RequestError(
-            f"{source} holds {prefix}{scale}: these weights are quantised; use the unquantised checkpoint"
-        )
-    names = next((names for names in (VLLM, TENSORRT_LLM) if any(map(names.block_of, inside))), PUBLISHED)
-    layers = 1 + max((int(match["l"]) for match in map(names.block_of, inside) if match), default=-1)
-    tensors = {names.renamed(name, PUBLISHED, layers): stored[in_file] for name, in_file in inside.items()}
-    found = HeadTensors(tensors, names, prefix)
-    if of_vllm:
-        found.vocabulary = tensors.pop(TOKEN_MAP, None)
-        _complete_vllm(found, layers, published, source)
-    return found
-
-
 def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source: str) -> None:
     """Add the tensors that vLLM's files can leave out: an LM head for each head, and biases of zero.
 
@@ -199,10 +176,24 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
     Raises:
         RequestError: the heads are quantised, scale their logits, or have a wrong tensor or lack one.
     """
-    found = _find_heads(stored, published, source)
-    if found.names is not PUBLISHED or found.prefix:  # other keys of another program's config can have other meanings
+    of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
+    prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
+    # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.
+    inside = {name.removeprefix(prefix): name for name in stored if of_vllm or name.startswith(prefix)}
+    if scale := next((name for name in inside if name.endswith(("_scale", "_scaling_factor", "_amax"))), None):
+        reason = "these weights are quantised; use the unquantised checkpoint"
+        raise RequestError(f"{source} holds {prefix}{scale}: {reason}")
+    names = next((names for names in (VLLM, TENSORRT_LLM) if any(map(names.block_of, inside))), PUBLISHED)
+    layers = 1 + max((int(match["l"]) for match in map(names.block_of, inside) if match), default=-1)
+    # Unknown names stay as they are, so that `from_published` rejects them.
+    tensors = {names.renamed(name, PUBLISHED, layers): stored[in_file] for name, in_file in inside.items()}
+    found = HeadTensors(tensors, names, prefix)
+    if of_vllm:
+        found.vocabulary = tensors.pop(TOKEN_MAP, None)
+        _complete_vllm(found, layers, published, source)
+    if names is not PUBLISHED or prefix:  # other keys of another program's config can have other meanings
         published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}
-    if found.prefix and len(found.tensors) < len(stored):  # the heads are inside their backbone
+    if prefix and len(tensors) < len(stored):  # the heads are inside their backbone
         published["base_model_name_or_path"] = asked
     return from_published(found, published, source)
 

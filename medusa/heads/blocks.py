@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED_EPS, MedusaConfig
+from medusa.config import MedusaConfig
 
 
 class SquareBlock(nn.Module):
@@ -81,23 +81,6 @@ def _layer(config: MedusaConfig, input_size: int) -> nn.Module:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(layer)
-
-
-class GatedStack(nn.Module):
-    """Llama's residual MLP: x + D (SiLU(G n) * U n) with gate G, up U, down D and n = norm(x). D starts at zero."""
-
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        self.norm = nn.RMSNorm(size, GATED_EPS)
-        self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, size, bias=False)
-        nn.init.zeros_(self.down.weight)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:  # z has the token, which only EAGLE-3's attention reads
-        inner = self.norm(x)
-        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
 
 
 class OriginalHydraStack(nn.Module):

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED, GATED_EPS
-from medusa.heads.blocks import GatedStack, Stack
+from medusa.config import GATED, GATED_EPS, MedusaConfig
+from medusa.heads.blocks import Stack
 from medusa.heads.context_kv import ContextKV, apply_rope, attention_heads, rope_angles
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
@@ -82,3 +82,20 @@ class EagleHeads(SequentialHeads):
         feature = feature + self.dropout(self.out(seen.flatten(-2)))
         feature = self.stack(feature, torch.cat([feature, token], dim=-1))
         return self.norm(feature) if self.gated else feature, (feature, *path)
+
+
+class GatedStack(nn.Module):
+    """Llama's residual MLP: x + D (SiLU(G n) * U n) with gate G, up U, down D and n = norm(x). D starts at zero."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.inner_size
+        self.norm = nn.RMSNorm(size, GATED_EPS)
+        self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, size, bias=False)
+        nn.init.zeros_(self.down.weight)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:  # z has the token, which only EAGLE-3's attention reads
+        inner = self.norm(x)
+        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))

@@ -36,18 +36,15 @@ class Record:
     text: str | None = None
     input_ids: list[int] | None = None
     messages: list[Json] | None = None
-    is_prompt: bool = False
-    """Whether the record is a prompt or question to continue, rather than a whole document."""
+    is_prompt: bool = False  # a prompt or question to continue, rather than a whole document
     prompt_tokens: int = 0
     """The number of `input_ids` at the start that belong to the prompt. They do not count in the training loss."""
     category: str | None = None  # such as `math`, for results by category
     tools: list[Json] | None = None  # JSON schemas for the chat template
-    turns: list[str] = field(default_factory=list)
-    """All questions of an MT-bench record. `messages` contains only the first one."""
+    turns: list[str] = field(default_factory=list)  # all questions of an MT-bench record; `messages` has the first one
     teach_last: bool = False
     """Whether only the last answer counts in the training loss, because other records contain the earlier answers."""
-    unfinished: bool = False
-    """Whether the last answer was cut off, so that no end token follows it."""
+    unfinished: bool = False  # the last answer was cut off, so that no end token follows it
 
 
 def parse_record(row: object, where: str) -> Record:
