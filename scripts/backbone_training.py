@@ -53,8 +53,7 @@ def cut_rows(encoded: Iterable[Tensor], length: int) -> StackDataset:
 class Teacher:
     """A trained model that gives the K most probable next tokens at each position, with their probabilities.
 
-    They are computed when a row is first used, and stored: 6 K bytes for each token of the data.
-    """
+    They are computed when a row is first used, and stored: 6 K bytes for each token of the data."""
 
     def __init__(self, model: PreTrainedModel, rows: int, length: int, top: int) -> None:
         self.model, self.known = model, torch.zeros(rows, dtype=torch.bool)

@@ -11,7 +11,6 @@ so the loss dominates both. On a GPU, Liger's kernels are measured too if they a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import platform
 from collections.abc import Sequence
@@ -80,18 +79,6 @@ def measure(variant: Variant) -> dict[str, float]:
     return {"peak_mb": round(peak / 1e6, 1), "seconds": round(min(seconds), 4)}
 
 
-def variants_of(args: argparse.Namespace) -> list[Variant]:
-    """Return all variants that the arguments ask for; `plain` is combined only with the first number of positions."""
-    with_liger = args.device != "cpu" and find_spec("liger_kernel") is not None
-    chosen = itertools.product(args.lm_heads, args.objectives, ("plain", "chunked", "liger"), args.positions)
-    return [
-        Variant(backend, lm_head, objective, positions, **{name: getattr(args, name) for name in COMMON})
-        for lm_head, objective, backend, positions in chosen
-        if backend != "plain" or positions == args.positions[0]
-        if backend != "liger" or (with_liger and objective == "labels")
-    ]
-
-
 def compared(row: dict[str, object], rows: Sequence[dict[str, object]]) -> list[object]:
     """Return the cells of a row, with its memory and time relative to the plain backend on the same positions."""
     plain = next(other for other in rows if all(other[key] == row[key] for key in ("lm_head", "objective")))
@@ -114,16 +101,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures (JSON)")
     args = parser.parse_args(argv)
     LoadOptions(device=args.device)  # raises RequestError for a device that this machine lacks
-    variants = variants_of(args)
+    common = {name: getattr(args, name) for name in COMMON}
+    with_liger = args.device != "cpu" and find_spec("liger_kernel") is not None
+    chosen = itertools.product(args.lm_heads, args.objectives, ("plain", "chunked", "liger"), args.positions)
+    variants = [
+        Variant(backend, lm_head, objective, positions, **common)
+        for lm_head, objective, backend, positions in chosen
+        if backend != "plain" or positions == args.positions[0]
+        if backend != "liger" or (with_liger and objective == "labels")
+    ]
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as alone:
         figures = list(alone.map(measure, variants))
     rows = [asdict(variant) | found for variant, found in zip(variants, figures, strict=True)]
     head = ["LM head", "objective", "positions", "version", "peak MB", "of plain", "s", "of plain"]
     print(markdown_table(head, [compared(row, rows) for row in rows]))
     if args.output:
-        about = {name: getattr(args, name) for name in COMMON} | {"threads": 1}
-        about |= {"dtype": "float32" if args.device == "cpu" else "bfloat16"}
-        about |= {"machine": platform.processor() or platform.machine()}
+        about = common | {"threads": 1, "dtype": "float32" if args.device == "cpu" else "bfloat16"}
+        about["machine"] = platform.processor() or platform.machine()
         rows = [{name: value for name, value in row.items() if name not in COMMON} for row in rows]
         write_json(args.output, {"settings": about, "rows": rows})
 

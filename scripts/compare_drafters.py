@@ -74,7 +74,7 @@ def compare(options: DraftersOptions, folder: Path) -> dict[str, object]:
         rows[name] |= {"needs": config.needs, "megabytes": source.num_bytes / 1e6} | verify(options, models, source)
     title = f"{models.loaded.name}, {len(models.prompts)} prompts, {new_tokens} greedy tokens"
     reasons = [f"{name} left out: {why}" for name, why in left_out.items()]
-    show(options, title, speed_table(rows), price_table(rows), *reasons)
+    show(options, title, *tables(rows), *reasons)
     about = {"backbone": models.loaded.name, "heads": options.models.heads, "prompts": len(models.prompts)}
     about |= {"rounds": options.rounds, "max_new_tokens": new_tokens, "draws": options.draws}
     return about | {"left_out": left_out, "rows": rows}
@@ -138,39 +138,33 @@ def verify(options: DraftersOptions, models: Opened, source: DrafterFactory) -> 
     return {"smallest_p_value": min(p_values(cases)), "draws_pass": passes(cases)}
 
 
-def speed_table(rows: dict[str, dict[str, object]]) -> str:
-    """Tabulate each method's tau, by category and in all, and its speeds."""
-    categories, lines = list(rows["plain"]["by_category"]), []
+def tables(rows: dict[str, dict[str, object]]) -> tuple[str, str]:
+    """Tabulate each method's tau and speeds; and what a drafter requires, whether it is exact, and its memory."""
+    categories, speeds, prices = list(rows["plain"]["by_category"]), [], []
     for name, row in rows.items():
         taus = [row["by_category"][category]["tau"] for category in categories] + [row["tau"]]
         # transformers does not report the steps of its assisted generation
         shown = [("" if name.startswith("transformers,") else f"{tau:.2f}") for tau in taus]
-        speeds = [f"{row[key]:.2f}" for key in ("speedup", "speedup_vs_generate")]
-        lines.append([name, *shown, f"{row['tokens_per_second']:.0f}", *speeds])
-    return markdown_table(["drafter", *categories, "tau", "tokens/s", "x plain", "x generate"], lines)
-
-
-def price_table(rows: dict[str, dict[str, object]]) -> str:
-    """Tabulate what each drafter requires, whether it is exact, and its memory without the backbone."""
-    lines = []
-    for name, row in rows.items():
-        if "needs" in row:
+        ratios = [f"{row[key]:.2f}" for key in ("speedup", "speedup_vs_generate")]
+        speeds.append([name, *shown, f"{row['tokens_per_second']:.0f}", *ratios])
+        if "needs" in row:  # a drafter: its memory does not include the backbone's
             exact = "yes" if row["equal_to_plain"] == 1 and row["draws_pass"] else "NO"
             exact += f": {row['equal_to_plain']:.0%} of texts equal, smallest p-value {row['smallest_p_value']:.2g}"
-            lines.append([name, row["needs"], exact, f"{row['megabytes']:.1f}"])
-    return markdown_table(["drafter", "needs", "exact", "MB"], lines)
+            prices.append([name, row["needs"], exact, f"{row['megabytes']:.1f}"])
+    head = ["drafter", *categories, "tau", "tokens/s", "x plain", "x generate"]
+    return markdown_table(head, speeds), markdown_table(["drafter", "needs", "exact", "MB"], prices)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(DraftersOptions, script_parser(__doc__), argv)
     if "rest" in options.drafters and options.text is None:
         raise RequestError("the drafter rest needs --text; give one, or leave rest out of --drafters")
-    tables = []
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (backbone, heads) in enumerate(options.on):
             models = replace(options.models, backbone=backbone, heads=heads)
-            tables.append(compare(replace(options, models=models), Path(folder) / str(number)))
-    options.output.write({"machine": asdict(machine()), "tables": tables})
+            found.append(compare(replace(options, models=models), Path(folder) / str(number)))
+    options.output.write({"machine": asdict(machine()), "tables": found})
 
 
 if __name__ == "__main__":

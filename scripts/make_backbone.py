@@ -138,16 +138,6 @@ def open_model(folder: str, load: LoadOptions, tokenizer: PreTrainedTokenizerBas
     return model
 
 
-def build_model(options: BackboneOptions, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """Make a Llama in float32 with random weights and tied embeddings."""
-    shape = options.shape
-    sizes = {name: shape[name] for name in ("hidden_size", "intermediate_size")}
-    sizes |= {"num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"]}
-    sizes |= {"num_key_value_heads": shape["kv_heads"], "max_position_embeddings": options.context}
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **special, tie_word_embeddings=True))
-
-
 def training_arguments(options: BackboneOptions, bf16: bool) -> TrainingArguments:
     """Make the Trainer's arguments from the command line."""
     arguments = TrainingArguments(
@@ -210,7 +200,13 @@ def train(options: BackboneOptions) -> None:
     bf16 = options.bf16
     if bf16 is None:
         bf16 = has_fast_bfloat16() if options.device == "cpu" else torch.cuda.is_bf16_supported()
-    model, teacher = build_model(options, tokenizer), None
+    shape = options.shape
+    sizes = {name: shape[name] for name in ("hidden_size", "intermediate_size")}
+    sizes |= {"num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"]}
+    sizes |= {"num_key_value_heads": shape["kv_heads"], "max_position_embeddings": options.context}
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=tokens, **sizes, **special, tie_word_embeddings=True))
+    teacher = None
     if options.teacher:
         load = LoadOptions("bfloat16" if bf16 else "float32", options.device)
         theirs = open_model(options.teacher, load, tokenizer)

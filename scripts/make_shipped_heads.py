@@ -29,16 +29,6 @@ TEXTS = {"greedy": (3200, 0), "warm": (1024, 0.7), "held_out": (200, 0)}  # prom
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 4e-3, "save_strategy": "no", "logging_steps": 100}
 
 
-def write_prompts(data: Path, work: Path) -> None:
-    """Write the first sentences of shuffled stories as prompts, in one file for each entry of TEXTS."""
-    stories = read_documents(str(data))
-    openings = [(match[0] if (match := SENTENCE.match(story)) else story[:80])[:200] for story in stories]
-    random.Random(0).shuffle(openings)
-    for name, (count, _) in TEXTS.items():
-        write_jsonl(work / f"{name}.jsonl", ({"prompt": opening} for opening in openings[:count]))
-        openings = openings[count:]
-
-
 def finish(folder: Path, held_out: Path, nodes: int) -> None:
     """Grow a tree of `nodes` nodes on the held-out texts, and store it with the heads, in bfloat16."""
     backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(folder)
@@ -67,8 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     text = args.work / "own_text"
     text.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.data, args.work)
-    for name, (_, temperature) in TEXTS.items():
+    stories = read_documents(str(args.data))
+    openings = [(match[0] if (match := SENTENCE.match(story)) else story[:80])[:200] for story in stories]
+    random.Random(0).shuffle(openings)
+    for name, (count, temperature) in TEXTS.items():
+        prompts, openings = openings[:count], openings[count:]
+        write_jsonl(args.work / f"{name}.jsonl", ({"prompt": opening} for opening in prompts))
         output = args.work / "own_held_out.jsonl" if name == "held_out" else text / f"{name}.jsonl"
         where = ["--prompts", args.work / f"{name}.jsonl", "--output", output]
         options = f"--temperature {temperature} --max-new-tokens 220 --batch-size 64 --threads {args.threads}"

@@ -69,8 +69,7 @@ class Round(NamedTuple):
 class Scripted(HeadsDrafter):
     """Drafter whose draft is that of the heads, with the correct tokens root + 1, root + 2, ... on its first path.
 
-    So many of them are correct that steps accept `tau` tokens on average.
-    """
+    So many of them are correct that steps accept `tau` tokens on average."""
 
     tau: float
     steps = 0

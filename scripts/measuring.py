@@ -42,8 +42,7 @@ def open_measured(options: MeasuringOptions) -> Opened:
 def take_turns(options: MeasuringOptions, opened: Opened, methods: dict[str, Method]) -> dict[str, MethodFigures]:
     """Decode all prompts with all methods, which take turns, and return the figures of each method.
 
-    The first of the methods must be `plain`, plain decoding. With one CPU thread, CPU time is measured, else wall time.
-    """
+    The first method must be `plain`, plain decoding. With one CPU thread, CPU time is measured, else wall time."""
     contenders, batches = [Contender(*named) for named in methods.items()], [[ids] for ids in opened.prompts]
     with options.output.progress_bars() as start_progress:
         advance = start_progress("measuring", options.rounds * len(batches))
@@ -62,8 +61,7 @@ def show(options: MeasuringOptions, *parts: str) -> None:
 def peak_meter(device: torch.device | str) -> Callable[[], int]:
     """Return a function that returns by how many bytes the peak since now exceeds the memory in use now.
 
-    The memory is that of tensors on a GPU, and resident memory on a CPU (Linux only).
-    """
+    The memory is that of tensors on a GPU, and resident memory on a CPU (Linux only)."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

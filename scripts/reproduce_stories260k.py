@@ -102,25 +102,22 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
     return {"cpu_minutes": round(used / 60, 3), "steps": steps, "writing_minutes": round(written / 60, 3)}
 
 
-def measure(args: argparse.Namespace, folder: Path, tree: str, prompts: Path) -> float:
-    """Generate text after the prompts with the heads in `folder`, and return tau."""
-    result = folder / f"generated_{prompts.stem}_{tree.replace(':', '_')}.json"
-    options = f"--tree {tree} --max-new-tokens 128 --ignore-eos"
-    where = ["--backbone", args.backbone, "--heads", folder / "heads", "--prompts", prompts, "--json", result]
-    medusa(f"generate {ONE_THREAD} {options}", *where)
-    results = read_json(result)["results"]
-    # The cut at 128 tokens and the last root, which needs no forward, both lower tau here.
-    return round(sum(len(entry["new_ids"]) for entry in results) / sum(entry["steps"] for entry in results), 4)
-
-
 def run(args: argparse.Namespace, recipe: str, kind: str, seed: int, prompts: Path, excluded: Path) -> list[Row]:
     """Train heads of one recipe, kind and seed, unless they exist, and measure them; return a row for each tree."""
     folder = args.output / f"seed{seed}" / (recipe if kind == "medusa" else f"{recipe}-{kind}")
     if not (folder / "cost.json").is_file():
         write_json(folder / "cost.json", train(args, recipe, kind, seed, folder, excluded))
     about, cost = {"recipe": recipe, "kind": kind, "seed": seed}, read_json(folder / "cost.json")
-    taus = {tree: measure(args, folder, tree, prompts) for tree in args.trees}
-    return [about | {"tree": tree, "tau": tau} | cost for tree, tau in taus.items()]
+    rows: list[Row] = []
+    for tree in args.trees:
+        result = folder / f"generated_{prompts.stem}_{tree.replace(':', '_')}.json"
+        where = ["--backbone", args.backbone, "--heads", folder / "heads", "--prompts", prompts, "--json", result]
+        medusa(f"generate {ONE_THREAD} --tree {tree} --max-new-tokens 128 --ignore-eos", *where)
+        results = read_json(result)["results"]
+        # The cut at 128 tokens and the last root, which needs no forward, both lower tau here.
+        tau = sum(len(entry["new_ids"]) for entry in results) / sum(entry["steps"] for entry in results)
+        rows.append(about | {"tree": tree, "tau": round(tau, 4)} | cost)
+    return rows
 
 
 def cpu_seconds() -> float:

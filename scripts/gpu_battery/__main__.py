@@ -28,12 +28,24 @@ from decode.bench.machine import commit, machine
 from medusa.errors import RequestError
 from medusa.files import write_text
 from script_tools import markdown_table, run_script, script_parser
-from scripts.gpu_battery.run import Figure, append, read_figures
-from scripts.gpu_battery.stages import STAGES, run_stage
+from scripts.gpu_battery.curves import curves, losses, sharding
+from scripts.gpu_battery.models import backbone, benchmark, heads, kinds, verify
+from scripts.gpu_battery.run import Figure, Stage, append, read_figures, run_stage
 
+CALL_SECONDS = 520  # of the nine minutes of a call; the rest is for starting up and for the report
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
 REPORT = "report.md"
 ALL = ("stage", "event")  # fields that are no columns of a table
+STAGES = {
+    "curves": Stage(curves, call=1, seconds=380),
+    "losses": Stage(losses, call=1, seconds=80),
+    "sharding": Stage(sharding, call=1, seconds=60),
+    "backbone": Stage(backbone, call=2, seconds=240),
+    "heads": Stage(heads, call=2, seconds=280, needs=("backbone",)),
+    "benchmark": Stage(benchmark, call=3, seconds=210, needs=("heads",)),
+    "verify": Stage(verify, call=3, seconds=90, needs=("heads",)),
+    "kinds": Stage(kinds, call=3, seconds=220, needs=("heads",)),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_stages(args: argparse.Namespace) -> int:
-    """Run the requested stages in order; return 0 if all of them finished, else 1.
-
-    Raises:
-        RequestError: there is no GPU, and `--rehearse` was not given."""
+    """Run the requested stages in order; return 0 if all finished, else 1. Full sizes without a GPU: RequestError."""
     toy = args.rehearse
     if not toy and not torch.cuda.is_available():
         raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
@@ -69,7 +78,7 @@ def run_stages(args: argparse.Namespace) -> int:
     for name in names:
         end += factor * STAGES[name].seconds  # a stage may also use the time that earlier stages did not use
         print(f"{name} ...", end=" ", flush=True)
-        outcome = run_stage(name, args.output, toy, "cpu" if toy else args.device, end - time.monotonic())
+        outcome = run_stage(name, STAGES[name], args.output, toy, "cpu" if toy else args.device, end - time.monotonic())
         print(f"{outcome['status']}, {outcome['seconds']} s", outcome.get("error", ""), flush=True)
         finished &= outcome["status"] == "done"
     return 0 if finished else 1

@@ -37,8 +37,7 @@ ATTENTION = ("attention", "fmha", "flash", "cudnn", "sdpa")  # parts of the name
 def curves(run: Run) -> None:
     """Measure T(n), the time of a step over n nodes, by context, batch size, attention (GQA, MHA), compiled and eager.
 
-    The heads are random, so a step accepts about one token.
-    """
+    The heads are random, so a step accepts about one token."""
     scale = run.scale
     for how, context, batch in itertools.product(("compiled", "eager"), scale.contexts, scale.batches):
         for model, nodes in itertools.product(scale.kv_heads, scale.nodes):

@@ -1,23 +1,30 @@
-"""The context of a stage: its sizes, folders and GPU monitor, and the file that every figure is appended to."""
+"""Stages: their context (sizes, folders, GPU monitor), the file of all figures, and the process of a stage."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
 import torch
+import transformers
 import yaml
 
 from medusa.__main__ import main as medusa
 from medusa.files import read_json
+from medusa.memory import peak_memory
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
@@ -96,10 +103,9 @@ class Run:
             self.keep(**about, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
     def medusa(self, command: str, *more: object, result: str | None = None) -> dict[str, object]:
-        """Run a `medusa` command in this process; `result` names the JSON file of its results, which are returned.
+        """Run a `medusa` command in this process; RuntimeError if it fails and writes no JSON.
 
-        Raises:
-            RuntimeError: the command failed and wrote no JSON."""
+        `result` names the JSON file of its results, which are returned."""
         argv, place = [command, *map(str, more)], self.output / "json" / f"{result}.json"
         if result:
             place.parent.mkdir(exist_ok=True)
@@ -112,3 +118,79 @@ class Run:
         if status:
             raise RuntimeError(f"medusa {command} ended with status {status}; see the log")
         return {}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a call, which measures or trains something in a separate process."""
+
+    run: Callable[[Run], None]
+    call: int
+    seconds: int  # the stage's share of the call; time that earlier stages did not use is added
+    needs: tuple[str, ...] = ()  # stages that must have produced figures before this stage can run
+
+
+def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
+    """Run a stage, and record and return how it ended: done, failed, cut off or skipped."""
+    append(output, {"stage": name, "event": "start"})
+    figures, start = read_figures(output), time.monotonic()
+    missing = [needed for needed in stage.needs if not kept_figures(figures.get(needed, ()))]
+    if missing:
+        outcome: Figure = {"status": "skipped", "error": f"needs {missing[0]}"}
+    else:
+        outcome = watch(name, stage, output, toy, device, seconds)
+    outcome = {"seconds": round(time.monotonic() - start)} | outcome
+    append(output, {"stage": name, "event": "end"} | outcome)
+    return outcome
+
+
+def kept_figures(figures: Sequence[Figure]) -> bool:
+    """Tell whether a stage produced a figure. If so, stages that need it can run, even if it was cut off later."""
+    return any("event" not in figure and "error" not in figure for figure in figures)
+
+
+def watch(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
+    """Run the stage in a new process; after `seconds`, end the process with all its children."""
+    # A forked process need not import anything again, but CUDA cannot be used in one.
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    log = output / "logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    process = context.Process(target=in_process, args=(name, stage, output, toy, device, seconds, log))
+    process.start()
+    process.join(seconds)
+    in_time = process.exitcode is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also children that a finished stage left running
+    process.kill()
+    process.join()
+    if not in_time:
+        return {"status": "cut off", "error": f"not finished after {seconds:.0f} s"}
+    if process.exitcode:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {process.exitcode}")
+        return {"status": "failed", "error": last}
+    return {"status": "done"}
+
+
+def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
+    """Run the stage in this process, with its output in the file `log`."""
+    os.setpgid(0, 0)  # a new group, so that its children can be ended with it
+    with log.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers.set_seed(0)
+    if toy:
+        torch.set_num_threads(1)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork
+        torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler
+    try:
+        stage.run(Run(name, output, TOY if toy else FULL, device, seconds))
+        if not kept_figures(kept := read_figures(output)[name]):
+            raise RuntimeError(kept[-1].get("error", "the stage kept no figure"))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    peak = {place: size // 10**6 for place, size in peak_memory().items()}
+    append(output, {"stage": name, "event": "memory", "peak_mb": peak})

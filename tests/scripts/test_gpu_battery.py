@@ -16,8 +16,8 @@ from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
 from scripts.gpu_battery import curves, run
-from scripts.gpu_battery.run import FULL, TOY, Run
-from scripts.gpu_battery.stages import CALL_SECONDS, STAGES, Stage, run_stage
+from scripts.gpu_battery.__main__ import CALL_SECONDS, STAGES
+from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stage
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -78,7 +78,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, function: object, needs: tuple[str, 
 
 
 def run_toy(tmp_path: Path, seconds: float = 60) -> run.Figure:
-    return run_stage("curves", tmp_path, True, "cpu", seconds)
+    return run_stage("curves", STAGES["curves"], tmp_path, True, "cpu", seconds)
 
 
 def sleeping(stage: Run) -> None:
