@@ -79,7 +79,7 @@ class DraftModelConfig(DrafterConfig):
             raise RequestError(f"drafter model: widths is {self.widths!r}; write numbers such as 3x2x1") from None
 
     def check(self, config: PretrainedConfig) -> None:
-        require_same_vocabulary(self.model, load_config(small_model_path(self.model)), config)
+        require_same_vocabulary(self.model, load_config(small_model_path(self.model)), config, "draft model")
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
         return DraftModel(load_small_model(self.model, context), self.tree, self.topk, self.confidence)

@@ -29,9 +29,7 @@ def load_small_model(name: str, context: DrafterContext, role: str = "draft mode
     return loaded.model
 
 
-def require_same_vocabulary(
-    name: str, small: PretrainedConfig, backbone: PretrainedConfig, role: str = "draft model"
-) -> None:
+def require_same_vocabulary(name: str, small: PretrainedConfig, backbone: PretrainedConfig, role: str) -> None:
     """Raise a `RequestError` if the small model and the backbone differ in vocabulary size."""
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (small, backbone)]
     if sizes[0] != sizes[1]:

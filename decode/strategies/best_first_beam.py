@@ -98,11 +98,12 @@ def best_first_beam(
     longest = max_new_tokens if backbone.context is None else min(max_new_tokens, backbone.context - len(prompt))
     if longest < 1:
         raise RequestError(f"the prompt fills the backbone's context of {backbone.context}; give a shorter one")
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id if model.generation_config else None
-    ends = {-1 if eos_token_id is None else eos_token_id} if not isinstance(eos_token_id, Sequence) else {*eos_token_id}
+    if eos_token_id is None and model.generation_config is not None:
+        eos_token_id = model.generation_config.eos_token_id
+    given = eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id]
+    ends = {token for token in given if token is not None and token >= 0}
     queue = _Queue(num_beams, longest, length_penalty, max_queued)
-    return _search(scorer_for(model, prompt), queue, ends - {-1}, num_return_sequences, batch_size)
+    return _search(scorer_for(model, prompt), queue, ends, num_return_sequences, batch_size)
 
 
 def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_size: int) -> Search:

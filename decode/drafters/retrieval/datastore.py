@@ -180,7 +180,7 @@ def build(
             text is empty or has ids of another tokenizer.
         RunError: the disk is full.
     """
-    builder = _Builder(folder, about | {"format": FORMAT, "depth": DEPTH}, overwrite)
+    builder = _Builder(folder, json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH})), overwrite)
     with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):
         if not builder.state["read"]:
             builder.read(pieces, encode, tell)
@@ -193,8 +193,7 @@ class _Builder:
 
     def __init__(self, folder: Path, about: Json, overwrite: bool) -> None:
         require_output(folder, overwrite)
-        self.folder, self.about = folder, json.loads(json.dumps(about))
-        self.end = int(about["vocab_size"])
+        self.folder, self.end = folder, int(about["vocab_size"])
         self.dtype = _dtype(self.end)
         if overwrite and folder.is_dir():
             rmtree(folder)
@@ -203,10 +202,10 @@ class _Builder:
             path.unlink()
         counts = {"pieces": 0, "groups": 0, "largest": 0, "documents": 0, "bytes": {TOKENS: 0, ORDER: 0}}
         digest = hashlib.sha256().hexdigest()  # of the pieces that were read
-        self.state: Json = {"about": self.about, "digest": digest, "read": False} | counts
+        self.state: Json = {"about": about, "digest": digest, "read": False} | counts
         if (folder / BUILDING).is_file():
             self.state = read_json(folder / BUILDING)
-            if self.state.get("about") != self.about:
+            if self.state.get("about") != about:
                 raise RequestError(f"{folder} was started with other settings; choose another place or add --overwrite")
         write_json(folder / BUILDING, self.state)
 
@@ -259,7 +258,7 @@ class _Builder:
         """Write datastore.json and remove building.json; returns the content of datastore.json."""
         tokens = self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH
         counts = {name: self.state[name] for name in ("documents", "largest", "digest")}
-        about = self.about | {"tokens": tokens} | counts
+        about = self.state["about"] | {"tokens": tokens} | counts
         write_json(self.folder / DONE, about)
         (self.folder / BUILDING).unlink()
         return about
