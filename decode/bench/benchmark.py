@@ -2,8 +2,7 @@
 
 In each round, every method decodes all prompts. The methods alternate after every batch of prompts, so a machine that
 slows down during the run slows all methods. Each method first decodes one batch as a warm-up, which does not count.
-Metrics are medians over the rounds, and a speedup is a ratio of two rates of the same run. Tokens per second count all
-new tokens and the whole time, including the prefill.
+Metrics are medians over the rounds. Tokens per second count all new tokens and the whole time, prefill included.
 
 Shapes: P positions of a text, K heads.
 """
@@ -71,13 +70,6 @@ class Contender:
             found.append(PromptFigures(self.batch_of[index], len(new_ids), len(lengths), sum(lengths), seconds))
         return found
 
-    def step_ms(self) -> dict[str, float] | None:
-        """Mean milliseconds that a step spends in each stage; `None` if the method has no clock."""
-        if self.clock is None:
-            return None
-        steps = sum(len(result.step_lengths) for results in self.rounds for result in results)
-        return {stage: 1000 * seconds / max(steps, 1) for stage, seconds in self.clock.seconds.items()}
-
 
 def run_rounds(
     contenders: Sequence[Contender],
@@ -129,7 +121,9 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
         figures = found[contender.name] = _figures(contender, *baselines, everything)
         figures.tau_by_position = tau_by_position(contender.rounds[0])
         figures.prompts = contender.prompt_figures(everything)
-        figures.step_ms = contender.step_ms()
+        if contender.clock is not None:
+            steps = sum(len(result.step_lengths) for results in contender.rounds for result in results)
+            figures.step_ms = {stage: 1000 * s / max(steps, 1) for stage, s in contender.clock.seconds.items()}
         figures.by_category = {name: _figures(contender, *baselines, chosen) for name, chosen in groups.items()}
     return found
 

@@ -2,9 +2,8 @@
 
 Rounds and batches of prompts are drawn repeatedly with replacement, and an interval holds 95 % of the resampled
 metrics. It shows how far a metric may move with other prompts of the same kind, or at another time on this machine.
-Both sides of a ratio use the same draws, because both methods decoded the same prompts in the same rounds. Two runs are
-compared on the same draws of prompts, so differences between prompts do not count as noise. Speedups are ratios of
-rates within one run, so they can be compared between machines; tokens per second cannot.
+Both sides of a ratio use the same draws of prompts, so differences between prompts do not count as noise. Speedups are
+ratios of rates within one run, so they can be compared between machines; tokens per second cannot.
 
 Shapes: R rounds, B batches, D bootstrap draws.
 """
@@ -103,18 +102,8 @@ class Change:
     later: float
     ratio: float  # the later value of the metric divided by the earlier value
     ratio_interval: Interval | None  # of 95 % of the resampled ratios; `None` if a run measured the metric only once
-
-    @property
-    def label(self) -> str:
-        return f"{self.method}, {LABELS[self.figure]}"
-
-    @property
-    def verdict(self) -> str:
-        """Direction of the change in words, or a statement that the interval shows no clear change."""
-        if self.ratio_interval is None:
-            return "unknown: a single measurement"
-        low, high = self.ratio_interval
-        return "higher" if low > 1 else "lower" if high < 1 else "no difference seen"
+    label: str  # the method and its metric, for tables
+    verdict: str  # the direction of the change in words, or a statement that the interval shows no clear change
 
 
 @dataclass
@@ -130,8 +119,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, object]:
         """Return the comparison as `medusa benchmark --json` lists it."""
-        changes = [asdict(change) | {"label": change.label, "verdict": change.verdict} for change in self.changes]
-        return asdict(self) | {"changes": changes}
+        return asdict(self)
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
@@ -140,23 +128,20 @@ def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, 
     Raises RequestError if a benchmark has no metrics of single prompts, or if the two decoded different prompts."""
     for result, name in zip((earlier, later), names, strict=True):
         result.require_prompts(name)
-    if earlier.settings.prompts_sha256 != later.settings.prompts_sha256:
+    then, now = earlier.settings, later.settings
+    if then.prompts_sha256 != now.prompts_sha256:
         raise RequestError(
-            f"{names[0]} and {names[1]} decoded other prompts ({earlier.settings.prompts} and "
-            f"{later.settings.prompts} of them, or another tokenizer), so nothing can be paired; "
-            "run both on the same --prompts"
+            f"{names[0]} and {names[1]} decoded other prompts ({then.prompts} and {now.prompts} of them, or another "
+            "tokenizer), so nothing can be paired; run both on the same --prompts"
         )
-    common = [name for name in later.methods if name in earlier.methods]
     machine = _differences(asdict(earlier.machine), asdict(later.machine))
+    pairs = {name: (earlier.methods[name], of) for name, of in later.methods.items() if name in earlier.methods}
     return Comparison(
         *names,
-        differences=machine + _differences(earlier.settings.to_json(), later.settings.to_json()),
+        differences=machine + _differences(then.to_json(), now.to_json()),
         same_machine=all(name in VERSIONS for name, _, _ in machine),
-        changes=[change for name in common for change in _changes(name, earlier.methods, later.methods)],
-        rates={
-            name: (earlier.methods[name].tokens_per_second.median, later.methods[name].tokens_per_second.median)
-            for name in common
-        },
+        changes=[change for name in pairs for change in _changes(name, earlier.methods, later.methods)],
+        rates={name: (a.tokens_per_second.median, b.tokens_per_second.median) for name, (a, b) in pairs.items()},
     )
 
 
@@ -165,10 +150,9 @@ def _differences(earlier: dict[str, object], later: dict[str, object]) -> list[t
     for name in earlier | later:
         values = [run.get(name) for run in (earlier, later)]
         if name not in IDENTITY and values[0] != values[1]:
-            before, after = (
-                f"{1 + len(v)} nodes" if name == "tree" and isinstance(v, list) else str(v) for v in values
-            )
-            found.append((name, before, after))
+            if name == "tree":
+                values = [f"{1 + len(value)} nodes" if isinstance(value, list) else value for value in values]
+            found.append((name, str(values[0]), str(values[1])))
     return found
 
 
@@ -190,8 +174,11 @@ def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, Meth
     for figure, resampled in ratios.items():
         can_vary = now[name].num_batches > 1 if figure == "tau" else then[name].can_vary and now[name].can_vary
         before, after = getattr(earlier[name], figure), getattr(later[name], figure)
-        ratio = after / before if before else 0.0
-        found.append(Change(name, figure, before, after, ratio, interval(resampled) if can_vary else None))
+        ratio, verdict, bounds = after / before if before else 0.0, "unknown: a single measurement", None
+        if can_vary:
+            bounds = low, high = interval(resampled)
+            verdict = "higher" if low > 1 else "lower" if high < 1 else "no difference seen"
+        found.append(Change(name, figure, before, after, ratio, bounds, f"{name}, {LABELS[figure]}", verdict))
     return found
 
 

@@ -50,11 +50,12 @@ class BenchmarkJob(Job):
         if self.settings.stop and self.loaded.tokenizer is None:
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
-    def run(self, contenders: Sequence[Contender], rounds: int, title: str) -> None:
-        """Decode the prompts with all contenders, `rounds` times. `title`: the title of the progress bar."""
+    def measure(self, contenders: Sequence[Contender], rounds: int, title: str) -> dict[str, MethodFigures]:
+        """Measure all contenders in `rounds` rounds, with a progress bar called `title`; return metrics by name."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
         run_rounds(contenders, batches, rounds, self.start_progress(title, rounds * len(batches)), self.seed)
+        return summarize(contenders, self.categories)
 
     def by_transformers(self, name: str, settings: Settings, **assistance: object) -> Contender:
         """Make a contender that decodes with transformers' `model.generate` (`transformers_method`)."""
@@ -72,11 +73,10 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
     memory = MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
     about = BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
     generation = json.loads(json.dumps(job.settings.to_dict()))
+    names = ("heads", "drafter", "tree", "rounds", "batch_size", "seed", "command")
     settings = RunSettings(
         **{name: generation.pop(name) for name in ("max_new_tokens", "temperature", "acceptance")},
-        **{
-            name: getattr(job, name) for name in ("heads", "drafter", "tree", "rounds", "batch_size", "seed", "command")
-        },
+        **{name: getattr(job, name) for name in names},
         generation=generation,
         backbone=job.loaded.name,
         prompts=len(job.prompts),
@@ -98,15 +98,13 @@ def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict
         *others,
         Contender("medusa", job.drafted(job.settings, medusa), medusa),
     ]
-    job.run(contenders, job.rounds, "measuring")
-    return summarize(contenders, job.categories)
+    return job.measure(contenders, job.rounds, "measuring")
 
 
 def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
     """Measure tau and speedup of lossless decoding at another temperature, in one round (no top-k, top-p, min-p)."""
     settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
-    warm = replace(job, settings=settings, rounds=1, categories=[None] * len(job.prompts))
-    found = measure_methods(warm)["medusa"]
+    found = measure_methods(replace(job, settings=settings, rounds=1))["medusa"]
     speedup = found.speedup_vs_generate, found.speedup_vs_generate_interval
     return TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
 
@@ -122,10 +120,7 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
         job.by_transformers("transformers", warm),
         *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
     ]
-    job.run(contenders, 1, "lossy rules")
-    figures = summarize(contenders, [None] * len(job.prompts))
-    backbone = Backbone(job.loaded.model)
-    rows = []
+    figures, backbone, rows = job.measure(contenders, 1, "lossy rules"), Backbone(job.loaded.model), []
     for contender in [contenders[0], *contenders[2:]]:
         name, found = contender.name, figures[contender.name]
         likelihood = log_likelihood(backbone, contender.rounds[0], warm.temperature)

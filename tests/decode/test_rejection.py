@@ -24,7 +24,7 @@ from transformers import (
 import decode.accept
 import decode.rejection
 from decode.accept import Acceptance, Scores, accept_walk, typical
-from decode.bench.losslessness.cases import GoodnessOfFit, goodness_of_fit
+from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.ops.draws import MASS_LEFT, RowDraws, SharedDraws, cumulative, draw_distinct, invert

@@ -1,9 +1,8 @@
 """Records the heads' guesses in texts of the backbone, and predicts from this recording how trees perform.
 
-Because the correct tokens are known, decoding with any tree can be replayed without a forward: the ranks of the correct
-tokens among the guesses show how many tokens each step accepts. A step starts just after a wrong guess of the previous
-step. Averages over all positions are therefore too high (by 5 to 22 % on stories260K), so tau is counted only at
-positions where steps start.
+The ranks of the correct tokens among the guesses show how many tokens a step accepts with any tree, without a forward.
+A step starts just after a wrong guess of the previous step. Averages over all positions are therefore too high (by 5 to
+22 % on stories260K), so tau is counted only at positions where steps start.
 
 Shapes: P positions of a text, K heads, V vocabulary, G temperatures.
 """
@@ -57,10 +56,9 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
     """Generate texts with the backbone and `settings`, for a user without prompts. All calls return the same texts.
 
     The prompts are sampled at temperature 1 after the BOS token `bos`, or after random tokens if `bos` is `None`."""
-    backbone = Backbone(model)
+    backbone, seeds = Backbone(model), list(range(OWN_TEXTS))
     random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
     first = [[token if bos is None else bos] for token in random_ids.tolist()]
-    seeds = list(range(OWN_TEXTS))
     length = min(OWN_TOKENS, max((backbone.context or 1 << 30) - OPENING_TOKENS - 1, 1))
     opening = plain_method(model, Settings(max_new_tokens=OPENING_TOKENS, temperature=1.0, ignore_eos=True))
     openings = [result.input_ids + result.new_ids for result in opening(first, seeds=seeds)]

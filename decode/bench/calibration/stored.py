@@ -132,8 +132,8 @@ def store(places: Sequence[Path], calibration: Calibration) -> Path:
     try:
         kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
         write_json(place, [*kept, asdict(calibration)])
-        return place
     except OSError:
         if not others:
             raise
         return store(others, calibration)
+    return place

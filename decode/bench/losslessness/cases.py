@@ -1,7 +1,4 @@
-"""Chi-square tests of sampled tokens, and the cases of a sampling experiment with their common verdict.
-
-Shapes: V outcomes, which are the tokens of the vocabulary.
-"""
+"""The cases of a sampling experiment (chi-square tests of the tokens in a vocabulary V), and their common verdict."""
 
 from __future__ import annotations
 
@@ -9,85 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from decode.bench.losslessness.chi2 import DISTANCES, GoodnessOfFit, combined
 from decode.drafters.base import DrafterFactory
 
-# Cells with fewer expected draws are pooled. The usual limit of 5 suits p-values of a few percent. In simulations with
-# 3 to 40 cells, p-values near 1e-6 were 6 to 20 times too frequent with a limit of 5, and 2 to 4 times with 20.
-MIN_EXPECTED = 20.0
-
-
-class GoodnessOfFit(NamedTuple):
-    """The result of a chi-square test of drawn outcomes against their expected probabilities."""
-
-    draws: int
-    total_variation: float  # total variation distance: half the sum of |frequency - probability| over all outcomes
-    expected_total_variation: float  # mean `total_variation` of as many true draws, by the normal approximation
-    std_of_difference: float  # root mean square of frequency - probability over all outcomes
-    expected_std: float  # expected `std_of_difference` of n draws from p: the root of mean(p (1 - p)) / n
-    chi2: float
-    degrees_of_freedom: int
-    p_value: float  # probability that true draws deviate at least as much; 0 if `impossible` is above 0
-    impossible: int  # number of draws whose outcome has probability 0
-
-
-DISTANCES = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
-
-
-def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
-    """Test the counts of drawn outcomes [V] against probabilities p [V], by Pearson's chi-square test."""
-    counts, p = counts.flatten().double(), p.flatten().double()
-    n = float(counts.sum())
-    if n == 0:
-        return GoodnessOfFit(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 0)
-    difference, variance = counts / n - p, p * (1 - p) / n
-    distances = {
-        "total_variation": float(difference.abs().sum()) / 2,
-        "expected_total_variation": float((2 * variance / torch.pi).sqrt().sum()) / 2,
-        "std_of_difference": float(difference.square().mean().sqrt()),
-        "expected_std": float(variance.mean().sqrt()),
-    }
-    return _fit(int(n), distances, *_chi2(counts, n * p), impossible=int(counts[p == 0].sum()))
-
-
-def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Compute Pearson's statistic and its degrees of freedom. Outcomes expected too rarely are pooled."""
-    large = expected >= MIN_EXPECTED
-    seen = torch.cat([observed[large], observed[~large].sum()[None]])
-    wanted = torch.cat([expected[large], expected[~large].sum()[None]])
-    if len(wanted) > 1 and wanted[-1] < MIN_EXPECTED:  # the pool is still too small: add it to the smallest cell
-        smallest = int(wanted[:-1].argmin())
-        seen[smallest] += seen[-1]
-        wanted[smallest] += wanted[-1]
-        seen, wanted = seen[:-1], wanted[:-1]
-    statistic = float(((seen - wanted).square() / wanted.clamp_min(torch.finfo(wanted.dtype).tiny)).sum())
-    return statistic, len(wanted) - 1
-
-
-def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
-    """Combine independent chi-square tests: add the statistics, and average the distances, weighted by draws."""
-    draws = sum(part.draws for part in parts)
-    means = {name: sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in DISTANCES}
-    statistic, degrees = sum(part.chi2 for part in parts), sum(part.degrees_of_freedom for part in parts)
-    return _fit(draws, means, statistic, degrees, sum(part.impossible for part in parts))
-
-
-def _fit(draws: int, distances: dict[str, float], chi2: float, degrees: int, impossible: int) -> GoodnessOfFit:
-    """Make the result of a chi-square test, with its p-value. `distances`: the fields named in `DISTANCES`."""
-    p_value = 0.0 if impossible else 1.0
-    if degrees and not impossible:
-        half = torch.tensor([degrees / 2, chi2 / 2], dtype=torch.float64)
-        p_value = float(torch.special.gammaincc(half[0], half[1]))
-    return GoodnessOfFit(
-        draws=draws, **distances, chi2=chi2, degrees_of_freedom=degrees, p_value=p_value, impossible=impossible
-    )
-
-
-FALSE_ALARM = 1e-4
-"""Probability that `medusa verify` reports a difference although the decoder is correct, over all tests of one run."""
-CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`MIN_EXPECTED`)
+FALSE_ALARM = 1e-4  # probability that a run of `medusa verify` reports a difference although the decoder is correct
+CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`chi2.MIN_EXPECTED`)
 
 
 class Rule(NamedTuple):
@@ -143,27 +68,19 @@ class Case:
 
     def to_json(self) -> list[dict[str, object]]:
         """Return the entries of the case in `medusa verify --json`, one per test."""
+        about = {"prompt": self.prompt, "temperature": self.temperature, "top_p": self.top_p}
+        measured = (*DISTANCES, "chi2", "degrees_of_freedom")
         return [
-            {
-                "prompt": self.prompt,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "tokens": tokens,
-                **self.rule._asdict(),
-                "judged": self.rule.is_judged,
-                **{name: getattr(found, name) for name in (*DISTANCES, "chi2", "degrees_of_freedom")},
-                "chi2_p_value": found.p_value,
-                "impossible_draws": found.impossible,
-                "mean_accepted": self.mean_accepted,
-            }
+            {**about, "tokens": tokens, **self.rule._asdict(), "judged": self.rule.is_judged}
+            | {name: getattr(found, name) for name in measured}
+            | {"chi2_p_value": found.p_value, "impossible_draws": found.impossible, "mean_accepted": self.mean_accepted}
             for tokens, found in self.tests()
         ]
 
 
 def passes(cases: Sequence[Case]) -> bool:
     """Whether the p-value of every judged test (`Rule.is_judged`) is at least `threshold(cases)`."""
-    smallest = threshold(cases)
-    return all(value >= smallest for value in p_values(cases))
+    return min(p_values(cases), default=1.0) >= threshold(cases)
 
 
 def threshold(cases: Sequence[Case]) -> float:
@@ -183,8 +100,8 @@ def figures_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
     smallest, rows = threshold(cases), []
     for case in cases:
         verdicts = ("DIFFERS", "passed") if case.rule.is_judged else ("lossy", "unseen")
-        rule = case.rule.acceptance + ("*" if case.rule.against != "target" else "")
-        about = [rule, case.rule.draft, str(case.prompt + 1), f"{case.temperature:g}", f"{case.top_p:g}"]
+        rule = [case.rule.acceptance + ("*" if case.rule.against != "target" else ""), case.rule.draft]
+        about = [*rule, str(case.prompt + 1), f"{case.temperature:g}", f"{case.top_p:g}"]
         for tokens, found in case.tests():
             variation = [f"{found.total_variation:.5f}", f"{found.expected_total_variation:.5f}"]
             spread = [f"{found.std_of_difference:.2e}", f"{found.expected_std:.2e}", f"{found.p_value:.2g}"]

@@ -17,7 +17,8 @@ from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
-from decode.bench.losslessness.cases import Case, Rule, combined, goodness_of_fit
+from decode.bench.losslessness.cases import Case, Rule
+from decode.bench.losslessness.chi2 import combined, goodness_of_fit
 from decode.draft import Draft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
@@ -71,8 +72,7 @@ class FixedContext:
         """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
         require_room([prompt], settings, model)
         requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
-        self.model, self.source, self.amateur = model, source, settings.amateur
-        self.processors = requests[0].processors
+        self.model, self.source, self.amateur, self.processors = model, source, settings.amateur, requests[0].processors
         if self.amateur is not None:
             self.amateur.require_fitting(model, requests)
         slack = max(source.num_nodes, STAR)
@@ -114,14 +114,13 @@ class FixedContext:
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
         """Compute the target's scores after each of some equally long texts, [number of texts, V], without a tree."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
-        found = []
+        found: list[Tensor] = []
         for part in ids.split(TEXTS):
             logits = self.model(input_ids=part, use_cache=False).logits[:, -1]
             if self.amateur is not None:
                 theirs = self.amateur.model(input_ids=part, use_cache=False).logits[:, -1]
                 logits = self.amateur.contrast(logits, theirs)
-            rows = zip(part.split(1), logits.float().split(1), strict=True)
-            found += [self.processors(text, scores) for text, scores in rows]
+            found += map(self.processors, part.split(1), logits.float().split(1))
         return torch.cat(found)
 
     def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
@@ -131,7 +130,7 @@ class FixedContext:
         device, found = self.session.backbone.device, []
         for start in range(0, len(tokens or [0]), STAR - 1):
             part = list(tokens or ())[start : start + STAR - 1]
-            star = (Tree.top_k([len(part)]) if part else Tree.chain(0)).to(device)
+            star = Tree.from_paths([rank] for rank in range(len(part))).to(device)
             scores = self.scores_of_nodes(Draft(torch.tensor([[self.root, *part]], device=device), Topology.of(star)))
             found.append(scores[1:] if part else scores)
         return torch.cat(found)
@@ -169,9 +168,8 @@ class Experiment:
         self.firsts = self.after_root.softmax(-1).topk(min(FIRST_TOKENS, self.vocab)).indices.tolist()
         texts = [[*context.text, token] for token in self.firsts]
         self.after_firsts = context.expected(texts) if self.is_independent else context.verified(self.firsts)
-        known = () if self.is_independent else zip(self.firsts, self.after_firsts, strict=True)
-        self.known: dict[int, Tensor] = dict(known)
-        """Cache of the target's scores [V] after the root and one more token, by this token; from tree forwards."""
+        # Cache of the target's scores [V] after the root and one more token, by this token; from tree forwards.
+        self.known = {} if self.is_independent else dict(zip(self.firsts, self.after_firsts, strict=True))
 
     @torch.inference_mode()
     def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda draws: None) -> Case:
@@ -230,10 +228,9 @@ class Experiment:
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
         """Return the target's scores [F, V] after each first token; a drafted token's are those in `scores`."""
         found = self.after_firsts.clone()
-        for node in (draft.topology.depth[0] == 1).nonzero()[:, 0].tolist():
-            token = int(draft.ids[0, node])
-            if token in self.firsts:
-                found[self.firsts.index(token)] = scores[node]
+        for token, depth, after in zip(draft.ids[0].tolist(), draft.topology.depth[0].tolist(), scores, strict=True):
+            if depth == 1 and token in self.firsts:
+                found[self.firsts.index(token)] = after
         return found
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
@@ -259,8 +256,7 @@ class Experiment:
         """Make a function that samples steps with `--draft sample`. Each row draws its tree from the drafter."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
-        source = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))
-        drafter = source.start(context.session)
+        drafter = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN)).start(context.session)
         assert isinstance(drafter, HeadsDrafter | LevelwiseDrafter), "drafters that can draw have these shapes"
         root_scores = _truncated(context.verified(), truncate)
 
@@ -279,9 +275,9 @@ class Experiment:
 
     def _after(self, tokens: list[int]) -> Tensor:
         """Return the target's scores [number of tokens, V] after the root and each of `tokens`. Results are cached."""
-        missing = [token for token in tokens if token not in self.known]
-        fresh = dict(zip(missing, self.context.verified(missing), strict=True)) if missing else {}
-        found = self.known | fresh
+        found = self.known
+        if missing := [token for token in tokens if token not in found]:
+            found = found | dict(zip(missing, self.context.verified(missing), strict=True))
         if len(found) * self.vocab < MAX_SCORES:
             self.known = found
         return torch.stack([found[token] for token in tokens])

@@ -163,8 +163,7 @@ def compare_greedy(
     `amateur`: the small model of contrastive decoding, if both methods decode contrastively."""
     divergences = []
     for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        for number, found in enumerate(medusa(batch), start):
+        for number, found in enumerate(medusa(prompts[start : start + batch_size]), start):
             expected = plain([prompts[number]])[0].new_ids
             if found.new_ids != expected:
                 divergences.append(_divergence(model, number, prompts[number], expected, found.new_ids, amateur))

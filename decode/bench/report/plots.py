@@ -205,9 +205,8 @@ def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
     of the frequencies in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
-    shown = target.topk(min(TOKENS_SHOWN, int((target > 0).sum()))).indices
-    at, p = range(len(shown)), target[shown]
-    figure = Figure(figsize=(11, 4.6))
+    p, shown = target.topk(min(TOKENS_SHOWN, int((target > 0).sum())))
+    at, figure = range(len(shown)), Figure(figsize=(11, 4.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
     above.bar(at, p, color=INK["transformers"], alpha=0.35, label="backbone")
     if draft is not None:

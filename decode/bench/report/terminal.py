@@ -40,9 +40,8 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         equal = f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)"
         table.add_row(name, *rates, tau, f"{figures.speedup:.2f}", f"{figures.speedup_vs_generate:.2f}", equal)
     console.print(table)
-    if medusa.speedup_vs_generate_interval:
-        low, high = medusa.speedup_vs_generate_interval
-        console.print(f"95 % interval of the speedup over generate: {low:.2f} to {high:.2f}")
+    if span := interval_in_words(medusa.speedup_vs_generate_interval):
+        console.print(f"95 % interval of the speedup over generate: {span}")
     for category, figures in (medusa.by_category or {}).items():
         console.print(f"  {category}: tau {figures.tau:.2f}, {figures.speedup:.2f} x plain")
     for row in result.temperatures or []:
@@ -56,10 +55,8 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     total = sum(stages.values()) or 1.0
     shares = ", ".join(f"{stage} {value / total:.0%}" for stage, value in stages.items())
     console.print(f"a step takes {total:.2f} ms: {shares}")
-    console.print(
-        f"{machine.device}, {machine.threads} thread(s), {machine.dtype}, torch {machine.torch}, "
-        f"transformers {machine.transformers}"
-    )
+    versions = f"torch {machine.torch}, transformers {machine.transformers}"
+    console.print(f"{machine.device}, {machine.threads} thread(s), {machine.dtype}, {versions}")
     if is_lossy(settings.acceptance):
         console.print(f"acceptance '{settings.acceptance}' is lossy: the text may differ from the backbone's")
 

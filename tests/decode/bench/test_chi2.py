@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decode.bench.losslessness.cases import MIN_EXPECTED, goodness_of_fit
+from decode.bench.losslessness.chi2 import MIN_EXPECTED, goodness_of_fit
 
 
 def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:

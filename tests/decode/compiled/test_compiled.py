@@ -23,7 +23,7 @@ from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogits
 
 from decode import generate
 from decode.accept import Truncation
-from decode.bench.losslessness.cases import goodness_of_fit
+from decode.bench.losslessness.chi2 import goodness_of_fit
 from decode.compiled import region, stepper
 from decode.compiled.fixed_cache import FixedCache
 from decode.compiled.region import Regions

@@ -1,0 +1,84 @@
+"""Pearson's chi-square test of sampled tokens.
+
+Shapes: V outcomes, which are the tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Cells with fewer expected draws are pooled. The usual limit of 5 suits p-values of a few percent. In simulations with
+# 3 to 40 cells, p-values near 1e-6 were 6 to 20 times too frequent with a limit of 5, and 2 to 4 times with 20.
+MIN_EXPECTED = 20.0
+
+
+class GoodnessOfFit(NamedTuple):
+    """The result of a chi-square test of drawn outcomes against their expected probabilities."""
+
+    draws: int = 0
+    total_variation: float = 0.0  # distance: half the sum of |frequency - probability| over all outcomes
+    expected_total_variation: float = 0.0  # mean `total_variation` of as many true draws, by the normal approximation
+    std_of_difference: float = 0.0  # root mean square of frequency - probability over all outcomes
+    expected_std: float = 0.0  # expected `std_of_difference` of n draws from p: the root of mean(p (1 - p)) / n
+    chi2: float = 0.0
+    degrees_of_freedom: int = 0
+    impossible: int = 0  # number of draws whose outcome has probability 0
+    p_value: float = 1.0  # probability that true draws deviate at least as much; 0 if `impossible` is above 0
+
+
+DISTANCES = ("total_variation", "expected_total_variation", "std_of_difference", "expected_std")
+
+
+def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
+    """Test the counts of drawn outcomes [V] against probabilities p [V], by Pearson's chi-square test."""
+    counts, p = counts.flatten().double(), p.flatten().double()
+    n = float(counts.sum())
+    if n == 0:
+        return GoodnessOfFit()
+    difference, variance = counts / n - p, p * (1 - p) / n
+    chi2, degrees = _chi2(counts, n * p)
+    impossible = int(counts[p == 0].sum())
+    return GoodnessOfFit(
+        draws=int(n),
+        total_variation=float(difference.abs().sum()) / 2,
+        expected_total_variation=float((2 * variance / torch.pi).sqrt().sum()) / 2,
+        std_of_difference=float(difference.square().mean().sqrt()),
+        expected_std=float(variance.mean().sqrt()),
+        chi2=chi2,
+        degrees_of_freedom=degrees,
+        impossible=impossible,
+        p_value=_p_value(chi2, degrees, impossible),
+    )
+
+
+def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
+    """Compute Pearson's statistic and its degrees of freedom. Outcomes expected too rarely are pooled."""
+    large = expected >= MIN_EXPECTED
+    seen = torch.cat([observed[large], observed[~large].sum()[None]])
+    wanted = torch.cat([expected[large], expected[~large].sum()[None]])
+    if len(wanted) > 1 and wanted[-1] < MIN_EXPECTED:  # the pool is still too small: add it to the smallest cell
+        smallest = int(wanted[:-1].argmin())
+        seen[smallest] += seen[-1]
+        wanted[smallest] += wanted[-1]
+        seen, wanted = seen[:-1], wanted[:-1]
+    statistic = float(((seen - wanted).square() / wanted.clamp_min(torch.finfo(wanted.dtype).tiny)).sum())
+    return statistic, len(wanted) - 1
+
+
+def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
+    """Combine independent chi-square tests: add the statistics, and average the distances, weighted by draws."""
+    draws = sum(part.draws for part in parts)
+    means = {name: sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in DISTANCES}
+    sums = {name: sum(getattr(part, name) for part in parts) for name in ("chi2", "degrees_of_freedom", "impossible")}
+    return GoodnessOfFit(draws=draws, **means, **sums, p_value=_p_value(**sums))
+
+
+def _p_value(chi2: float, degrees_of_freedom: int, impossible: int) -> float:
+    if impossible:
+        return 0.0
+    half = torch.tensor([degrees_of_freedom / 2, chi2 / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1])) if degrees_of_freedom else 1.0
