@@ -13,8 +13,8 @@ docs/drafters.md describes the drafters, docs/strategies.md the strategies.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ def run(options: GenerateOptions) -> None:
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
-    with _recording(options, opened) as recorder:
+    with _recording(options, options.record, opened) if options.record else nullcontext() as recorder:
         results = _generate(options, opened, recorder)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time
@@ -93,19 +93,16 @@ def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | Non
     return results
 
 
-@contextlib.contextmanager
-def _recording(options: GenerateOptions, opened: Opened) -> Iterator[Recorder | None]:
-    """Yield the recorder of --record, if given, and write its texts at the end, even after an error or Ctrl-C."""
-    if options.record is None:
-        yield None
-        return
+@contextmanager
+def _recording(options: GenerateOptions, folder: str, opened: Opened) -> Iterator[Recorder]:
+    """Yield the recorder of --record, and write its texts at the end, even after an error or Ctrl-C."""
     from medusa.backbone import Backbone
     from medusa.fingerprint import fingerprint
     from train.features.recorder import Recorder
 
     loaded, prompts = opened.loaded, opened.prompts
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
-    recorder = Recorder(Path(options.record), known, backbone.hidden_size, backbone.dtype)
+    recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
     advice = "earlier recordings are complete: make room, or choose another folder for --record"
     with disk_may_fill(recorder.folder, lambda: advice):

@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from decode.results import Result
     from medusa.commands.models import Opened
 
-Cost = dict[str, float]
-"""The cost of one best-first search, by the names of `--json` results: hypotheses scored, hypotheses dropped, ..."""
+Cost = dict[str, float]  # of one best-first search, by the names in the results of --json; empty for beam search
 SEARCHES = ("beam", "best-first-beam")
 
 
 class Strategy(SearchOptions):
-    """Options that choose how texts are generated: by decoding, or by a beam search for the most probable text."""
-
     strategy: str | None = option(
         None,
         "beam, best-first-beam: search for the most probable text, without a drafter; greedy, sample: decode as usual, "
@@ -44,17 +41,13 @@ class Strategy(SearchOptions):
         """Raise RequestError if the strategy cannot be combined with the command's options, or with one of `others`.
 
         `others` has the values of the command's own options that cannot be combined with a search, by name."""
-        temperature = command.settings.temperature
-        if self.is_search:
-            self._require_search(command, others)
-            return
+        settings, models, temperature = command.settings, command.models, command.settings.temperature
         if self.strategy == "greedy" and temperature > 0:
             raise RequestError(f"--strategy greedy needs --temperature 0, and it is {temperature}; leave one out")
         if self.strategy == "sample" and temperature == 0:
             raise RequestError("--strategy sample needs --temperature above 0, such as 1")
-
-    def _require_search(self, command: CommandOptions, others: dict[str, object]) -> None:
-        settings, models = command.settings, command.models
+        if not self.is_search:
+            return
         others |= {"heads": models.heads, "drafter": models.drafter, "tree": models.tree}
         others["amateur"] = command.contrasting.amateur
         for known in fields(settings):
@@ -76,16 +69,15 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
     """Search for the most probable text after each prompt, print the texts, and write the results of --json."""
     output, tokenizer = command.output, opened.loaded.tokenizer
     results, costs, tokens, start = [], [], 0, perf_counter()
-    best_first = strategy.strategy == "best-first-beam"
-    for result, cost in _best_first(strategy, opened) if best_first else _beam(strategy, opened, command.batch_size):
+    for result, cost in _search(strategy, opened, command.batch_size):
         content = result.to_json(tokenizer)
-        results.append(content | ({"search": cost} if best_first else {}))
+        results.append(content | ({"search": cost} if cost else {}))
         costs.append(cost)
         tokens += len(result.new_ids)
         if not output.quiet:
             print(content["text"] if tokenizer is not None else result.new_ids)
     line = f"{tokens} tokens, {tokens / max(perf_counter() - start, 1e-9):.0f} a second"
-    if best_first:
+    if strategy.strategy == "best-first-beam":
         calls, least = (sum(cost[key] for cost in costs) for key in ("calls", "beam_calls"))
         line += f"; {calls:.0f} hypotheses scored, where beam search scores at least {least:.0f}"
     output.note(line)
@@ -93,34 +85,31 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
     output.write({"settings": about, "results": results})
 
 
-def _beam(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
-    """Yield the best text after each prompt, found by beam search of transformers with `early_stopping="never"`."""
+def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
+    """Yield the best text after each prompt, found by beam search of transformers or by best-first beam search."""
     from decode.bench.methods import transformers_method
-
-    beams, penalty, loaded = strategy.num_beams, strategy.length_penalty, opened.loaded
-    options: dict[str, object] = {"num_beams": beams, "length_penalty": penalty, "early_stopping": "never"}
-    method = transformers_method(loaded.model, opened.settings, loaded.tokenizer, **options)
-    for batch in batches(opened.prompts, batch_size):
-        yield from ((result, {}) for result in method(batch))
-
-
-def _best_first(strategy: Strategy, opened: Opened) -> Iterator[tuple[Result, Cost]]:
-    """Yield the best text after each prompt, found by best-first beam search, and statistics of the search."""
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
 
+    loaded, settings, beams, penalty = opened.loaded, opened.settings, strategy.num_beams, strategy.length_penalty
+    if strategy.strategy == "beam":
+        options: dict[str, object] = {"num_beams": beams, "length_penalty": penalty, "early_stopping": "never"}
+        method = transformers_method(loaded.model, settings, loaded.tokenizer, **options)
+        for batch in batches(opened.prompts, batch_size):
+            yield from ((result, {}) for result in method(batch))
+        return
     for prompt in opened.prompts:
         start = perf_counter()
         found = best_first_beam(
-            opened.loaded.model,
+            loaded.model,
             prompt,
-            num_beams=strategy.num_beams,
-            max_new_tokens=opened.settings.max_new_tokens,
-            length_penalty=strategy.length_penalty,
-            eos_token_id=-1 if opened.settings.ignore_eos else None,
+            num_beams=beams,
+            max_new_tokens=settings.max_new_tokens,
+            length_penalty=penalty,
+            eos_token_id=-1 if settings.ignore_eos else None,
             max_queued=strategy.max_queued,
         )
         best = found.hypotheses[0]
-        cost = {"calls": found.calls, "beam_calls": found.beam_calls(strategy.num_beams), "dropped": found.dropped}
+        cost = {"calls": found.calls, "beam_calls": found.beam_calls(beams), "dropped": found.dropped}
         result = Result(prompt, best.ids, finish_reason=best.finish_reason, seconds=perf_counter() - start)
         yield result, cost | {"log_probability": best.log_probability}
