@@ -52,12 +52,6 @@ class PageConfig:
     system: str | None
     seed: int
 
-    @property
-    def num_nodes(self) -> int:
-        source = self.worker.generator.source
-        assert source is not None, "a page without a drafter has nothing to compare"
-        return source.num_nodes
-
 
 def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
     """Serve the chat page until the process is stopped. `on_start`: callback for the moment when the server listens."""
@@ -125,6 +119,8 @@ class ChatPage:
 
     def __init__(self, config: PageConfig) -> None:
         self.config, self.generator = config, config.worker.generator
+        assert self.generator.source is not None, "a page without a drafter has nothing to compare"
+        self.num_nodes = self.generator.source.num_nodes
         self.conversation = Conversation(self.generator.tokenizer, config.system)
         self.templated = self.conversation.has_template
         self.settings = config.settings
@@ -138,7 +134,7 @@ class ChatPage:
         ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")
         ui.context.client.on_delete(self._forget)
         dark = ui.dark_mode(None)
-        about = f"{self.config.drafter}, {self.config.num_nodes} nodes · {self.settings.rule.name}"
+        about = f"{self.config.drafter}, {self.num_nodes} nodes · {self.settings.rule.name}"
         with ui.header().classes("top"):
             ui.html(ICON, sanitize=False).classes("logo")
             with ui.element("div").classes("names"):
@@ -248,7 +244,7 @@ class ChatPage:
             state = ui.label(f"{worker.waiting} before you" if worker.waiting else "").classes("state")
             with ui.element("div").classes("sides" if len(ways) > 1 else "sides alone"):
                 cards = [Card("Plain decoding", "one token per step", "plain")] if len(ways) > 1 else []
-                guesses = f"up to {self.config.num_nodes - 1} guesses per step"
+                guesses = f"up to {self.num_nodes - 1} guesses per step"
                 cards.append(Card(f"With {self.config.drafter}", guesses, "drafted"))
             result = ui.element("div").classes("verdict")
 

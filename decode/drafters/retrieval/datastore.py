@@ -180,7 +180,8 @@ def build(
             text is empty or has ids of another tokenizer.
         RunError: the disk is full.
     """
-    builder = _Builder(folder, json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH})), overwrite)
+    settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
+    builder = _Builder(folder, settings, overwrite)
     with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):
         if not builder.state["read"]:
             builder.read(pieces, encode, tell)
@@ -256,9 +257,8 @@ class _Builder:
 
     def finish(self) -> Json:
         """Write datastore.json and remove building.json; returns the content of datastore.json."""
-        tokens = self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH
         counts = {name: self.state[name] for name in ("documents", "largest", "digest")}
-        about = self.state["about"] | {"tokens": tokens} | counts
+        about = self.state["about"] | {"tokens": self.state["bytes"][TOKENS] // self.dtype.itemsize - DEPTH} | counts
         write_json(self.folder / DONE, about)
         (self.folder / BUILDING).unlink()
         return about
