@@ -57,7 +57,7 @@ class MedusaTrainer(Trainer):
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # otherwise the Trainer would count labels by its own rule
-        self.loss_is_scaled_for_ga = True  # `share` scales it for gradient accumulation
+        self.loss_is_scaled_for_ga = True  # `compute_loss` scales it for gradient accumulation
         self._seen: dict[str, list[Tensor]] = {}
         self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
@@ -159,31 +159,19 @@ class MedusaTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log."""
-        losses = model(**inputs)
-        self._seen.setdefault("train" if model.training else "eval", []).append(self.sums(losses).double().cpu())
-        loss = self.total_loss(losses, num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None)
+        losses: HeadLosses = model(**inputs)
+        sums = torch.stack([losses.loss * losses.total, losses.correct, losses.total])  # [3, K], over the batch
+        self._seen.setdefault("train" if model.training else "eval", []).append(sums.double().cpu())
+        objective = losses.objective  # an evaluation averages batches
+        if isinstance(num_items_in_batch, Tensor):
+            # The Trainer adds up the losses of micro-batches and averages those of processes. With these weights, loss
+            # and gradients do not depend on how the labels are distributed over micro-batches and processes.
+            # A Trainer without `loss_is_scaled_for_ga` (5.17) always divides by the number of micro-batches.
+            undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
+            share = losses.total * self.args.world_size * undone / num_items_in_batch.clamp_min(1)
+            objective = objective * share
+        loss = objective.sum()
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
-
-    def sums(self, losses: HeadLosses) -> Tensor:
-        """Sums [3, K] over a batch for each of K heads: the loss in nats, the number of right guesses and of labels."""
-        return torch.stack([losses.loss * losses.total, losses.correct, losses.total])
-
-    def total_loss(self, losses: HeadLosses, of_step: Tensor | None) -> Tensor:
-        """The sum of the heads' weighted losses; `of_step` [K] counts the labels of an optimiser step (see `share`)."""
-        return (losses.objective * self.share(losses.total, of_step)).sum()
-
-    def share(self, labels: Tensor, of_step: Tensor | None) -> Tensor | float:
-        """The weight of a micro-batch's mean loss in the mean over all labels of an optimiser step.
-
-        The Trainer adds up the losses of micro-batches and averages those of processes. With these weights, loss and
-        gradients do not depend on how the labels are distributed over micro-batches and processes. The micro-batch has
-        `labels` labels, and the step `of_step`, which is `None` in an evaluation.
-        """
-        if of_step is None:  # evaluation averages batches
-            return 1.0
-        # A Trainer without `loss_is_scaled_for_ga` (5.17) always divides by the number of micro-batches.
-        undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
-        return labels * self.args.world_size * undone / of_step.clamp_min(1)
 
     @torch.no_grad()
     def prediction_step(
@@ -219,7 +207,7 @@ class MedusaTrainer(Trainer):
         super().log(logs, start_time)
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Mean loss and top-1 accuracy of each of K heads, by their names in the log, from the totals `sums` [3, K]."""
+        """Mean loss and top-1 accuracy of K heads for the log, from sums [3, K]: losses, right guesses and labels."""
         figures = {}
         for head, (loss, correct, count) in enumerate(sums.T.tolist(), 1):
             figures[f"{prefix}head{head}_loss"] = round(loss / max(count, 1.0), 4)

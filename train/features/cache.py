@@ -92,10 +92,8 @@ class FeatureCache:
     def require_belonging(self, replace: bool = False) -> None:
         """Check that the folder is empty or holds all or some features of this dataset, from this backbone.
 
-        With `replace`, other features are deleted instead of raising an error.
-
-        Raises:
-            RequestError: the features are damaged, or belong to another backbone or other data.
+        Raise RequestError if the features are damaged, or belong to another backbone or other data; with `replace`,
+        delete them instead.
         """
         try:
             self._compare()

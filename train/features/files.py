@@ -150,8 +150,7 @@ class Features(Dataset[Batch]):
 def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features:
     """Open a folder of features as training data for heads on `backbone`.
 
-    Raises:
-        RequestError: the features are of another backbone, or none of their tokens counts in the loss.
+    Raise RequestError if the features are of another backbone, or if none of their tokens counts in the loss.
     """
     manifest = Manifest.read(folder)
     fingerprint = manifest.backbone or {}

@@ -22,10 +22,7 @@ class Recorder:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
         `fingerprint` and `hidden_size` are those of the backbone (`medusa.fingerprint`). Hidden states are stored in
-        `dtype`.
-
-        Raises:
-            RequestError: the folder holds other files, or features of another backbone or dtype.
+        `dtype`. Raise RequestError if the folder holds other files, or features of another backbone or dtype.
         """
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)

@@ -90,7 +90,6 @@ def _chunk(
     """Compute the weighted loss, plain loss and right guesses [3, K] of one chunk, and its share of the gradients.
 
     Args:
-        x_KCH: features of the heads.
         matrix: [H, V] weights of the shared LM head, or [K, H, V] weights of the heads' own LM heads.
         target_KC: labels as indices into the logits, or `IGNORE`.
         soft: the distributions to learn, if the objective is distill.

@@ -30,14 +30,12 @@ class HeadLosses(NamedTuple):
     """The losses and accuracies of K heads over a batch; every field has the shape [K]."""
 
     objective: Tensor
-    """Each head's part of the loss to minimise: the mean over its labels of the weighted cross-entropy, in nats.
-    Carries gradients."""
+    """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""
     loss: Tensor
     """Mean unweighted cross-entropy over each head's labels, in nats, without gradients; 0 for a head without labels. A
     label outside the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
-    """Number of labels that are the head's best guess. If the target is a distribution, the label is its most probable
-    token."""
+    """Number of labels that are the head's best guess. The label of a distribution is its most probable token."""
     total: Tensor
     """Number of labels of each head."""
 
@@ -51,14 +49,10 @@ def head_losses(
     teacher: BackboneTeacher | None = None,
     backend: str = "auto",
 ) -> HeadLosses:
-    """Compute the losses and accuracies of all K heads on a batch.
+    """Compute the losses and accuracies of all K heads on a batch, from their `inputs` at the R positions with labels.
 
-    Args:
-        inputs: inputs of the heads at the R positions with labels.
-        labels: [K, R] token ids, `IGNORE` where a head has no label. With a `teacher`, the ids themselves are not used.
-        lm_head: the backbone's LM head, for heads that share it.
-        teacher: the backbone's distributions, for the objective distill.
-        backend: auto or chunked, plain (all logits at once), or liger (Liger's kernels; needs a GPU and labels).
+    `labels` [K, R] are token ids, `IGNORE` where a head has no label; with a `teacher`, the ids themselves are not
+    used. `lm_head` is the backbone's, for heads that share it. `backend` is a value of loss_backend (`train.arguments`).
     """
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)

@@ -24,9 +24,7 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
     """Add a new LoRA adapter to the backbone `model`, in place. Before training, it does not change the model's output.
 
-    Raises:
-        RequestError: the model has an adapter already, lacks the layers in `config.modules`, or scales or caps its
-            logits.
+    Raise RequestError if the model has an adapter, lacks layers in `config.modules`, or scales or caps its logits.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")

@@ -48,13 +48,9 @@ def lm_loss(
 ) -> Tensor:
     """Compute the LM loss in nats: the mean over M positions of KL(original || adapted), or of the cross-entropy.
 
-    Only one chunk of logits is in memory at a time; the backward computes the logits again.
-
-    Args:
-        head: LM head of the backbone, with or without an adapter.
-        hidden: [M, H] hidden states of the adapted backbone.
-        labels: [M] next tokens, for the cross-entropy.
-        teacher: [M, H] hidden states of the original backbone, for the divergence; `None` for the cross-entropy.
+    Only one chunk of logits is in memory at a time; the backward computes the logits again. `head` is the backbone's LM
+    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states. The cross-entropy is that of the
+    next tokens `labels` [M]; the divergence needs the original backbone's hidden states `teacher` [M, H].
     """
     plain_head = without_adapter(head)
 

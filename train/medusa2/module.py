@@ -7,7 +7,7 @@ but a changing factor would slow their learning down while AdamW adjusts.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,6 @@ from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapter_disabled
 from train.medusa2.lm_loss import lm_loss, tilt_towards
 from train.module import HeadsOnBackbone
-
-
-class JointLosses(NamedTuple):
-    """The losses of a batch in Medusa-2: those of the heads, and the LM loss of the backbone."""
-
-    heads: HeadLosses
-    lm: Tensor
-    """LM loss of the backbone: the mean over its labels in nats, with gradients; 0 while only the heads learn."""
-    lm_total: Tensor  # number of labels of the LM loss
 
 
 class HeadsAndAdapter(HeadsOnBackbone):
@@ -57,29 +48,32 @@ class HeadsAndAdapter(HeadsOnBackbone):
         """Turn on activation checkpointing in the backbone; older versions of transformers use this name."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
-    def forward(self, **batch: Tensor) -> JointLosses:  # type: ignore[override]
-        """Compute the losses of the heads and of the adapted backbone on a batch.
+    def forward(self, **batch: Tensor) -> HeadLosses:
+        """Compute the losses of K heads, and after them the backbone's LM loss: each field has the shape [K + 1].
 
-        If the batch contains hidden states, they are those of the original backbone, and are not computed again.
+        The LM loss has no right guesses; without labels, as while only the heads learn, it is 0. If the batch contains
+        hidden states, they are those of the original backbone, and are not computed again.
         """
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
             with torch.no_grad(), adapter_disabled(self.adapted):
                 hidden = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
-        if not self.joint:
-            assert hidden is not None
-            nothing = ids.new_zeros((), dtype=torch.float32)
-            return JointLosses(super().forward(**batch, hidden=hidden), nothing, nothing)
-        adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
-        labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
-        labelled = labels != IGNORE
-        teacher = tilt = None
-        if hidden is not None and self.lm_loss == "kl":
-            teacher = hidden[labelled].to(adapted.dtype)
-            if self.teacher_tilt:
-                tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, labelled)
-        lm = lm_loss(backbone.head, adapted[labelled], labels[labelled], teacher, tilt)
-        still = adapted.detach()
-        for_heads = still + self.lambda_0 * (adapted - still)  # the same values, with lambda_0 times the gradient
-        return JointLosses(super().forward(**batch, hidden=for_heads), lm, labelled.sum())
+        lm, lm_labels = ids.new_zeros((), dtype=torch.float32), ids.new_zeros(())
+        if self.joint:
+            adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
+            labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
+            labelled = labels != IGNORE
+            teacher = tilt = None
+            if hidden is not None and self.lm_loss == "kl":
+                teacher = hidden[labelled].to(adapted.dtype)
+                if self.teacher_tilt:
+                    tilt = tilt_towards(self.heads, backbone, self.teacher_tilt, adapted, batch, labelled)
+            lm = lm_loss(backbone.head, adapted[labelled], labels[labelled], teacher, tilt)
+            lm_labels = labelled.sum()
+            still = adapted.detach()
+            hidden = still + self.lambda_0 * (adapted - still)  # the same values, with lambda_0 times the gradient
+        assert hidden is not None
+        heads = super().forward(**batch, hidden=hidden)
+        last = HeadLosses(lm, lm.detach(), torch.zeros_like(lm_labels), lm_labels)
+        return HeadLosses(*(torch.cat([values, value[None]]) for values, value in zip(heads, last, strict=True)))

@@ -19,7 +19,7 @@ from train.config import AdapterConfig
 from train.data.packing import Batch
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS
-from train.medusa2.module import HeadsAndAdapter, JointLosses
+from train.medusa2.module import HeadsAndAdapter
 from train.trainer import MedusaTrainer
 
 HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (paper, section 3)
@@ -53,15 +53,6 @@ class Medusa2Trainer(MedusaTrainer):
         """Count the labels in a batch: those of each of the K heads, and then those of the LM loss [K + 1]."""
         next_labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
-
-    def sums(self, losses: JointLosses) -> Tensor:  # type: ignore[override]
-        """Sums [3, K + 1] over a batch: loss in nats, right guesses (LM loss: none), labels; K heads, then LM loss."""
-        lm = torch.stack([losses.lm.detach() * losses.lm_total, torch.zeros_like(losses.lm), losses.lm_total])
-        return torch.cat([super().sums(losses.heads), lm[:, None]], dim=1)
-
-    def total_loss(self, losses: JointLosses, of_step: Tensor | None) -> Tensor:  # type: ignore[override]
-        heads = super().total_loss(losses.heads, None if of_step is None else of_step[:-1])
-        return losses.lm * self.share(losses.lm_total, None if of_step is None else of_step[-1]) + heads
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
         """Metrics for the log: those of the heads, the mean LM loss in nats, and the current weight lambda_0."""
