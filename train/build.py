@@ -36,8 +36,7 @@ class LoadedRun(NamedTuple):
     backbone: Backbone
     dataset: Rows
     evaluated: Rows | None
-    quality_rows: Rows
-    """Rows on which the perplexity of an adapted backbone is measured."""
+    quality_rows: Rows  # on which the perplexity of an adapted backbone is measured
     heads: MedusaHeads
 
 

@@ -37,7 +37,7 @@ class HeadsConfig(Section):
     lm_head: Annotated[str | None, one_of(*LM_HEADS)] = None
     """LM head: own (one for each head, of vocabulary x hidden size weights) or shared (the backbone's)."""
     vocabulary: int | None = None
-    """Number of tokens that heads guess among, the most frequent ones, to decode faster with many tokens; 0: all."""
+    """Number of tokens that heads guess among: the most frequent of the training text. Fewer are faster; 0: all."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
     start: str | None = None
@@ -77,8 +77,7 @@ class DataConfig(Section):
     max_examples: int | None = None
     """Number of records to read, by default all."""
     exclude: str | None = None
-    """Test prompts: a file, folder or dataset. Training examples that share `exclude_window` consecutive tokens with
-    them are dropped."""
+    """Test prompts (file, folder or dataset); examples that share `exclude_window` consecutive tokens are dropped."""
     exclude_window: int = Field(default=32, ge=1)
     """Number of consecutive shared tokens for which `exclude` drops an example."""
 

@@ -29,8 +29,7 @@ TOPS = (1, 5, 10)
 class HeadAccuracy:
     """The accuracy of one head: how often its guesses are right."""
 
-    head: int
-    """Number of the head, counted from 1."""
+    head: int  # counted from 1
     top: dict[str, float]
     """Share of labels that are among the head's best 1, 5 and 10 guesses, with the keys "1", "5" and "10"."""
     conditional_top1: float

@@ -27,8 +27,7 @@ class LabelledPositions(NamedTuple):
     """The inputs and targets of K heads at the R positions of a batch at which head 0 has a label."""
 
     inputs: HeadInputs
-    labels: Tensor
-    """Labels [K, R] as token ids; `IGNORE` where a head has no label."""
+    labels: Tensor  # [K, R] token ids; `IGNORE` where a head has no label
     teacher: BackboneTeacher | None
     """The backbone's distributions that the heads learn with the objective distill; `None` with other objectives."""
 

@@ -24,10 +24,8 @@ class RunFigures:
 
     steps: int
     seconds: float | None
-    loss: float | None
-    """Mean of the training loss over the run."""
-    reading_share: float
-    """Share of the training time that was spent waiting for data."""
+    loss: float | None  # mean of the training loss over the run
+    reading_share: float  # share of the training time that was spent waiting for data
     peak_memory_bytes: dict[str, int]
     """Peak memory in bytes of the process and of each GPU, by name (`medusa.memory`)."""
     heads_bytes: int

@@ -27,8 +27,7 @@ CHAIN = 0.75  # assumed share of right guesses where all earlier guesses are rig
 class FrequentTokens(NamedTuple):
     """The most frequent tokens of a training text, and the share of the text that they cover."""
 
-    ids: Tensor
-    """Ids [N] of the most frequent tokens, in order of falling frequency."""
+    ids: Tensor  # [N] ids of the most frequent tokens, in order of falling frequency
     coverage: float
     """Share of the labels in each half of the text that are among the N most frequent tokens of the other half."""
 

@@ -27,10 +27,8 @@ class Example(NamedTuple):
     """One document of the training data, as tokens."""
 
     input_ids: list[int]
-    loss_mask: list[bool]
-    """For each token, whether it counts in the loss."""
-    where: str = ""
-    """File and line from which the document was read."""
+    loss_mask: list[bool]  # for each token, whether it counts in the loss
+    where: str = ""  # file and line from which the document was read
 
     @property
     def has_labels(self) -> bool:
@@ -47,10 +45,8 @@ class DataCounts:
     taught: int = 0
     rows: int = 0
     cut: int = 0  # documents that are longer than a row and were split over several rows, or truncated
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped records for each reason."""
-    first: dict[str, str] = field(default_factory=dict)
-    """For each reason, file and line of the first record that was dropped."""
+    dropped: Counter[str] = field(default_factory=Counter)  # number of dropped records for each reason
+    first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
     def drop(self, reason: str, where: str) -> None:
         """Count a record that is dropped, under its reason."""

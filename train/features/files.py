@@ -45,8 +45,7 @@ class Manifest:
     """The manifest of a folder of features: which backbone computed the hidden states, and how they are stored."""
 
     backbone: Fingerprint
-    dtype: str
-    """Dtype of the stored hidden states, such as "float16"."""
+    dtype: str  # of the stored hidden states, such as "float16"
     hidden_size: int
     rows: int | None = None
     """Number of rows in the cached dataset. This field and the next two are `None` for recorded features."""

@@ -26,8 +26,7 @@ class Recorder:
         """
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)
-        self.texts = self.tokens = 0
-        """Numbers of texts and of tokens that this recorder has written to disk."""
+        self.texts = self.tokens = 0  # that this recorder has written to disk
         self._texts: list[dict[str, Tensor]] = []
         if is_features(folder):
             held = Manifest.read(folder)

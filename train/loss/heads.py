@@ -52,7 +52,7 @@ def head_losses(
     """Compute the losses and accuracies of all K heads on a batch, from their `inputs` at the R positions with labels.
 
     `labels` [K, R] are token ids, `IGNORE` where a head has no label; with a `teacher`, the ids themselves are not
-    used. `lm_head` is the backbone's, for heads that share it. `backend` is a value of loss_backend (`train.arguments`).
+    used. `lm_head` is the backbone's, for heads that share it. `backend` is a loss_backend of `train.arguments`.
     """
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)

@@ -39,8 +39,7 @@ class SoftTargets(NamedTuple):
 
     distributions: Tensor
     """D distributions [D, V] over tokens. Neighbouring positions share distributions, so D is about C + K."""
-    which: Tensor
-    """Index [K, C] of the distribution that each head learns at each position."""
+    which: Tensor  # [K, C] index of the distribution that each head learns at each position
     labels: Tensor
     """Most probable token [K, C] of each distribution, as an index into the heads' vocabulary. `IGNORE` where a head
     has no label, or where the token is not in that vocabulary."""
@@ -50,14 +49,11 @@ class SoftTargets(NamedTuple):
 class BackboneTeacher:
     """The backbone's distributions as targets for the heads, computed for one chunk of positions at a time."""
 
-    hidden: Tensor
-    """Hidden states [N, H] of the backbone at all positions of a batch, row after row."""
-    position: Tensor
-    """Indices [R] of the positions at which heads have labels, among the N positions."""
+    hidden: Tensor  # [N, H] hidden states of the backbone at all positions of a batch, row after row
+    position: Tensor  # [R] indices of the positions at which heads have labels, among the N positions
     lm_head: nn.Module
     temperature: float = 1.0
-    hard_label_weight: float = 0.0
-    """Share of the target's probability that is moved to the most probable token."""
+    hard_label_weight: float = 0.0  # share of the target's probability that is moved to the most probable token
     vocabulary: Tensor | None = None
     """Ids of the tokens that the heads guess among, if not all. Distributions are then restricted to these tokens, in
     this order, and normalised."""
