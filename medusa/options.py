@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from medusa.errors import RequestError
 
-REQUIRED = MISSING
-"""The default of an option that the user must give."""
+REQUIRED = MISSING  # the default of an option that the user must give
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager")
 QUANTIZATIONS = ("4bit", "8bit")
@@ -98,10 +97,8 @@ class Group(NamedTuple):
     """Options of one dataclass that form an argument group of a command."""
 
     title: str
-    make: Callable[..., Options]
-    """The dataclass, with the defaults of the command."""
-    arguments: list[tuple[Field[object], object]]
-    """The options that are arguments of the command, each with its default."""
+    make: Callable[..., Options]  # the dataclass, with the defaults of the command
+    arguments: list[tuple[Field[object], object]]  # the options that are arguments of the command, with their defaults
 
 
 def group(

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from decode.drafters.base import DrafterFactory
     from medusa.records.record import Record
 
-
-Earlier = list[tuple[str, "BenchmarkResult"]]
-"""Results of earlier benchmarks, each with the name of its file."""
+Earlier = list[tuple[str, "BenchmarkResult"]]  # results of earlier benchmarks, each with the name of its file
 
 
 def temperatures(text: str) -> list[float]:

@@ -64,6 +64,7 @@ class ChatOptions(CommandOptions):
 
 def run(options: ChatOptions) -> None:
     from decode.serve.chat import Conversation
+    from decode.serve.generator import TextGenerator
     from medusa.commands import models
 
     if options.page.web:
@@ -71,9 +72,9 @@ def run(options: ChatOptions) -> None:
         options.page.require_free()
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
-    conversation = Conversation(models.require_tokenizer(opened.loaded, "a chat"), options.system)
-    generator, settings = models.text_generator(opened, "a chat"), opened.settings
-    begin = [opened.loaded.bos_token_id or 0]
+    loaded, settings = opened.loaded, opened.settings
+    conversation = Conversation(models.require_tokenizer(loaded, "a chat"), options.system)
+    generator, begin = TextGenerator(loaded.model, conversation.tokenizer, opened.source), [loaded.bos_token_id or 0]
     if options.page.web:
         _serve_page(options, generator, settings, begin)
         return

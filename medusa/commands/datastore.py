@@ -31,8 +31,6 @@ PIECE = 2**16
 
 
 class DatastoreOptions(Options):
-    """Options of `medusa datastore`."""
-
     action: str = option(
         REQUIRED, "build a datastore, or continue an interrupted build", positional=True, choices=["build"]
     )

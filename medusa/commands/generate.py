@@ -55,7 +55,7 @@ def run(options: GenerateOptions) -> None:
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
-    with _recording(options, options.record, opened) if options.record else nullcontext() as recorder:
+    with _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder:
         results = _generate(options, opened, recorder)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time

@@ -29,7 +29,6 @@ from decode.drafters.small_model import (
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
 from decode.results import Result
-from decode.serve.generator import TextGenerator
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
 from decode.tree_check import require_tree_forward
@@ -138,12 +137,6 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
     if config.needs_heads and models.heads is None:
         raise RequestError(f"there are no heads, and drafter {spec or 'heads'} needs --heads H")
     return config
-
-
-def text_generator(opened: Opened, use: str) -> TextGenerator:
-    """Make a text generator that uses the first drafter, if any. If the tokenizer is missing, an error names `use`."""
-    tokenizer = require_tokenizer(opened.loaded, use)
-    return TextGenerator(opened.loaded.model, tokenizer, opened.source)
 
 
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:

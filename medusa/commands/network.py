@@ -11,8 +11,6 @@ from medusa.options import Options, option
 
 
 class Network(Options):
-    """Options for the network address of a server."""
-
     host: str = option(
         "127.0.0.1", "listen on this address: 127.0.0.1 is this machine only, 0.0.0.0 is open to all", metavar="A"
     )

@@ -36,6 +36,7 @@ class ServeOptions(CommandOptions):
 
 def run(options: ServeOptions) -> None:
     from decode.serve.app import CompletionApi, serve
+    from decode.serve.generator import TextGenerator
     from decode.serve.worker import BatchWorker
     from medusa.commands import models
 
@@ -44,7 +45,7 @@ def run(options: ServeOptions) -> None:
     network.require_free()
     opened = models.open_models(options, drafters=[] if options.plain else [options.models.drafter])
     loaded, settings = opened.loaded, opened.settings
-    generator = models.text_generator(opened, "the API")
+    generator = TextGenerator(loaded.model, models.require_tokenizer(loaded, "the API"), opened.source)
     worker = BatchWorker(generator, options.batch_size)
     with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
