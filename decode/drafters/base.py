@@ -83,9 +83,7 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
     """Raise a `RequestError` if `tree` or `stop_drafting` is set, for drafters whose own options set the tree."""
     if stop_drafting:
-        raise RequestError(
-            "stop-drafting works only with dynamic trees of heads; leave it out, or use this drafter's options"
-        )
+        raise RequestError("stop-drafting is for dynamic trees of heads; leave it out, or use the drafter's options")
     if tree is not None:
         raise RequestError("a tree can be chosen only for heads; leave it out, or use this drafter's options")
 

@@ -47,9 +47,7 @@ class DynamicTree:
             raise RequestError(f"stop-drafting is {self.min_probability}; it must be between 0 and 1 (0: never stop)")
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
-            raise RequestError(
-                f"temperatures are {list(self.temperatures)}; give {self.max_depth} numbers above 0, or ()"
-            )
+            raise RequestError(f"temperatures are {[*self.temperatures]}; give {self.max_depth} numbers above 0, or ()")
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
@@ -216,5 +214,5 @@ def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> No
         raise RequestError(f"the heads have hidden size {config.hidden_size} but the backbone {hidden_size}; {owner}")
     if config.vocab_size not in (None, vocab_size):
         raise RequestError(
-            f"the heads have a vocabulary of {config.vocab_size} but the backbone one of {vocab_size}; {owner}"
+            f"the heads have a vocabulary of {config.vocab_size}, the backbone one of {vocab_size}; {owner}"
         )

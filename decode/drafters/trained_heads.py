@@ -36,9 +36,7 @@ class HeadsDrafterConfig(DrafterConfig):
     def factory(self, context: DrafterContext) -> DrafterFactory:
         heads = context.heads
         if not isinstance(heads, MedusaHeads):
-            raise RequestError(
-                f"the heads are {heads!r}; pass MedusaHeads (medusa_heads=... from inside model.generate)"
-            )
+            raise RequestError(f"the heads are {heads!r}; pass MedusaHeads (medusa_heads= inside model.generate)")
         return TrainedHeads(heads, *self.layouts(heads, context.tree, context.stop_drafting))
 
 
@@ -58,9 +56,7 @@ class BlockwiseConfig(HeadsDrafterConfig):
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Tree]:
         count = heads.config.num_heads
         if self.tokens > count:
-            raise RequestError(
-                f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads; give at most {count}"
-            )
+            raise RequestError(f"drafter blockwise: tokens is {self.tokens}, with {count} heads; give at most {count}")
         return (Tree.chain(self.tokens or count),)
 
 

@@ -54,17 +54,13 @@ class BenchmarkOptions(CommandOptions):
     )
     rounds: int = count(3, "decode all prompts N times by each method")
     prompt_lookup: bool = option(False, "also measure model.generate with prompt lookup")
-    draft_model: str | None = option(
-        None, "also measure model.generate with this draft model; demo is shipped", metavar="B"
-    )
+    draft_model: str | None = option(None, "also measure model.generate with this draft model, or demo", metavar="B")
     temperatures: tuple[float, ...] = option(
         (), "also measure tau and the speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
     )
-    lossy: bool = option(
-        False, "also measure the lossy acceptance rules, and how probable the backbone finds their texts"
-    )
+    lossy: bool = option(False, "also measure the lossy acceptance rules, and the probability of their texts")
     report: str | None = option(
-        None, "write an HTML page, or a folder with the page, PNG pictures and JSON", metavar="FILE.html|DIR"
+        None, "write an HTML page, or a folder with page, pictures and JSON", metavar="FILE.html|DIR"
     )
     compare: tuple[str, ...] = option(
         (),

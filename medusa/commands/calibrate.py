@@ -28,9 +28,7 @@ class CalibrateOptions(CommandOptions):
     batch_size: int = count(1, "find the fastest tree for decoding N texts at a time")
     contrasting: Contrasting = NO_CONTRAST
     rounds: int = count(3, "time every tree N times")
-    plot: str | None = option(
-        None, "plot tau, the time of a step and the speed over the number of nodes", metavar="FILE.png"
-    )
+    plot: str | None = option(None, "plot tau, step time and speed over the number of nodes", metavar="FILE.png")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,9 +31,7 @@ PIECE = 2**16
 
 
 class DatastoreOptions(Options):
-    action: str = option(
-        REQUIRED, "build a datastore, or continue an interrupted build", positional=True, choices=["build"]
-    )
+    action: str = option(REQUIRED, "build a datastore, or continue to build it", positional=True, choices=["build"])
     models: Models = group(Models, "models", only=("backbone",))
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     data: DataOptions = group(DataOptions, "data", without=("max_prompts",))

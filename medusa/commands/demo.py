@@ -36,9 +36,7 @@ TEXT_SECONDS = 50  # time limit for generating text; a slower machine trains on 
 
 
 class DemoOptions(Options):
-    out: str = option(
-        "medusa-demo", "write the text, the heads and the results to this folder", metavar="DIR", name="output"
-    )
+    out: str = option("medusa-demo", "write text, heads and results to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace the results of an earlier demo")
     minutes: float = option(3.0, "train the heads for M minutes", "above 0", lambda value: value > 0, "M")
     texts: int = count(384, "train on N texts that the backbone generates")

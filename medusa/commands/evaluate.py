@@ -23,9 +23,7 @@ OPENING = 16  # number of tokens that the backbone continues, of a record that i
 
 
 class DataOptions(Options):
-    data: str = option(
-        REQUIRED, "read records from a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D"
-    )
+    data: str = option(REQUIRED, "read a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D")
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
     document_separator: str = option(

@@ -14,9 +14,7 @@ from medusa.options import REQUIRED, Options, group, option
 
 
 class InfoOptions(Options):
-    heads: str = option(
-        REQUIRED, "describe these heads: a folder, a Hub id, or demo (shipped)", metavar="HEADS", positional=True
-    )
+    heads: str = option(REQUIRED, "describe heads: a folder, a Hub id, or demo", metavar="HEADS", positional=True)
     output: Output = group(Output, "output")
 
 

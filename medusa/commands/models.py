@@ -143,7 +143,7 @@ def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
     """Return the backbone's tokenizer; without one, raise a `RequestError` that names `use`, which needs it."""
     if loaded.tokenizer is None:
         raise RequestError(
-            f"{loaded.name} has no tokenizer, and {use} needs one; add the tokenizer's files to the backbone's folder"
+            f"{loaded.name} has no tokenizer, and {use} needs one; add its files to the backbone's folder"
         )
     return loaded.tokenizer
 

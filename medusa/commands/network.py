@@ -12,7 +12,7 @@ from medusa.options import Options, option
 
 class Network(Options):
     host: str = option(
-        "127.0.0.1", "listen on this address: 127.0.0.1 is this machine only, 0.0.0.0 is open to all", metavar="A"
+        "127.0.0.1", "listen on this address: 127.0.0.1 is this machine, 0.0.0.0 is open to all", metavar="A"
     )
     port: int = option(
         8000, "listen on port N", f"a whole number from 1 to {2**16 - 1}", lambda value: 0 < value < 2**16, "N"

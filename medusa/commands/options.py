@@ -182,9 +182,7 @@ def require_writable(path: str | None) -> None:
 def require_extra(extra: str, *modules: str) -> None:
     """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
     if missing := [module for module in modules if find_spec(module) is None]:
-        raise RequestError(
-            f"{' and '.join(missing)} is not installed; install it with: pip install 'medusa-heads[{extra}]'"
-        )
+        raise RequestError(f"{' and '.join(missing)} is not installed; type: pip install 'medusa-heads[{extra}]'")
 
 
 def batches(items: list[Item], size: int) -> list[list[Item]]:
