@@ -157,10 +157,9 @@ class _Terminal:
         from decode.results import prompt_seeds, tau
         from decode.serve.texts import TextStream
 
-        source, templated = self.generator.source, self.conversation.has_template
         seed = prompt_seeds(self.options.runtime.seed, [len(self.results)])[0]
         decoding = self.generator.run(turn.prompt, self.settings, seed, self.plain)
-        before = () if templated else turn.prompt
+        before = () if self.conversation.has_template else turn.prompt
         stream, text = TextStream(self.generator.tokenizer, self.settings.stop, before=before), ""
         with _interruptible() as interrupts:
             for step in decoding:
@@ -176,6 +175,7 @@ class _Terminal:
         tokens, per_step = len(result.new_ids), tau([result])
         line = speed_line(tokens, result.seconds, per_step) + " (stopped)" * bool(interrupts)
         self.notes.print(line, style="dim", highlight=False)
+        source = self.generator.source
         if source is not None and source.heads is not None and not self.plain:
             warn_if_useless(tokens, per_step)
 

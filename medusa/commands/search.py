@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from decode.results import Result
     from medusa.commands.models import Opened
 
-Cost = dict[str, float]  # of one best-first search, by the names in the results of --json; empty for beam search
 SEARCHES = ("beam", "best-first-beam")
 
 
@@ -68,25 +67,25 @@ class Strategy(SearchOptions):
 def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
     """Search for the most probable text after each prompt, print the texts, and write the results of --json."""
     output, tokenizer = command.output, opened.loaded.tokenizer
-    results, costs, tokens, start = [], [], 0, perf_counter()
-    for result, cost in _search(strategy, opened, command.batch_size):
+    results, searches, tokens, start = [], [], 0, perf_counter()
+    for result, statistics in _search(strategy, opened, command.batch_size):
         content = result.to_json(tokenizer)
-        results.append(content | ({"search": cost} if cost else {}))
-        costs.append(cost)
+        results.append(content | ({"search": statistics} if statistics else {}))
+        searches.append(statistics)
         tokens += len(result.new_ids)
         if not output.quiet:
             print(content["text"] if tokenizer is not None else result.new_ids)
     line = f"{tokens} tokens, {tokens / max(perf_counter() - start, 1e-9):.0f} a second"
     if strategy.strategy == "best-first-beam":
-        calls, least = (sum(cost[key] for cost in costs) for key in ("calls", "beam_calls"))
+        calls, least = (sum(found[key] for found in searches) for key in ("calls", "beam_calls"))
         line += f"; {calls:.0f} hypotheses scored, where beam search scores at least {least:.0f}"
     output.note(line)
     about = opened.settings.to_dict() | {"backbone": command.models.backbone} | asdict(strategy)
     output.write({"settings": about, "results": results})
 
 
-def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, Cost]]:
-    """Yield the best text after each prompt, found by beam search of transformers or by best-first beam search."""
+def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, dict[str, float]]]:
+    """Yield the best text after each prompt, and the statistics of a best-first search; none for a beam search."""
     from decode.bench.methods import transformers_method
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
@@ -110,6 +109,6 @@ def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tup
             max_queued=strategy.max_queued,
         )
         best = found.hypotheses[0]
-        cost = {"calls": found.calls, "beam_calls": found.beam_calls(beams), "dropped": found.dropped}
+        statistics = {"calls": found.calls, "beam_calls": found.beam_calls(beams), "dropped": found.dropped}
         result = Result(prompt, best.ids, finish_reason=best.finish_reason, seconds=perf_counter() - start)
-        yield result, cost | {"log_probability": best.log_probability}
+        yield result, statistics | {"log_probability": best.log_probability}
