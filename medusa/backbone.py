@@ -35,8 +35,7 @@ class Backbone:
 
     In most models the logits are `lm_head(base(x))` bit for bit, so that they can be computed for selected positions
     only. A forward over four tokens tests this once for each model. Other models also scale or cap logits or hidden
-    states (Cohere, Gemma-2, MiniCPM3). They run completely, and a hook records the input of the LM head.
-    """
+    states (Cohere, Gemma-2, MiniCPM3). They run completely, and a hook records the input of the LM head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap the model; raise RequestError if it has no LM head."""
@@ -109,8 +108,7 @@ class Backbone:
 
         Returns:
             Hidden states [B, T, H] and logits [B, T, V]. With indices `last` [B] of one position in each row, they are
-            [B, H] and [B, V]; with `all_hidden`, too, the hidden states stay [B, T, H].
-        """
+            [B, H] and [B, V]; with `all_hidden`, too, the hidden states stay [B, T, H]."""
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
             hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state

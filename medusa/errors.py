@@ -4,15 +4,13 @@
 class RequestError(ValueError):
     """A wrong request, such as an invalid option. The message names the value, what is allowed and what to do instead.
 
-    The command line prints the message and exits with status 2. In Python it is a `ValueError`.
-    """
+    The command line prints the message and exits with status 2. In Python it is a `ValueError`."""
 
 
 class RunError(RuntimeError):
     """A failure during a run, such as a full disk or an unreachable server. The message says what to do.
 
-    The command line prints the message and exits with status 1.
-    """
+    The command line prints the message and exits with status 1."""
 
 
 def first_line(error: BaseException) -> str:

@@ -19,8 +19,7 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
     """Return the fingerprint of a backbone: its name, revision, dtype and class, and up to 64 single weights.
 
     Hashes of the parameters' names select the weights. In contrast to a hash of all bytes, the weights change only
-    slightly with the dtype, but they differ between a model and its fine-tuned versions.
-    """
+    slightly with the dtype, but they differ between a model and its fine-tuned versions."""
     values = []
     parameters = dict(model.named_parameters())
     names = sorted(key for key, p in parameters.items() if p.is_floating_point() and p.device.type != "meta")

@@ -55,8 +55,7 @@ class Tree:
         """Make a tree from the paths of all nodes except the root (the `medusa_choices` of the original Medusa).
 
         Raises:
-            RequestError: a path is empty, is listed twice, contains something other than ranks, or has no parent.
-        """
+            RequestError: a path is empty, is listed twice, contains something other than ranks, or has no parent."""
         index: dict[RankPath, int] = {(): 0}
         for path in sorted(map(_checked, paths), key=lambda p: (len(p), p)):
             if path in index:
@@ -178,8 +177,7 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     """Load the tree that `spec` describes: `chain`, `chain:3`, `topk:3,3,2`, a name (`named_trees`) or a file.
 
     A `chain` without a number has the depth `num_heads`. A JSON or YAML file contains `{"paths": [[0], [0, 0], ...]}`.
-    A wrong `spec` or file raises RequestError.
-    """
+    A wrong `spec` or file raises RequestError."""
     name, _, argument = spec.partition(":")
     if name == "chain":
         lengths = _whole_numbers(spec, argument) if argument else [num_heads]

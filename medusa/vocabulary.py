@@ -29,8 +29,7 @@ _ROWS = weakref.WeakKeyDictionary()
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
     """Return the function from features [..., H] to logits [..., V] for heads that share the backbone's LM head.
 
-    The logits have the dtype of the LM head's weights. For heads with a reduced vocabulary they are [..., N].
-    """
+    The logits have the dtype of the LM head's weights. For heads with a reduced vocabulary they are [..., N]."""
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
     rows = rows_for(heads, backbone.head)
@@ -40,8 +39,7 @@ def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
     """Select the rows [N, H] of an LM head [V, H] for the heads' vocabulary; all rows without a reduced vocabulary.
 
-    The rows are copied once, and cached for as long as the weight and the vocabulary stay the same.
-    """
+    The rows are copied once, and cached for as long as the weight and the vocabulary stay the same."""
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")
     if heads.vocabulary is None:

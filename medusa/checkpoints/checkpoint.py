@@ -47,8 +47,7 @@ class Checkpoint:
     def require_complete(self, source: str) -> Checkpoint:
         """Return this checkpoint; RequestError if a tensor or a token of the reduced vocabulary is wrong or missing.
 
-        Error messages begin with `source`, the name of the file.
-        """
+        Error messages begin with `source`, the name of the file."""
         require_exactly(self.tensors, empty(self.config).tensors, source)
         if (tokens := self.tensors.get("vocabulary")) is not None:
             vocab_size = self.config.vocab_size
@@ -71,8 +70,7 @@ def require_exactly(
 ) -> None:
     """Raise RequestError unless `tensors` have exactly the names and shapes of the tensors `wanted`.
 
-    Error messages begin with `source`, and `called` converts a name in `tensors` to the name in the file.
-    """
+    Error messages begin with `source`, and `called` converts a name in `tensors` to the name in the file."""
     for name, like in wanted.items():
         if name not in tensors:
             raise RequestError(f"{source} misses the tensor {called(name)}; its heads are not complete")

@@ -63,8 +63,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     """Make `eagle` heads from the tensors of a layer of EAGLE-3 and the content `published` of its `config.json`.
 
     Raises:
-        RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing.
-    """
+        RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
     tensors = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:

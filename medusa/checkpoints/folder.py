@@ -30,8 +30,7 @@ class HubOptions(TypedDict, total=False):
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
     """Load heads as `MedusaHeads.from_pretrained` does, but without a module.
 
-    The names of the files, tensors and config keys show which format a folder has.
-    """
+    The names of the files, tensors and config keys show which format a folder has."""
     folder = find_folder(name_or_path, **hub)
     stored = _stored_heads(folder)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
@@ -60,8 +59,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
     """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
     Tensors of heads with `MedusaConfig.is_published` get the names that servers read (`medusa.checkpoints.published`);
-    others keep their names in the state dict. RequestError if `folder` contains heads and `overwrite` is false.
-    """
+    others keep their names in the state dict. RequestError if `folder` contains heads and `overwrite` is false."""
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(checkpoint), folder / WEIGHTS)
     write_json(folder / CONFIG, checkpoint.config.to_dict())
@@ -72,8 +70,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     """Return the local folder of the heads with this name; download the heads if the name is a Hub id.
 
-    Any other name raises RequestError.
-    """
+    Any other name raises RequestError."""
     name = str(name_or_path)
     if name == "demo":
         return ASSETS / "heads"

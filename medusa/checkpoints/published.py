@@ -54,8 +54,7 @@ class Names:
     def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:
         """Convert a tensor's name to its name in the format `to`; return unknown names unchanged.
 
-        From a format without the number of blocks in the LM heads' names, it is `num_layers`.
-        """
+        From a format without the number of blocks in the LM heads' names, it is `num_layers`."""
         for pattern, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if match := re.fullmatch(_regex(pattern), name):
                 return other.format(**{"L": num_layers} | match.groupdict())
@@ -83,8 +82,7 @@ def is_of_heads(name: str) -> bool:
 class HeadTensors:
     """The tensors of heads under FasterDecoding's names, with the format and the prefix of the names in their file.
 
-    The `vocabulary` [N] are the ids of the tokens that the heads guess among; `None`: all tokens.
-    """
+    The `vocabulary` [N] are the ids of the tokens that the heads guess among; `None`: all tokens."""
 
     tensors: Tensors
     names: Names = PUBLISHED
@@ -99,8 +97,7 @@ class HeadTensors:
 def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source: str) -> None:
     """Add the tensors that vLLM's files can leave out: an LM head for each head, and biases of zero.
 
-    With a reduced vocabulary, LM heads with rows for all tokens keep only the rows of the vocabulary's tokens.
-    """
+    With a reduced vocabulary, LM heads with rows for all tokens keep only the rows of the vocabulary's tokens."""
     tensors = found.tensors
     blocks = [match for match in map(PUBLISHED.block_of, tensors) if match]
     shared, own = tensors.pop(SHARED, None), [name for name in tensors if LM_HEAD_NAME.fullmatch(name)]
@@ -152,8 +149,7 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
     """Make heads from their tensors and `published`, the content of `config.json`.
 
     Raises:
-        RequestError: a tensor is wrong or missing. The message begins with `source`, the name of the file.
-    """
+        RequestError: a tensor is wrong or missing. The message begins with `source`, the name of the file."""
     config = _config_of(found, published, source)
     require_exactly(found.tensors, to_published(empty(config)), source, found.called)
     stacked = {}
@@ -174,8 +170,7 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
     `asked` is the folder or Hub id that the user gave. It becomes the backbone of heads inside a model.
 
     Raises:
-        RequestError: the heads are quantised, scale their logits, or have a wrong tensor or lack one.
-    """
+        RequestError: the heads are quantised, scale their logits, or have a wrong tensor or lack one."""
     of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
     # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.

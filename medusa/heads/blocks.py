@@ -52,8 +52,7 @@ class MLPBlock(nn.Module):
 class Stack(nn.Module):
     """The residual blocks of one head, for input z [..., I] and residual stream x [..., H].
 
-    The first block computes x + layer(z). Each later block computes x + layer(x).
-    """
+    The first block computes x + layer(z). Each later block computes x + layer(x)."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()
@@ -70,8 +69,7 @@ class Stack(nn.Module):
 def _layer(config: MedusaConfig, input_size: int) -> nn.Module:
     """Create SiLU(z W + b) for `square` (Hydra's block without the residual), or SiLU(z U + b) D + c for `mlp` blocks.
 
-    Their last matrix and bias (W and b, or D and c) are zero at the start.
-    """
+    Their last matrix and bias (W and b, or D and c) are zero at the start."""
     if config.block == "square":
         last = nn.Linear(input_size, config.hidden_size)
         layer = OrderedDict(linear=last, act=nn.SiLU())

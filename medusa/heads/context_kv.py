@@ -39,8 +39,7 @@ class ContextKV:
             seen: [B, Q, S] the mask, True where a query attends to the text. B or Q is 1 if all share the mask.
             position_ids: [B, Q] positions of the first head's queries; [B, 1] if a row shares one, [R] with `place`.
             steps: the largest number of own keys. Each is one position after the previous one.
-            place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries.
-        """
+            place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries."""
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
         self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)  # [..., steps, D] each
@@ -55,8 +54,7 @@ class ContextKV:
 
         Args:
             query: [B, Q, A, D], with any number of queries if they share the mask; [R, A, D] with `place`.
-            own: [..., A, J] inner products of each query with its own keys, not scaled.
-        """
+            own: [..., A, J] inner products of each query with its own keys, not scaled."""
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:

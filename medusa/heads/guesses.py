@@ -24,8 +24,7 @@ def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor
     """Count the drafted tokens that a decoding step at each of P positions would accept: [P].
 
     The right token has the rank `ranks` [P, K] among the guesses of each head (`ranks_of`). `drafted` [P, N] are the
-    indices of the nodes that are drafted at each position; by default all nodes of the tree.
-    """
+    indices of the nodes that are drafted at each position; by default all nodes of the tree."""
     nodes, beyond = tree.num_nodes, tree.max_rank + 1
     # child[node, rank]: the child with this rank, or -1. The last row and column are all -1, so that every walk ends.
     child = torch.full((nodes + 1, beyond + 1), -1)

@@ -33,8 +33,7 @@ class MedusaHeads(PretrainedHeads):
     """K heads that read the backbone's last hidden state independently; also the base class of all other kinds.
 
     With `lm_head: own` each head has an LM head. With `lm_head: shared` all heads use the backbone's LM head. The
-    caller passes it to `forward`, so that the heads contain no module of the backbone.
-    """
+    caller passes it to `forward`, so that the heads contain no module of the backbone."""
 
     follows_path: ClassVar[bool] = False
     """Whether a head reads the tokens guessed by the previous heads, so that a tree is drafted level by level."""
@@ -76,8 +75,7 @@ class MedusaHeads(PretrainedHeads):
     def set_dropout(self, rate: float) -> None:
         """Set the dropout rate of the blocks' outputs (residual dropout: Vaswani et al. 2017, section 5.4).
 
-        Prefix layers have no dropout. Heads of the original Hydra have none at all, and raise RequestError.
-        """
+        Prefix layers have no dropout. Heads of the original Hydra have none at all, and raise RequestError."""
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
             raise RequestError(f"training.dropout: heads of kind {self.config.kind} have no dropout; leave it out")
@@ -88,8 +86,7 @@ class MedusaHeads(PretrainedHeads):
         """Run the prefix layers on the backbone's hidden states [B, T, H] of whole texts, and return their output.
 
         A position attends to itself and to earlier positions of its document (`document_ids` [B, T]). Heads without
-        prefix layers return the hidden states unchanged.
-        """
+        prefix layers return the hidden states unchanged."""
         if self.prefix is None:
             return hidden
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
@@ -97,8 +94,7 @@ class MedusaHeads(PretrainedHeads):
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values [B, A, T, D] of a text (A attention heads of size D) for kinds that attend to it.
 
-        Each position has a hidden state in `hidden`, and the embedding of the token after it in `token` [B, T, H].
-        """
+        Each position has a hidden state in `hidden`, and the embedding of the token after it in `token` [B, T, H]."""
         raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
 
     def inputs(
@@ -119,8 +115,7 @@ class MedusaHeads(PretrainedHeads):
             embed: the function from token ids to the backbone's input embeddings (`Backbone.embed`).
             position_ids, document_ids: [B, T]; by default each row is one document that starts at position 0.
             place: [R] indices of the selected positions in the flattened [B * T]; by default all positions, as [B, T].
-            num_heads: the number of heads that will run; all heads by default.
-        """
+            num_heads: the number of heads that will run; all heads by default."""
         hidden = hidden.to(self.device, self.dtype)
         length = hidden.shape[1]
         if position_ids is None:
@@ -166,6 +161,5 @@ class MedusaHeads(PretrainedHeads):
         """Compute the logits [k, ..., V] of the first k = `num_heads` heads (all by default) at positions [...].
 
         With a reduced `vocabulary` of N tokens the logits are [k, ..., N]. Heads with `lm_head: shared` need `lm_head`:
-        the backbone's LM head, from `medusa.vocabulary.lm_head_for`.
-        """
+        the backbone's LM head, from `medusa.vocabulary.lm_head_for`."""
         return self.logits(self.features(inputs, num_heads), lm_head)

@@ -16,8 +16,7 @@ from medusa.heads.context_kv import ContextKV
 class HeadInputs(NamedTuple):
     """The inputs of heads at some positions of some texts, in training, evaluation, calibration and decoding.
 
-    `MedusaHeads.inputs` builds these inputs from whole texts. Decoding builds them from its caches.
-    """
+    `MedusaHeads.inputs` builds these inputs from whole texts. Decoding builds them from its caches."""
 
     hidden: Tensor
     """[..., H] hidden states of the backbone, or the output of the heads' prefix layers."""
@@ -31,8 +30,7 @@ def following_ids(input_ids: Tensor, count: int) -> Tensor:
     """Return the `count` tokens after each position [B, T, count] of the texts `input_ids` [B, T].
 
     After the end of a row, its last token is repeated. A following token can belong to another packed document. Heads
-    do not learn at such positions, because their labels are in the other document, too.
-    """
+    do not learn at such positions, because their labels are in the other document, too."""
     last = input_ids[:, -1:].expand(-1, count)
     return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
 
@@ -41,8 +39,7 @@ def visible(length: int, document_ids: Tensor | None, device: torch.device, befo
     """Build the mask of the positions [B, T, T] that each of T = `length` positions attends to.
 
     They are in the same document (`document_ids` [B, T]) and at least `before` positions earlier. Without document ids
-    the mask is [1, T, T].
-    """
+    the mask is [1, T, T]."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])

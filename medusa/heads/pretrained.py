@@ -87,8 +87,7 @@ class PretrainedHeads(nn.Module):
         `provenance` is the content of `provenance.json`; by default that of these heads.
 
         Raises:
-            RequestError: the folder contains heads and `overwrite` is false.
-        """
+            RequestError: the folder contains heads and `overwrite` is false."""
         from medusa.checkpoints.folder import save
 
         checkpoint = self.checkpoint()
@@ -98,8 +97,7 @@ class PretrainedHeads(nn.Module):
         """Publish the heads on the Hub, with a model card and code that decodes with plain transformers.
 
         The repository, such as `org/heads`, is created if it does not exist. The `options` are `private`, `token`,
-        `revision`, `commit_message`, `license` and `benchmark`. The address of the commit is returned.
-        """
+        `revision`, `commit_message`, `license` and `benchmark`. The address of the commit is returned."""
         from medusa.export.repository import push
 
         return push(self.checkpoint(), repo_id, **options)

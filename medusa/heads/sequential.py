@@ -50,8 +50,7 @@ class SequentialHeads(MedusaHeads, ABC):
         Args:
             state: the state that the previous head returned; for head 0, only the hidden states [..., H].
             token: [..., H] embedding of the token before the guess at each position, for kinds with `follows_path`.
-            context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text.
-        """
+            context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text."""
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
         hidden, following, context_kv = inputs
@@ -74,8 +73,7 @@ class CascadeHeads(SequentialHeads):
     """Cascaded heads: each head reads the features [..., H] of the previous head, which are the state.
 
     Cascaded heads do not read the guessed tokens. So all nodes of a level have the same guesses as children, and a
-    decoding step costs as much as with independent heads.
-    """
+    decoding step costs as much as with independent heads."""
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         (previous,) = state
@@ -105,8 +103,7 @@ class HydraHeads(SequentialHeads):
 
     Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads that this
     package trains. Their first block adds its output to a learned matrix times this input, instead of the hidden
-    state. Their embeddings are not normalised, and their LM heads have a bias.
-    """
+    state. Their embeddings are not normalised, and their LM heads have a bias."""
 
     follows_path = True
 
