@@ -143,6 +143,6 @@ class MedusaConfig:
 
     @classmethod
     def from_dict(cls, content: Json) -> MedusaConfig:
-        """Make a config from the content of `config.json`, with a `hidden_size`. Other keys are ignored."""
+        """Make a config from the content of `config.json`, which must have a `hidden_size`; ignore unknown keys."""
         keys = PUBLISHED_KEYS | {key: key for key in OUR_KEYS}
         return cls(**{field: content[key] for field, key in keys.items() if key in content})

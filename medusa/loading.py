@@ -50,8 +50,7 @@ def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedCo
 def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
     """Load a backbone in eval mode: `demo`, a local folder (of a model or of a peft adapter) or a Hub id.
 
-    Raises:
-        RequestError: there is no such model, or a file is damaged."""
+    Raise RequestError if there is no such model, or a file is damaged."""
     path = str(DEMO) if name_or_path == "demo" else name_or_path
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"

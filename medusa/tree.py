@@ -111,11 +111,10 @@ class Tree:
     @cached_property
     def children(self) -> Tensor:
         """The node indices [N, C] of each node's children by rank, padded with -1. C is the largest count."""
-        lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for node, parent in enumerate(self.parent.tolist()[1:], 1):
-            lists[parent].append(node)
-        nodes = [torch.tensor(nodes, dtype=torch.long, device=self.parent.device) for nodes in lists]
-        return torch.nn.utils.rnn.pad_sequence(nodes, batch_first=True, padding_value=-1)
+        most = int(torch.bincount(self.parent[1:], minlength=1).max())
+        children = self.parent.new_full((self.num_nodes, most), -1)
+        children[self.parent[1:], self.order[1:]] = torch.arange(1, self.num_nodes, device=children.device)
+        return children
 
     @cached_property
     def order(self) -> Tensor:

@@ -20,10 +20,8 @@ from medusa.heads.independent import LMHead, MedusaHeads
 ABSENT = -1
 """The index that `places_of` returns for a token outside the heads' vocabulary."""
 
-
 # A cache for each set of heads in memory: the LM head's weight [V, H], the heads' vocabulary, and the selected rows.
-_ROWS: weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor, nn.Linear]]
-_ROWS = weakref.WeakKeyDictionary()
+_ROWS = weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor, nn.Linear]]()
 
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:

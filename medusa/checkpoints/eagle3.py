@@ -40,8 +40,7 @@ NAMES = {
 """The names of tensors in the state dict of `EagleHeads`, and their names in EAGLE-3's format."""
 PAIR_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 """The names of the query, key and value matrices, which `EagleHeads` concatenates as `pair.weight`."""
-COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")
-"""Tensors that are not read: copies of the backbone's tensors, and `t2d`, which follows from `d2t`."""
+COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")  # not read: the backbone's, and what follows from `d2t`
 
 
 def is_eagle3(names: Iterable[str]) -> bool:
@@ -62,8 +61,7 @@ def to_eagle3(heads: Checkpoint) -> Tensors:
 def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> Checkpoint:
     """Make `eagle` heads from the tensors of a layer of EAGLE-3 and the content `published` of its `config.json`.
 
-    Raises:
-        RequestError: the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
+    Raise RequestError if the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
     tensors = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:

@@ -30,16 +30,13 @@ from medusa.loading import load_config
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)(\.1)?\.weight")
 PREFIX, EMBEDDING = "prefix_embeding_layer", "input_embed_fn.weight"
-LEFT_OUT = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"}
-"""Tensors in the file that are not loaded."""
+NOT_LOADED = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"}
 
 
 def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     """Make `hydra` heads from the tensors of the original Hydra and the content `published` of their `config.json`.
 
-    Raises:
-        RequestError: the architecture is not supported, the heads do not read tokens, or a tensor is wrong or missing.
-    """
+    Raise RequestError if the architecture is unknown, the heads do not read tokens, or a tensor is wrong or missing."""
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
     if arch not in ("mlp", "prefix-mlp"):  # Hydra and Hydra++
         raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only mlp and prefix-mlp can be loaded")
@@ -61,7 +58,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     wanted = {names[module]: tensor for module, tensor in modules.items()}
     for name, matrix, bias in zip(lm_heads, matrices, biases, strict=True):
         wanted |= {f"{name}.weight": matrix, f"{name}.bias": bias}
-    require_exactly({name: tensors[name] for name in tensors if name not in LEFT_OUT}, wanted, source)
+    require_exactly({name: tensors[name] for name in tensors if name not in NOT_LOADED}, wanted, source)
     found = {module: tensors[name].clone() for module, name in names.items()}  # no blocks with shared weights
     found["lm_heads"] = torch.stack([tensors[f"{name}.weight"] for name in lm_heads]).mT.contiguous()
     found["lm_biases"] = torch.stack([tensors[f"{name}.bias"] for name in lm_heads])

@@ -148,8 +148,7 @@ def to_published(checkpoint: Checkpoint) -> Tensors:
 def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoint:
     """Make heads from their tensors and `published`, the content of `config.json`.
 
-    Raises:
-        RequestError: a tensor is wrong or missing. The message begins with `source`, the name of the file."""
+    Raise RequestError if a tensor is wrong or missing. The message begins with `source`, the name of the file."""
     config = _config_of(found, published, source)
     require_exactly(found.tensors, to_published(empty(config)), source, found.called)
     stacked = {}
@@ -169,8 +168,7 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
 
     `asked` is the folder or Hub id that the user gave. It becomes the backbone of heads inside a model.
 
-    Raises:
-        RequestError: the heads are quantised, scale their logits, or have a wrong tensor or lack one."""
+    Raise RequestError if the heads are quantised, scale their logits, or have a wrong tensor or lack one."""
     of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
     # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.

@@ -132,8 +132,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
     The prompt is the whole text, the first `prompt_tokens` token ids, or a conversation without its last answer.
 
-    Raises:
-        RequestError: the tokenizer or its chat template is missing, or the prompt is empty."""
+    Raise RequestError if the tokenizer or its chat template is missing, or the prompt is empty."""
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
     elif tokenizer is None:

@@ -30,8 +30,7 @@ def read_records(
 
     In a `.txt` file, documents end at lines `separator`; without a separator every line is a prompt.
 
-    Raises:
-        RequestError: the source does not exist, is empty, or contains a record of no known form."""
+    Raise RequestError if the source does not exist, is empty, or contains a record of no known form."""
     path, record = Path(source), None
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
