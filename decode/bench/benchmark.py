@@ -10,7 +10,7 @@ Shapes: P positions of a text, K heads.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -182,14 +182,13 @@ def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list
     """Compute for each accepted node of the draft tree the fraction of steps that accepted the node.
 
     `ranks` has a tensor [P, K] for each text in `results`: the ranks of the correct tokens in a `Recording`."""
-    counts: dict[tuple[int, ...], int] = defaultdict(int)
+    counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):
         at, lines = 0, table.tolist()
         for length in result.uncut_lengths:
             if at + length <= len(lines):  # guesses past the end of the text have no ranks
                 steps += 1
-                for depth in range(1, length):
-                    counts[tuple(lines[at][:depth])] += 1
+                counts.update(tuple(lines[at][:depth]) for depth in range(1, length))
             at += length
     return [AcceptedNode(list(path), count / steps) for path, count in sorted(counts.items())]

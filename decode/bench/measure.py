@@ -110,10 +110,9 @@ def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
 
 
 def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
-    """Measure speed and text quality of plain sampling, of the lossless rule and of each lossy rule, in one round.
+    """Measure the speed and `log_likelihood` of plain sampling, the lossless rule and each lossy rule, in one round.
 
-    The temperature is the job's, or 1 if the job is greedy. The quality is the mean log-likelihood of the new tokens
-    under the backbone. A rule with a higher value than plain sampling writes more predictable texts."""
+    The temperature is the job's, or 1 if that is 0. A higher log-likelihood means more predictable texts."""
     warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
     contenders = [
         Contender("plain", job.plain(warm)),

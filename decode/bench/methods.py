@@ -109,9 +109,9 @@ def transformers_method(
 
     `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt. With
     `assistance`, the options of its assisted generation or beam search, it reports no step lengths."""
-    backbone, amateur = Backbone(model), settings.amateur
+    device, amateur = Backbone(model).device, settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
-    context = min((end for end in (Backbone(some).context for some in models) if end is not None), default=1 << 30)
+    context = min(Backbone(some).context or 1 << 30 for some in models)
     stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop and tokenizer is not None else None
     eos = None if settings.ignore_eos else model.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
@@ -131,7 +131,7 @@ def transformers_method(
 
     def write(group: list[Result], limit: int) -> None:
         kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit} | assistance
-        inputs = left_padded([result.input_ids for result in group], backbone.device)
+        inputs = left_padded([result.input_ids for result in group], device)
         if amateur is not None:
             processors = LogitsProcessorList([ContrastProcessor(amateur, inputs["attention_mask"])])
             if settings.repetition_penalty != 1:  # after the contrast, as in our own loop; `generate` applies it before

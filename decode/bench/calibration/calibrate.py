@@ -1,10 +1,8 @@
 """Calibrates heads: finds the tree with which the heads decode the most tokens per second here.
 
-    tokens per second = tau(tree) / T(tree)
-
-tau is the mean number of tokens per step. It is predicted from recorded texts of the backbone. T is the time of a step,
-which is measured in the decoding loop. Both static and dynamic trees are tried (`decode.drafters.layouts`). Dynamic
-trees accept more guesses with the same number of nodes, but choosing the nodes takes time.
+Tokens per second are tau / T. tau is the mean number of tokens per step, which is predicted from recorded texts of the
+backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
+(`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def calibrate(
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
     `sizes`: numbers of nodes of the trees to try, by default those of `sizes_for`. Every tree is timed `rounds` times.
-    `on_progress` receives the name of each stage when it begins. Raises RequestError if no continuation has more tokens
-    than there are heads."""
+    `on_progress` receives the name of each stage. Raises RequestError if no text has more new tokens than heads."""
     # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
@@ -79,16 +76,11 @@ def calibrate(
         method = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
         return tau(one_by_one(method, prompts, range(len(prompts))))
 
-    points = [
-        CalibrationPoint(
-            nodes=tree.num_nodes,
-            paths=tree.to_json() if isinstance(tree, Tree) else [],
-            tau=expected_tau(tree),
-            step_ms=1000 * of_step,
-            dynamic=isinstance(tree, DynamicTree),
-        )
-        for tree, of_step in zip(trees, seconds, strict=True)
-    ]
+    points = []
+    for tree, of_step in zip(trees, seconds, strict=True):
+        is_dynamic = isinstance(tree, DynamicTree)
+        paths = tree.to_json() if isinstance(tree, Tree) else []
+        points.append(CalibrationPoint(tree.num_nodes, paths, expected_tau(tree), 1000 * of_step, is_dynamic))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)))
     place = situation(model, heads, settings, batch_size)
     return Calibration(points, best_of(points), list(temperatures), place, about)
@@ -110,14 +102,14 @@ def _trees(
 
     `temperatures`: those of the heads in dynamic trees; if empty, there are no dynamic trees."""
     grown: dict[int, Tree] = {1: Tree.chain(0)}
+    sizes = [nodes for nodes in sizes if nodes > 1]
     for nodes in sizes:
-        if nodes > 1:
-            on_progress(f"a tree of {nodes} nodes")
-            tree = grow(recording, nodes)
-            grown.setdefault(tree.num_nodes, tree)
+        on_progress(f"a tree of {nodes} nodes")
+        tree = grow(recording, nodes)
+        grown.setdefault(tree.num_nodes, tree)
     trees: list[Layout] = [tree for _, tree in sorted(grown.items())]
     if temperatures and len(grown) > 1:
-        trees += [DynamicTree.over_heads(nodes, len(temperatures), temperatures) for nodes in sizes if nodes > 1]
+        trees += [DynamicTree.over_heads(nodes, len(temperatures), temperatures) for nodes in sizes]
     return trees
 
 

@@ -1,9 +1,9 @@
 """Samples many decoding steps from one fixed context with the production code, and tests their tokens.
 
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
-root is fixed, and the experiment samples the tokens after it. They must follow the target, which is the backbone's
-distribution after temperature, top-k, top-p and penalties. Everything but the decoding loop is the production code. The
-loop is replaced because all R draws of a decoding step share one forward.
+root is fixed, and the tokens after it are sampled. They must follow the target, which is the backbone's distribution
+after temperature, top-k, top-p and penalties. Only the decoding loop is not the production code: here all R draws of a
+decoding step share one forward.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
@@ -65,8 +65,7 @@ def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: Pr
 class FixedContext:
     """The text that all draws of an experiment continue: a prompt and a fixed root, with the session that holds them.
 
-    The root is the backbone's most probable token. For a drafter that learns from earlier steps, such as n-grams, some
-    greedy steps precede the root, until the drafter drafts."""
+    The root is the backbone's most probable token. A drafter that learns, such as n-grams, first sees greedy steps."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
         """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
@@ -154,8 +153,7 @@ class Experiment:
     ) -> None:
         """Prefill `prompt`, and compute the target after the root and after each first token.
 
-        All random numbers come from `random`, on the backbone's device. A prompt that is too long for the context
-        raises RequestError (`require_room`)."""
+        All random numbers come from `random`, on the backbone's device. For RequestError see `require_room`."""
         self.settings, self.draws = settings, SharedDraws(random)
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)
@@ -236,6 +234,8 @@ class Experiment:
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
         """Make a function that samples steps with `--draft topk`. All rows share one draft and its scores [N, V]."""
 
+        passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
+
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
             return scores, nodes
 
@@ -243,11 +243,9 @@ class Experiment:
             return self.draws.tokens(rows, scores.softmax(-1), index)
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
-            if rule.acceptance == "typical":
-                passes = Acceptor("typical", self.settings.epsilon, self.settings.delta).passes
-                assert passes is not None
-                return draft, accept_longest(draft, of_nodes, passes)
             many = Draft(draft.ids.expand(rows, -1), draft.topology)
+            if passes is not None:
+                return many, accept_longest(many, of_nodes, passes)
             return many, accept_walk(many, of_nodes, decide)
 
         return take

@@ -113,13 +113,10 @@ class VerificationResult:
     def to_json(self) -> dict[str, object]:
         """Return the content of `medusa verify --json`."""
         asked, settings = self.asked, self.asked.settings
-        about = {
-            "backbone": asked.loaded.name,
-            "nodes": asked.source.num_nodes,
-            "amateur": None if settings.amateur is None else settings.amateur.to_dict(),
-            **{name: getattr(asked, name) for name in ("heads", "drafter", "tree", "dtype", "batch_size", "seed")},
-            **{name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta")},
-        }
+        amateur = None if settings.amateur is None else settings.amateur.to_dict()
+        about = {"backbone": asked.loaded.name, "nodes": asked.source.num_nodes, "amateur": amateur}
+        about |= {name: getattr(asked, name) for name in ("heads", "drafter", "tree", "dtype", "batch_size", "seed")}
+        about |= {name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta")}
         sampling = {
             "draws": asked.draws,
             "false_alarm_rate": FALSE_ALARM,
@@ -135,8 +132,8 @@ def verify(asked: Verification) -> VerificationResult:
     The option `compile` applies only to greedy decoding with the drafter; all other decoding is eager."""
     eager, model = replace(asked.settings, compile=False), asked.loaded.model
     advance = asked.start_progress("greedy", len(asked.prompts))
-    methods, amateur = (asked.plain(eager), asked.drafted(asked.settings)), asked.settings.amateur
-    greedy = compare_greedy(model, *methods, asked.prompts, asked.batch_size, advance, amateur)
+    methods = asked.plain(eager), asked.drafted(asked.settings)
+    greedy = compare_greedy(model, *methods, asked.prompts, asked.batch_size, advance, eager.amateur)
     rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
     targets = list(product((0.5, 1.0, 1.5), (1.0, 0.9))) if asked.full else [(1.0, 1.0)]
     advance = asked.start_progress("draws", len(chosen) * len(targets) * len(rules) * asked.draws)

@@ -44,11 +44,8 @@ class ReportPage:
         environment = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        environment.filters |= {
-            "interval": interval_in_words,
-            "bytes": readable,
-            "fixed": lambda value, digits=0: f"{value:.{digits}f}",
-        }
+        environment.filters |= {"interval": interval_in_words, "bytes": readable}
+        environment.filters["fixed"] = lambda value, digits=0: f"{value:.{digits}f}"
         return environment.get_template(self.template).render(
             self.content,
             title=self.title,
@@ -100,16 +97,16 @@ def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]
         content["is_lossy"] = is_lossy(settings.acceptance)
         figures = benchmark_figures(result)
     for number, found in enumerate(comparisons, 1):
-        height = plots.height_of(len(found.changes))
-        figures["changes" if number == 1 else f"changes {number}"] = plots.alone(plots.changes, found, height=height)
+        name = "changes" if number == 1 else f"changes {number}"
+        figures[name] = plots.alone(plots.changes, found, bars=len(found.changes))
     return ReportPage("benchmark.html.j2", title, content, figures)
 
 
 def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
     """Draw the pictures of a benchmark run, by name."""
     medusa, methods, alone = result.medusa, result.methods, plots.alone
-    size = plots.height_of(len(methods))
-    found = {"speedups": alone(plots.speedups, methods, height=size), "rates": alone(plots.rates, methods, height=size)}
+    size = len(methods)
+    found = {"speedups": alone(plots.speedups, methods, bars=size), "rates": alone(plots.rates, methods, bars=size)}
     if medusa.accepted_by_depth:
         found["depths"] = alone(plots.depths, medusa)
         found["positions"] = alone(plots.positions, medusa.tau_by_position)
@@ -120,8 +117,7 @@ def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
     if timed := {name: figures.step_ms for name, figures in methods.items() if figures.step_ms}:
         found["stages"] = alone(plots.stages, timed, height=3)
     if kinds := medusa.by_category:
-        size = plots.height_of(len(kinds))
-        found["categories"] = alone(plots.speedups, kinds, "medusa", "drafter, times model.generate", height=size)
+        found["categories"] = alone(plots.speedups, kinds, "medusa", "drafter, times model.generate", bars=len(kinds))
     if medusa.calibration is not None:
         for name in plots.CALIBRATED:
             found[f"calibration {name}"] = alone(plots.by_nodes, medusa.calibration, name)

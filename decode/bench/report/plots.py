@@ -26,16 +26,13 @@ TOKENS_SHOWN = 24
 CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
-def alone(draw: Callable[..., None], *data: object, height: float = 2.6) -> Figure:
-    """Make a figure that contains one plot, drawn by `draw(axes, *data)`. `height`: the figure's height in inches."""
+def alone(draw: Callable[..., None], *data: object, height: float = 2.6, bars: int | None = None) -> Figure:
+    """Make a figure of one plot, drawn by `draw(axes, *data)`: `height` inches high, or as high as its `bars` need."""
+    if bars is not None:
+        height = 0.9 + 0.42 * bars
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     draw(figure.subplots(), *data)
     return without_frames(figure)
-
-
-def height_of(bars: int) -> float:
-    """Return the height in inches of a figure with this number of horizontal bars."""
-    return 0.9 + 0.42 * bars
 
 
 def without_frames(figure: Figure) -> Figure:
