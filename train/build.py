@@ -41,7 +41,7 @@ class LoadedRun(NamedTuple):
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Load what a recipe describes; raise RequestError for errors, or for other heads than in a given `checkpoint`."""
+    """Check a recipe and load what it describes; raise RequestError for errors, or if `checkpoint` has other heads."""
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     backbone = Backbone(loaded.model)

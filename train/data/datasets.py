@@ -52,7 +52,7 @@ class StreamedDataset(IterableDataset[Batch]):
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
         """Make a stream of rows of `length` tokens, without split documents if `whole`, from what `reader` reads."""
         self.reader, self.length, self.whole = reader, length, whole
-        self.shuffle_buffer, self.seed = shuffle_buffer, seed  # rows from which the next one is drawn at random
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed  # drawing at random from this many rows
         self.counts = DataCounts()  # of the first pass over the data; each worker of a data loader has its own
 
     def __iter__(self) -> Iterator[Batch]:

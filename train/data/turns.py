@@ -87,7 +87,7 @@ class ConversationText:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find a turn between the texts up to its start and up to its end; `None` if one does not begin the next."""
+        """Find start and end of a turn: the lengths of the texts up to them. `None` if one does not begin the next."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])
@@ -97,7 +97,7 @@ class ConversationText:
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """Find an answer as the part of the text that changes with the answer; `None` if other parts change, too."""
+        """Find start and end of an answer: the part of the text that changes with it. `None` if other parts change."""
         other = next(c for c in map(chr, range(0xE000, 0xE010)) if c not in self.text)  # a private-use character
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
         try:

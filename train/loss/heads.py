@@ -27,7 +27,10 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """The losses and accuracies of K heads over a batch; every field has the shape [K]."""
+    """The losses and accuracies of K heads over a batch; every field has the shape [K].
+
+    In Medusa-2 every field has the shape [K + 1], because the backbone's LM loss stands after the heads' losses.
+    """
 
     objective: Tensor
     """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""

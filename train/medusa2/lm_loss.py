@@ -49,8 +49,8 @@ def lm_loss(
     """Compute the LM loss in nats: the mean over M positions of KL(original || adapted), or of the cross-entropy.
 
     Only one chunk of logits is in memory at a time; the backward computes the logits again. `head` is the backbone's LM
-    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states. The cross-entropy is that of the
-    next tokens `labels` [M]; the divergence needs the original backbone's hidden states `teacher` [M, H].
+    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states. The divergence needs the original
+    backbone's hidden states `teacher` [M, H]; without them, the loss is the cross-entropy of the next tokens `labels`.
     """
     plain_head = without_adapter(head)
 

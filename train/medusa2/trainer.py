@@ -26,7 +26,7 @@ HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (
 
 
 class Medusa2Trainer(MedusaTrainer):
-    """Trains heads together with a LoRA adapter in the backbone (Medusa-2), which checkpoints hold in a subfolder."""
+    """Trains heads together with a LoRA adapter in the backbone (Medusa-2). Checkpoints hold it in a subfolder."""
 
     trained: HeadsAndAdapter
 
