@@ -13,9 +13,7 @@ from rich.progress import Progress
 
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill
-from medusa.loading import load_backbone
 from medusa.memory import bytes_of
-from medusa.options import LoadOptions
 from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
 from train.checkpoints import all_checkpoints, checkpoint_to_resume, require_room, way_out_of_full_disk
@@ -59,7 +57,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         trainer.provenance |= {"data": run.dataset.counts.to_dict(), "result": figures.to_dict()}
         trainer.save_model()
         if config.adapter is not None and config.adapter.merge and first:
-            _merge(run)
+            say(f"merged backbone saved in {write_merged(config, run.loaded, run.heads)}")
     if not quiet:
         if isinstance(run.dataset, StreamedDataset):
             say(f"data read: {run.dataset.counts}")
@@ -115,15 +113,6 @@ def _perplexities(run: LoadedRun) -> Perplexities | None:
     found = measure_perplexities(run.backbone, rows)
     say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
     return found
-
-
-def _merge(run: LoadedRun) -> None:
-    """Write the backbone with the trained adapter merged into it, in the dtype that it had in training."""
-    config, loaded = run.config, run.loaded
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
-    options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
-    base = load_backbone(config.backbone, options).model
-    say(f"merged backbone saved in {write_merged(base, loaded.tokenizer, run.heads, Path(config.output_dir))}")
 
 
 def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:

@@ -9,14 +9,16 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import replacing_folder
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
-from train.config import AdapterConfig
+from medusa.loading import Loaded, load_backbone
+from medusa.options import LoadOptions
+from train.config import AdapterConfig, TrainConfig
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 
@@ -62,18 +64,19 @@ def without_adapter(layer: nn.Module) -> nn.Module:
     return base
 
 
-def write_merged(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, heads: MedusaHeads, output: Path
-) -> Path:
-    """Merge the adapter saved in `output` into the original backbone `base`, and write the result to output/merged.
+def write_merged(config: TrainConfig, loaded: Loaded, heads: MedusaHeads) -> Path:
+    """Write a backbone with its saved adapter merged into it to output_dir/merged, in the dtype of training.
 
     Write the heads to the same folder, with the fingerprint of the merged backbone. Return that folder.
     """
+    output, dtype = Path(config.output_dir), str(loaded.model.dtype).removeprefix("torch.")
+    options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
+    base = load_backbone(config.backbone, options).model
     merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
     with replacing_folder(output / "merged") as folder:
         merged.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(folder)
         original, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
         heads.save_pretrained(folder / "heads")
         heads.config.backbone = original
