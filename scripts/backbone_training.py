@@ -104,20 +104,16 @@ class MuonWithAdamW(Optimizer):
 class BackboneTrainer(Trainer):
     """The stock Trainer with a teacher in the loss, two optimizers, and a schedule that can follow the clock."""
 
+    teacher: Teacher | None = None
+
     def __init__(
-        self,
-        model: PreTrainedModel,
-        rows: StackDataset,
-        recipe: Recipe,
-        arguments: TrainingArguments,
-        minutes: float | None = None,
-        teacher: Teacher | None = None,
+        self, model: PreTrainedModel, rows: StackDataset, recipe: Recipe, args: TrainingArguments, minutes: float | None
     ) -> None:
         """Make a trainer of `model` on `rows`. If `minutes` is given, training ends after that time."""
-        self.recipe, self.teacher = recipe, teacher
+        self.recipe = recipe
         budget = [TimeBudget(60 * minutes)] if minutes else []
         optimizers = (MuonWithAdamW(model, recipe), None)
-        super().__init__(model, arguments, train_dataset=rows, optimizers=optimizers, callbacks=budget)
+        super().__init__(model, args, train_dataset=rows, optimizers=optimizers, callbacks=budget)
         for printing in (PrinterCallback, ProgressCallback):  # standard output is for results
             self.remove_callback(printing)
         self.add_callback(ProgressBar(lines=False, budget=lambda: self.budget))
@@ -174,11 +170,7 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
     """Yield the windows (begin, end, first) that score a document of `length` tokens: each token but BOS once.
 
     The model reads the tokens begin to end - 1 and scores those from `first` on. Windows advance by half a context,
-    so tokens after the first window have at least half a context before them.
-
-    >>> list(windows(5, 8)), list(windows(11, 8))
-    ([(0, 5, 1)], [(0, 8, 1), (4, 11, 8)])
-    """
+    so tokens after the first window have at least half a context before them."""
     begin, first = 0, 1
     while first < length:
         end = min(begin + context, length)

@@ -171,25 +171,20 @@ class CheckOptions(Options):
     output: Output = group(Output, "output", only=("json",))
 
 
-def check_backbone(options: CheckOptions, backbone: str) -> int:
-    """Run the self-test on the model that the user named; return the exit status."""
-    model = load_backbone(backbone, options.load).model
-    require_tree_support(model)
-    check = check_tree_forward(model)
-    how = f"{str(model.dtype).removeprefix('torch.')}, {model.config._attn_implementation}"
-    print(f"{type(model).__name__} ({how}): {'can' if check.ok else 'cannot'} hold a tree")
-    print(f"error {check.error:.1e}, at most {check.limit:.1e}; control {check.control:.2f}")
-    if check.reason:
-        print(check.reason)
-    options.output.write(asdict(check))
-    return 0 if check.ok else 1
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(CheckOptions, script_parser(__doc__), argv)
     transformers.logging.set_verbosity_error()
     if options.backbone:
-        return check_backbone(options, options.backbone)
+        model = load_backbone(options.backbone, options.load).model
+        require_tree_support(model)
+        check = check_tree_forward(model)
+        how = f"{str(model.dtype).removeprefix('torch.')}, {model.config._attn_implementation}"
+        print(f"{type(model).__name__} ({how}): {'can' if check.ok else 'cannot'} hold a tree")
+        print(f"error {check.error:.1e}, at most {check.limit:.1e}; control {check.control:.2f}")
+        if check.reason:
+            print(check.reason)
+        options.output.write(asdict(check))
+        return 0 if check.ok else 1
     names = [*SUPPORTED, *REFUSED]
     if unknown := sorted(set(options.only or []) - set(names)):
         raise RequestError(f"--only {unknown[0]!r} is no row; choose from {', '.join(names)}")

@@ -24,7 +24,7 @@ import torch
 from decode.bench.losslessness.cases import p_values, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.machine import machine
-from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
+from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.drafters import parse as parse_drafter
 from decode.drafters.base import DrafterConfig, DrafterFactory
 from decode.drafters.layouts import DynamicTree
@@ -97,9 +97,20 @@ def open_drafters(options: DraftersOptions, loaded: Loaded, folder: Path) -> tup
 
 
 def measure(options: DraftersOptions, models: Opened, entries: dict[str, Entry]) -> dict[str, dict[str, object]]:
-    """Measure plain decoding, `model.generate` and all drafters; return the figures of each by its name."""
+    """Measure plain decoding, our drafters, and `model.generate` with and without its own; return figures by name."""
     (model, tokenizer), settings = (models.loaded.model, models.loaded.tokenizer), options.settings
-    methods = {"plain": plain_method(model, settings, tokenizer)} | stock_methods(models.loaded, entries, settings)
+    stock: dict[str, dict[str, object]] = {"transformers": {}}  # its versions of our drafters: as far, no heuristics
+    for name, (config, source) in entries.items():
+        if isinstance(config, NgramConfig):
+            ahead = {"prompt_lookup_num_tokens": config.tokens, "max_matching_ngram_size": config.n}
+            stock[f"transformers, {name}"] = ahead
+        if isinstance(source, DraftModel) and not isinstance(source.tree, DynamicTree):
+            chosen = source.model.generation_config
+            chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = source.tree.max_depth, "constant"
+            chosen.assistant_confidence_threshold = 0
+            stock[f"transformers, {name}"] = {"assistant_model": source.model}
+    methods = {"plain": plain_method(model, settings, tokenizer)}
+    methods |= {name: transformers_method(model, settings, tokenizer, **more) for name, more in stock.items()}
     for name, (_, source) in entries.items():
         methods[name] = medusa_method(model, source.heads, settings, tokenizer, drafter=source)
     kept = ("tau", "speedup", "speedup_vs_generate", "equal_to_plain")
@@ -109,22 +120,6 @@ def measure(options: DraftersOptions, models: Opened, entries: dict[str, Entry])
         | {"by_category": {kind: {"tau": of.tau, "speedup": of.speedup} for kind, of in found.by_category.items()}}
         for name, found in take_turns(options, models, methods).items()
     }
-
-
-def stock_methods(loaded: Loaded, entries: dict[str, Entry], settings: Settings) -> dict[str, Method]:
-    """Make methods of `model.generate`: plain, and its versions of our drafters, as far ahead, without heuristics."""
-    found: dict[str, dict[str, object]] = {"transformers": {}}
-    for name, (config, source) in entries.items():
-        if isinstance(config, NgramConfig):
-            ahead = {"prompt_lookup_num_tokens": config.tokens, "max_matching_ngram_size": config.n}
-            found[f"transformers, {name}"] = ahead
-        if isinstance(source, DraftModel) and not isinstance(source.tree, DynamicTree):
-            chosen = source.model.generation_config
-            chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = source.tree.max_depth, "constant"
-            chosen.assistant_confidence_threshold = 0
-            found[f"transformers, {name}"] = {"assistant_model": source.model}
-    tokenizer = loaded.tokenizer
-    return {name: transformers_method(loaded.model, settings, tokenizer, **more) for name, more in found.items()}
 
 
 def verify(options: DraftersOptions, models: Opened, source: DrafterFactory) -> dict[str, object]:

@@ -60,9 +60,7 @@ class KindsOptions(MeasuringOptions):
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
-    """Count the operations of an attention call's two products. Masks save none, so each query counts with all keys.
-
-    The shapes are [B, A, tokens, D]: A attention heads of width D."""
+    """Count the operations of two products of shapes [B, A heads, tokens, D]. Masks save none: all keys count."""
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 

@@ -50,9 +50,8 @@ def draw_kind(kind: str) -> Figure:
     figure = Figure(figsize=(plots.WIDTH, 2.5))
     axes = figure.subplots()
     shift = float(kind == "prefix")
-    places = (
-        {"h": (0.0, 1.0)} | {str(k): (k + shift, 1.0) for k in HEADS} | {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
-    )
+    places = {"h": (0.0, 1.0)} | {str(k): (k + shift, 1.0) for k in HEADS}
+    places |= {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
     if ("root", "1") in arrows:
         places |= {token: (float(k), 0.0) for k, token in enumerate(TOKENS, 1)}
     if "text" in edges:
@@ -108,7 +107,6 @@ def draw_residual() -> Figure:
 def draw_experiment(line: int, draws: int) -> Figure:
     """Draw the experiment of `medusa verify` with the shipped models; `line` chooses one of the shipped prompts."""
     loaded, heads = load_backbone("demo"), MedusaHeads.from_pretrained("demo")
-    assert loaded.tokenizer is not None
     prompt = loaded.tokenizer(list(read_records(str(ASSETS / "prompts.jsonl")))[line - 1].text).input_ids
     generator = torch.Generator().manual_seed(0)
     source = TrainedHeads(heads, resolve_tree(None, heads))

@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -64,16 +64,14 @@ class BackboneOptions(Options):
     )
     recipe: Recipe = group(Recipe, "training")
     teacher: str | None = option(None, "also train on this model's distribution (same vocabulary)", metavar="FOLDER")
-    bf16: bool | None = option(
-        None, "bfloat16 autocast (default: if the device is fast at it)", action=argparse.BooleanOptionalAction
-    )
+    bf16: bool | None = option(None, "bfloat16 autocast (default: if the device is fast)", action=BooleanOptionalAction)
     load: LoadOptions = group(LoadOptions, "loading", only=("device",))
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Path | None = option(None, "write the model here", metavar="FOLDER", type=Path)
     overwrite: bool = option(False, "replace the content of the output folder")
     resume: bool = option(False, "continue from the checkpoint in the output folder")
     checkpoint_every: int = count(100, "steps from one checkpoint to the next", "STEPS")
-    save_tokenizer: bool = option(True, "write the tokenizer too", action=argparse.BooleanOptionalAction)
+    save_tokenizer: bool = option(True, "write the tokenizer too", action=BooleanOptionalAction)
     data_name: str | None = option(None, "for the model card (default: the name of --data)")
     data_licence: str = option("CDLA-Sharing-1.0", "for the model card")
     evaluate_only: str | None = option(None, "only print the figures of this model on --eval", metavar="FOLDER")
@@ -115,8 +113,7 @@ def check_training(options: BackboneOptions) -> None:
     require(not heads % kv_heads, f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     length, context, folder = options.recipe.row_length, options.context, options.output
     require(2 <= length <= context, f"--row-length is {length}; it must lie between 2 and --context {context}")
-    begun = (folder / SETTINGS).is_file()
-    require(begun or not options.resume, f"nothing to resume: {folder} holds no {SETTINGS}")
+    require((folder / SETTINGS).is_file() or not options.resume, f"nothing to resume: {folder} holds no {SETTINGS}")
     free = not folder.exists() or options.overwrite or options.resume or not any(folder.iterdir())
     require(free, f"{folder} is not empty; add --overwrite, or --resume to continue a training")
 
@@ -206,12 +203,10 @@ def train(options: BackboneOptions) -> None:
     sizes |= {"num_key_value_heads": shape["kv_heads"], "max_position_embeddings": options.context}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=tokens, **sizes, **special, tie_word_embeddings=True))
-    teacher = None
+    trainer = BackboneTrainer(model, rows, recipe, training_arguments(options, bf16), options.minutes)
     if options.teacher:
-        load = LoadOptions("bfloat16" if bf16 else "float32", options.device)
-        theirs = open_model(options.teacher, load, tokenizer)
-        teacher = Teacher(theirs, len(rows), recipe.row_length, recipe.teacher_top)
-    trainer = BackboneTrainer(model, rows, recipe, training_arguments(options, bf16), options.minutes, teacher)
+        teacher = open_model(options.teacher, LoadOptions("bfloat16" if bf16 else "float32", options.device), tokenizer)
+        trainer.teacher = Teacher(teacher, len(rows), recipe.row_length, recipe.teacher_top)
     trainer.train(resume_from_checkpoint=find_checkpoint(options))
     facts = options.decisive | {"vocab_size": tokens, "licence of the data": options.data_licence}
     facts |= {"data": f"{facts['data']}: {len(documents):,} documents", "steps": trainer.state.global_step}

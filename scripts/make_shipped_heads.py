@@ -29,23 +29,6 @@ TEXTS = {"greedy": (3200, 0), "warm": (1024, 0.7), "held_out": (200, 0)}  # prom
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 4e-3, "save_strategy": "no", "logging_steps": 100}
 
 
-def finish(folder: Path, held_out: Path, nodes: int) -> None:
-    """Grow a tree of `nodes` nodes on the held-out texts, and store it with the heads, in bfloat16."""
-    backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(folder)
-    records = read_records(str(held_out))
-    texts = [(record.input_ids[: record.prompt_tokens], record.input_ids[record.prompt_tokens :]) for record in records]
-    recording = record(backbone, heads, texts)
-    tree = grow(recording, nodes)
-    tau = predicted_tau(tree, recording)
-    heads.config.tree = [list(path) for path in tree.rank_paths]
-    provenance = read_json(folder / PROVENANCE) | {"command": "python scripts/make_shipped_heads.py"}
-    config = provenance["config"]  # without the folders of this machine
-    config["data"]["path"], config["output_dir"] = Path(config["data"]["path"]).name, Path(config["output_dir"]).name
-    provenance["tree"] = {"nodes": nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
-    heads.to(torch.bfloat16).save_pretrained(folder, provenance)
-    print(f"{nodes}-node tree, expected tau {tau:.3f}: {heads.config.tree}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--data", required=True, type=Path, help="stories separated by lines <|endoftext|>")
@@ -61,12 +44,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     openings = [(match[0] if (match := SENTENCE.match(story)) else story[:80])[:200] for story in stories]
     random.Random(0).shuffle(openings)
     for name, (count, temperature) in TEXTS.items():
-        prompts, openings = openings[:count], openings[count:]
-        write_jsonl(args.work / f"{name}.jsonl", ({"prompt": opening} for opening in prompts))
+        prompts = write_jsonl(args.work / f"{name}.jsonl", "prompt", openings[:count])
+        openings = openings[count:]
         output = args.work / "own_held_out.jsonl" if name == "held_out" else text / f"{name}.jsonl"
-        where = ["--prompts", args.work / f"{name}.jsonl", "--output", output]
         options = f"--temperature {temperature} --max-new-tokens 220 --batch-size 64 --threads {args.threads}"
-        medusa(f"distill --backbone demo {options}", *where)
+        medusa(f"distill --backbone demo {options}", "--prompts", prompts, "--output", output)
     recipe = {
         "backbone": "demo",
         "data": {"path": str(text), "sequence_length": 256},
@@ -76,7 +58,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     write_json(args.work / "train.json", recipe)  # JSON is YAML
     medusa(f"train --threads {args.threads} --overwrite", args.work / "train.json")
-    finish(args.output, args.work / "own_held_out.jsonl", args.nodes)
+    backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(args.output)
+    records = read_records(str(args.work / "own_held_out.jsonl"))
+    texts = [(record.input_ids[: record.prompt_tokens], record.input_ids[record.prompt_tokens :]) for record in records]
+    recording = record(backbone, heads, texts)
+    tree = grow(recording, args.nodes)
+    tau = predicted_tau(tree, recording)
+    heads.config.tree = [list(path) for path in tree.rank_paths]
+    provenance = read_json(args.output / PROVENANCE) | {"command": "python scripts/make_shipped_heads.py"}
+    config = provenance["config"]  # without the folders of this machine
+    config["data"]["path"], config["output_dir"] = text.name, args.output.name
+    provenance["tree"] = {"nodes": args.nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
+    heads.to(torch.bfloat16).save_pretrained(args.output, provenance)
+    print(f"{args.nodes}-node tree, expected tau {tau:.3f}: {heads.config.tree}")
 
 
 if __name__ == "__main__":

@@ -156,9 +156,8 @@ def measure(
         lengths.append(step.lengths[0])
         of_plain = seconds_of(lambda: next(plain_steps))
         one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain.verifier.cache.lengths[0]))
-        forward = bare(
-            session.verifier.cache, one.expand(1, tree.num_nodes), topology.depth + length, masks([length], topology)
-        )
+        nodes = one.expand(1, tree.num_nodes)
+        forward = bare(session.verifier.cache, nodes, topology.depth + length, masks([length], topology))
         of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
         rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.verifier.cache, one, here, None)))
 

@@ -59,9 +59,7 @@ def show(options: MeasuringOptions, *parts: str) -> None:
 
 
 def peak_meter(device: torch.device | str) -> Callable[[], int]:
-    """Return a function that returns by how many bytes the peak since now exceeds the memory in use now.
-
-    The memory is that of tensors on a GPU, and resident memory on a CPU (Linux only)."""
+    """Return a meter of peak memory since now, in bytes: tensors on a GPU, resident memory on a CPU (Linux only)."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

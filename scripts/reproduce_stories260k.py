@@ -28,7 +28,7 @@ from pathlib import Path
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.loading import load_tokenizer
-from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_tokens
+from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_jsonl
 
 Row = dict[str, object]
 TREE = "mc_sim_7b_63"
@@ -61,7 +61,7 @@ def own_text(args: argparse.Namespace, seed: int) -> tuple[Path, float]:
         prompts = [ids[: draw.randint(*OPENING)] for ids in texts if len(ids) >= OPENING[1]][: args.texts]
         for temperature, share in TEMPERATURES.items():
             count = args.texts * share // sum(TEMPERATURES.values())
-            source = write_tokens(place / f"openings_{temperature}.jsonl", prompts[:count])
+            source = write_jsonl(place / f"openings_{temperature}.jsonl", "input_ids", prompts[:count])
             prompts = prompts[count:]
             options = f"--max-new-tokens {NEW_TOKENS} --ignore-eos --batch-size 128 --temperature {temperature}"
             where = ["--backbone", args.backbone, "--prompts", source, "--output", folder / f"{temperature}.jsonl"]
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     content = read_json(args.reference)
     continuations = next(iter(content["runs"].values()))["new_ids"]
     texts = [prompt + new for prompt, new in zip(content["prompts"], continuations, strict=True)]
-    prompts = write_tokens(args.output / "prompts.jsonl", content["prompts"])
-    excluded = write_tokens(args.output / "excluded.jsonl", texts)  # no training text shares a window with these
+    prompts = write_jsonl(args.output / "prompts.jsonl", "input_ids", content["prompts"])
+    excluded = write_jsonl(args.output / "excluded.jsonl", "input_ids", texts)
     rows: list[Row] = []
     for seed, recipe, kind in itertools.product(args.seeds, args.recipes, args.kinds):
         rows += run(args, recipe, kind, seed, args.prompts or prompts, excluded)

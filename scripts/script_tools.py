@@ -30,14 +30,9 @@ def medusa(command: str, *more: object) -> None:
     subprocess.run([sys.executable, "-m", "medusa", *command.split(), *map(str, more)], check=True)
 
 
-def write_jsonl(path: Path, records: Iterable[dict[str, object]]) -> None:
-    """Write `records` to `path` as JSON Lines, and make its folder."""
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def write_tokens(path: Path, texts: Iterable[list[int]]) -> Path:
-    """Write the token ids of texts to `path` as JSON Lines, and return the path."""
-    write_jsonl(path, ({"input_ids": ids} for ids in texts))
+def write_jsonl(path: Path, key: str, values: Iterable[object]) -> Path:
+    """Write a record {key: value} for each of `values` to a JSON Lines file, and make its folder; return `path`."""
+    write_text(path, "".join(json.dumps({key: value}) + "\n" for value in values))
     return path
 
 

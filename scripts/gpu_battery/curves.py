@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmark_loss import Variant, measure
@@ -45,7 +45,12 @@ def curves(run: Run) -> None:
                 continue  # the eager figures need the rest of the time
             about = {"model": model, "how": how, "context": context, "batch": batch, "nodes": nodes}
             with run.attempt(**about):
-                method = random_method(run, model, nodes, compile=how == "compiled")
+                settings = Settings(max_new_tokens=SKIPPED + scale.steps, ignore_eos=True, compile=how == "compiled")
+                backbone = random_model(run, model)
+                method = plain_method(backbone, settings)
+                if nodes > 1:
+                    heads = random_heads(backbone, NUM_HEADS, std=0.02, block="mlp", lm_head="shared")
+                    method = medusa_method(backbone, heads, settings, tree=tree_of(nodes))
                 prompts = torch.randint(scale.curve_shape["vocab_size"], (batch, context)).tolist()
                 start = time.monotonic()
                 method(prompts)
@@ -54,16 +59,6 @@ def curves(run: Run) -> None:
             Regions.of(random_model(run, model)).clear()  # compiled steps keep caches on the model
             if run.on_gpu:
                 torch.cuda.empty_cache()
-
-
-def random_method(run: Run, model_name: str, nodes: int, compile: bool) -> Method:
-    """Make a method that decodes with a random model: plainly if `nodes` is 1, else with random heads."""
-    model = random_model(run, model_name)
-    settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, compile=compile)
-    if nodes == 1:
-        return plain_method(model, settings)
-    heads = random_heads(model, NUM_HEADS, std=0.02, block="mlp", lm_head="shared")
-    return medusa_method(model, heads, settings, tree=tree_of(nodes))
 
 
 @functools.cache
@@ -93,17 +88,10 @@ def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> float:
 def profile_steps(run: Run, method: Method, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
     """Count a step's kernel launches (operations on a CPU) and synchronizations; name its longest attention kernel."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.on_gpu else [])]
-    profiler, steps = profile(activities=activities), itertools.count(1)
-
-    def on_step(row: int, ids: list[int]) -> None:
-        step = next(steps) if row == 0 else 0
-        if step == SKIPPED:
-            profiler.start()
-        elif step == SKIPPED + PROFILED:
-            profiler.stop()
-
-    method(prompts, on_step)
-    if next(steps) <= SKIPPED + PROFILED:
+    plan = schedule(wait=SKIPPED, warmup=0, active=PROFILED, repeat=1)
+    with profile(activities=activities, schedule=plan) as profiler:
+        method(prompts, lambda row, ids: profiler.step() if row == 0 else None)
+    if profiler.step_num < SKIPPED + PROFILED:
         return {}  # the text ended before enough steps
     events = profiler.key_averages()
     launches = sum(e.count for e in events if e.key in LAUNCHES or (not run.on_gpu and "aten::" in e.key))

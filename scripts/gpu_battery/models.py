@@ -1,7 +1,4 @@
-"""Stages of the second and third calls: train a backbone and heads on this machine, and measure the heads.
-
-The backbone learns Python sources of this machine. The heads are compared with plain decoding and `model.generate`.
-"""
+"""Stages of the second and third calls: train a backbone and heads on Python sources, and measure the heads."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from medusa.files import write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
-from script_tools import write_tokens
+from script_tools import write_jsonl
 from scripts.gpu_battery.run import Figure, Run
 
 Texts = list[list[int]]
@@ -34,8 +31,21 @@ PROMPT = 400  # characters of a source that a prompt is cut from
 
 
 def backbone(run: Run) -> None:
-    """Train a backbone, and write prompts from sources that it did not train on."""
-    texts = python_sources(run.scale.source_bytes)
+    """Train a backbone on Python files of this machine, and write prompts from files that it did not train on."""
+    folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
+    random.Random(0).shuffle(files)
+    texts, taken, limit = [], 0, run.scale.source_bytes
+    for path in files:
+        if taken >= limit:
+            break
+        text = path.read_text(encoding="utf-8", errors="ignore").replace(DOCUMENT_SEPARATOR, "").strip()
+        text = text[: min(20_000, limit // 100)]
+        if len(text) > SHORTEST:
+            texts.append(text)
+            taken += len(text)
+    if len(texts) < 40:
+        raise RuntimeError(f"this machine has only {len(texts)} Python sources; training needs at least 40")
     held_out, seen = texts[::20], [text for index, text in enumerate(texts) if index % 20]
     for name, part in (("train", seen), ("eval", held_out[:20])):
         (run.output / f"{name}.txt").write_text(f"\n{DOCUMENT_SEPARATOR}\n".join(part) + "\n", encoding="utf-8")
@@ -49,26 +59,7 @@ def backbone(run: Run) -> None:
     openings = itertools.islice(itertools.cycle(seen), run.scale.texts)
     for path, texts in ((run.output / "openings.jsonl", openings), (run.prompts, held_out[: run.scale.prompts])):
         encoded = tokenizer([text[:PROMPT] for text in texts])["input_ids"]
-        write_tokens(path, (ids[: run.scale.prompt_tokens] for ids in encoded))
-
-
-def python_sources(limit: int) -> list[str]:
-    """Read Python files of this machine, shuffled with a fixed seed, up to `limit` characters."""
-    folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
-    files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
-    random.Random(0).shuffle(files)
-    texts, taken = [], 0
-    for path in files:
-        if taken >= limit:
-            break
-        text = path.read_text(encoding="utf-8", errors="ignore").replace(DOCUMENT_SEPARATOR, "").strip()
-        text = text[: min(20_000, limit // 100)]
-        if len(text) > SHORTEST:
-            texts.append(text)
-            taken += len(text)
-    if len(texts) < 40:
-        raise RuntimeError(f"this machine has only {len(texts)} Python sources; training needs at least 40")
-    return texts
+        write_jsonl(path, "input_ids", (ids[: run.scale.prompt_tokens] for ids in encoded))
 
 
 def heads(run: Run) -> None:
@@ -85,7 +76,7 @@ def heads(run: Run) -> None:
         config = {
             "backbone": str(run.backbone),
             "data": {"path": str(own), "sequence_length": 256},
-            "output_dir": str(run.heads(kind)),
+            "output_dir": str(run.heads / kind),
             "heads": {"num": 4, "kind": kind},
             "device": run.device,
             "training": training | {"save_strategy": "no", "logging_steps": 50, "bf16": run.on_gpu},
@@ -133,7 +124,7 @@ class Bench:
     def measure_heads(self, name: str, kind: str, tree: str, settings: Settings) -> None:
         """Measure the heads of this kind with the tree that the scale calls `tree`."""
         with self.run.attempt(method=name):
-            heads = MedusaHeads.from_pretrained(self.run.heads(kind)).to(self.run.device, self.model.dtype)
+            heads = MedusaHeads.from_pretrained(self.run.heads / kind).to(self.run.device, self.model.dtype)
             self.measure(name, medusa_method(self.model, heads, settings, tree=self.run.scale.trees[tree]))
 
     def measure(self, name: str, method: Method) -> None:
@@ -160,7 +151,7 @@ def verify(run: Run) -> None:
     passed = []
     for dtype in ("float32", "bfloat16"):
         tree, report = next(iter(run.scale.trees.values())), run.output / f"verify_{dtype}.html"
-        argv = ["--backbone", run.backbone, "--heads", run.heads(FIRST_KIND), "--prompts", run.prompts]
+        argv = ["--backbone", run.backbone, "--heads", run.heads / FIRST_KIND, "--prompts", run.prompts]
         argv += ["--tree", tree, "--max-new-tokens", run.scale.new_tokens, "--draws", run.scale.draws]
         argv += ["--sampled-prompts", run.scale.sampled_prompts, "--dtype", dtype, "--device", run.device]
         argv += ["--report", report, "--overwrite", "--quiet"]

@@ -52,22 +52,6 @@ def read_figures(output: Path) -> dict[str, list[Figure]]:
     return found
 
 
-class GpuMonitor:
-    """Follows the GPU's clocks, power and temperature, which nvidia-smi reports five times a second."""
-
-    def __init__(self) -> None:
-        self.latest: dict[str, float] = {}
-        if shutil.which("nvidia-smi") and torch.cuda.is_available():
-            Thread(target=self._follow, daemon=True).start()
-
-    def _follow(self) -> None:
-        command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits", "-lms", "200"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                values = zip(CLOCKS, line.replace(" ", "").split(","), strict=False)
-                self.latest = {name: float(value) for name, value in values if value[:1].isdigit()}
-
-
 @dataclass(eq=False)
 class Run:
     """One run of one stage, which may take `seconds`."""
@@ -80,19 +64,25 @@ class Run:
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
-        self.monitor = GpuMonitor()
+        self.clocks: dict[str, float] = {}  # and power and temperature, which nvidia-smi reports five times a second
+        if shutil.which("nvidia-smi") and torch.cuda.is_available():
+            Thread(target=self._follow_gpu, daemon=True).start()
         self.on_gpu = self.device.startswith("cuda")
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
+        self.heads = self.output / "heads"  # in a folder for each kind
 
-    def heads(self, kind: str) -> Path:
-        """Return the folder of the trained heads of this kind."""
-        return self.output / "heads" / kind
+    def _follow_gpu(self) -> None:
+        command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits", "-lms", "200"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                values = zip(CLOCKS, line.replace(" ", "").split(","), strict=False)
+                self.clocks = {name: float(value) for name, value in values if value[:1].isdigit()}
 
     def keep(self, **figure: object) -> None:
         """Append a figure of this stage to the file of figures, with the GPU's clocks, power and temperature."""
-        append(self.output, {"stage": self.stage} | figure | self.monitor.latest)
+        append(self.output, {"stage": self.stage} | figure | self.clocks)
 
     @contextmanager
     def attempt(self, **about: object) -> Iterator[None]:
@@ -103,9 +93,7 @@ class Run:
             self.keep(**about, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
     def medusa(self, command: str, *more: object, result: str | None = None) -> dict[str, object]:
-        """Run a `medusa` command in this process; RuntimeError if it fails and writes no JSON.
-
-        `result` names the JSON file of its results, which are returned."""
+        """Run a `medusa` command; return the JSON file named `result`. RuntimeError: it failed and wrote no JSON."""
         argv, place = [command, *map(str, more)], self.output / "json" / f"{result}.json"
         if result:
             place.parent.mkdir(exist_ok=True)

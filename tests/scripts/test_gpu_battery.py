@@ -169,7 +169,7 @@ def test_figures_carry_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     stage = Run("curves", tmp_path, TOY, "cpu", 60)
     until = time.monotonic() + 20
-    while not stage.monitor.latest and time.monotonic() < until:
+    while not stage.clocks and time.monotonic() < until:
         time.sleep(0.01)
     stage.keep(ms=1.0)
     (figure,) = run.read_figures(tmp_path)["curves"]
