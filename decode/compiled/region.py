@@ -53,6 +53,7 @@ class Region:
         self.hidden = static(torch.zeros_like(hidden))
         self.alive = static(torch.ones(rows, dtype=torch.long, device=device))  # 0 for rows that have ended
         self.end = min(end for end in (backbone.context, cache.capacity) if end is not None)
+        drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
